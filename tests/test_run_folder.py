@@ -124,6 +124,20 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
     assert json.loads((path / "metrics.jsonl").read_text())["step"] == 1
 
 
+def test_a_judge_with_another_prompt_is_another_run(tmp_path):
+    path, file = tmp_path / "a", tmp_path / "judge.txt"
+    file.write_text("Is this good? {completion}")
+    judge = f"rewards=[{{use: judge, args: {{url: 'http://a:1', model: m, prompt: {file}}}}}]"
+    started_run(path, judge)
+    open_folder(path, judge).close()
+    file.write_text("Is this bad? {completion}")
+    assert refusal(path, judge).splitlines()[1] == (
+        "  rewards.0.args.prompt, the text of the file: 'sha256 e73cf86f96ff' there, 'sha256 9f6fc8242019' here"
+    )
+    file.write_text("Is this good? {completion}")
+    open_folder(path, judge).close()
+
+
 def test_a_run_goes_on_with_other_hardware_and_another_budget(tmp_path):
     path = tmp_path / "a"
     started_run(path, "hardware.processes=4", "train.micro_batch_tokens=auto")

@@ -36,7 +36,11 @@ from samples import answer
         (["rollout.num_generations=4"], ["rollout.num_generations"]),
         (["model.path=other"], ["model.path"]),
         (["data.shuffle=false"], ["data.shuffle"]),
-        (["rewards=[{use: math}, {use: exact}]"], [f"rewards.1.{key}" for key in ("args", "use", "weight")]),
+        (
+            ["rewards=[{use: math}, {use: exact}]"],
+            [f"rewards.1.{key}" for key in ("args", "gate", "scale", "use", "weight", "where")],
+        ),
+        (["rewards=[{use: code}]", "sandbox.memory=1GB"], ["rewards.0.use", "sandbox.memory"]),
         (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
         (["algorithm.name=dapo"], ["algorithm.clip_high", "algorithm.loss_weight", "algorithm.name"]),
     ],
@@ -44,6 +48,36 @@ from samples import answer
 def test_config_changes(overrides, changed):
     old, new = config_from_dict(MINIMAL), config_from_dict(MINIMAL, overrides)
     assert list(config_changes(old, new)) == changed
+
+
+JUDGE = {"use": "judge", "args": {"url": "http://a:1", "model": "m", "prompt": "p.txt", "max_concurrent": 4}}
+MODEL = {"use": "model", "args": {"url": "http://a:2", "api_key_env": "KEY"}}
+REWARDS = [JUDGE, MODEL, {"use": "model", "args": {"path": "rm"}}, {"use": "mine.py:f", "args": {"url": "a"}}]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (["rewards.0.args.url=http://b:1", "rewards.0.args.max_concurrent=8", "rewards.0.args.cache=c.jsonl"], []),
+        (["rewards.0.args.retries=1", "rewards.0.args.request_timeout_s=5"], []),
+        (["rewards.1.args.url=http://b:1", "rewards.1.args.api_key_env=OTHER"], []),
+        (["rewards.2.args.device=cpu", "rewards.2.args.batch_tokens=64"], []),
+        (["rewards.2.args.dtype=float32"], ["rewards.2.args.dtype"]),
+        (["rewards.0.args.model=n", "rewards.0.args.prompt=q.txt"], ["rewards.0.args.model", "rewards.0.args.prompt"]),
+        (["rewards.3.args.url=b"], ["rewards.3.args.url"]),
+        (["sandbox.backend=bubblewrap", "sandbox.max_concurrent=3", "sandbox.unsafe_no_sandbox=true"], []),
+        (["sandbox.backend=sandbox_fusion", "sandbox.url=http://c"], []),
+        (
+            ["sandbox.wall_s=3", "sandbox.packages=[numpy]"],
+            ["sandbox.packages", "sandbox.packages.0", "sandbox.wall_s"],
+        ),
+    ],
+)
+def test_servers_and_sandboxes_may_be_others_but_not_what_they_compute(overrides, changed):
+    raw = {**MINIMAL, "rewards": [*REWARDS, {"use": "code"}]}
+    old, new = config_from_dict(raw), config_from_dict(raw, overrides)
+    assert list(config_changes(old, new)) == changed
+    assert list(config_changes(new, old)) == changed
 
 
 def test_config_changes_with_a_schedule_has_both_values():
@@ -220,3 +254,13 @@ def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path)
 def test_a_file_of_single_turns_has_no_masks(tmp_path):
     write_completions_file(tmp_path / "c.parquet", step=1, groups=[a_group(TEXT, [1.0], {})])
     assert not {"end", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}
+
+
+def test_details_of_some_groups_are_null_for_the_others(tmp_path):
+    """A judge behind a gate sees no completion of some rounds of a step."""
+    judged = replace(GROUPS[0], reward_details={"judge/reply": ("Score: 1",) * len(GROUPS[0].trajectories)})
+    others = GROUPS[1:]
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[*others, judged])
+    replies = pq.read_table(tmp_path / "c.parquet")["details/judge/reply"].to_pylist()
+    unjudged = sum(len(g.trajectories) for g in others)
+    assert replies == [None] * unjudged + ["Score: 1"] * len(judged.trajectories)

@@ -143,6 +143,7 @@ class ScoredGroup:
     trajectories: tuple[Trajectory, ...]  # [G]
     rewards: FloatArray  # [G] weighted sum of `reward_parts` that are not NaN; NaN if all are
     reward_parts: Mapping[str, FloatArray]  # name -> [G], unweighted
+    reward_details: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)  # name -> [G], how it was scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from cohort.atomic_files import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.rewards.judge_prompt import prompt_hashes
 from cohort.run_files import SECRET_FILE, format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
 
 # Keys that may change when a run resumes: they affect neither what is learned nor in which order.
@@ -40,7 +41,13 @@ _MAY_CHANGE = (
     *(f"rollout.{key}" for key in ("urls", "urls.", "secret_file", "vllm_python", "servers", "tensor_parallel")),
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
+    # where code is judged, and how much at a time
+    *(f"sandbox.{key}" for key in ("backend", "url", "container", "unsafe_no_sandbox", "max_concurrent")),
 )
+# Arguments of a reward that may change: its server, and how it is asked.
+_SERVER = ("url", "api_key_env", "max_concurrent", "request_timeout_s", "retries")
+_REWARD_MAY_CHANGE = {"judge": (*_SERVER, "cache"), "model": (*_SERVER, "device", "batch_tokens")}
+JUDGE_PROMPTS = "judge_prompts.json"  # hashes of the judges' prompt files
 ADAPTERS = "adapters"  # the trained adapter, for servers to load
 REWARD_MARKER = ".reward"  # exists while a reward function runs
 LOGS = "logs"  # output of the run's processes; created before the run starts
@@ -101,6 +108,8 @@ class RunFolder:
                 f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to resume from; use a new run.dir"
             )
         self._write("config.yaml", to_yaml(self._config))
+        if hashes := prompt_hashes(self._config.rewards):
+            self._write(JUDGE_PROMPTS, json.dumps(hashes, indent=1) + "\n")
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             rows, bad = read_metrics(metrics)
@@ -176,13 +185,26 @@ class RunFolder:
                 f"run.dir: {str(self.path)!r} holds a run whose config.yaml this version cannot read; use a "
                 f"new run.dir. Error: {error}"
             ) from error
-        changes = config_changes(saved, self._config)
+        changes = config_changes(saved, self._config) | self._prompt_changes()
         if changes:
             listed = "\n".join(f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in changes.items())
             raise UserError(
                 f"run.dir: {str(self.path)!r} already holds another run. It differs in\n{listed}\n"
                 f"Use a new run.dir to start a new run, or the same configuration to resume that one"
             )
+
+    def _prompt_changes(self) -> dict[str, tuple[str, str]]:
+        """Return the judges' prompt files whose text is another than when the run began."""
+        try:
+            before = json.loads((self.path / JUDGE_PROMPTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        now = prompt_hashes(self._config.rewards)
+        return {
+            f"{key}, the text of the file": (f"sha256 {before[key][:12]}", f"sha256 {now[key][:12]}")
+            for key in sorted(before.keys() & now.keys())
+            if before[key] != now[key]
+        }
 
     def _take_lock(self) -> int:
         try:
@@ -254,9 +276,20 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
         key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
-        and not re.fullmatch(r"rewards\.\d+\.timeout_s", key)
+        and not _may_change_of_reward(key, old, new)
         and not any(key == a or (a.endswith(".") and key.startswith(a)) for a in allowed)
     }
+
+
+def _may_change_of_reward(key: str, old: Config, new: Config) -> bool:
+    """Whether a key of a reward affects none of its values."""
+    if re.fullmatch(r"rewards\.\d+\.(timeout_s|isolate)", key):
+        return True
+    match = re.fullmatch(r"rewards\.(\d+)\.args\.(\w+)", key)
+    if match is None or int(match[1]) >= min(len(old.rewards), len(new.rewards)):
+        return False
+    of_both = (config.rewards[int(match[1])] for config in (old, new))
+    return all(match[2] in _REWARD_MAY_CHANGE.get(reward.use, ()) for reward in of_both)
 
 
 def write_completions_file(
@@ -296,6 +329,10 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     for name in groups[0].reward_parts:
         values = [r for g in groups for r in g.reward_parts[name]]
         columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
+    # a reward that saw none of a group's completions has no details of them
+    for name in dict.fromkeys(name for g in groups for name in g.reward_details):
+        details = [d for g in groups for d in g.reward_details.get(name, (None,) * len(g.trajectories))]
+        columns[f"details/{name}"] = pa.array(details, pa.string())
     if sequences is not None:
         advantages: list[list[FloatArray]] = [[] for _ in completions]
         for s in sequences:

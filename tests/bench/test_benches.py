@@ -28,6 +28,7 @@ SCRIPTS = {
     "packing.py": "| 1,000 | 8 |",
     "plan_verify.py": '"ratio": ',
     "sampler.py": "largest difference of a logprob",
+    "sandbox.py": "| bubblewrap | ",
     "scaling.py": "| strong | 2 |",
     "training_step.py": "| shared | ",
     "trl_demo.py": "Cohort's step is ",

@@ -190,7 +190,10 @@ def test_converted_files_are_valid_and_say_the_same(files: dict[str, Path], tmp_
     assert (trl.rollout.num_generations, trl.train.prompts_per_step) == (14, 32)  # 16 x 4 x 7 completions
     assert (trl.train.steps, trl.train.warmup_steps, trl.train.lr_schedule) == (200, 20, "cosine")
     assert (trl.model.dtype, trl.rollout.engine, trl.hardware.rollout_gpus) == ("bfloat16", "vllm", "shared")
-    assert [(reward.use, reward.weight) for reward in trl.rewards] == [("math", 1.0), ("rewards.py:code", 0.1)]
+    assert [(reward.use, reward.weight) for reward in trl.rewards] == [
+        ("open_r1.accuracy", 1.0),
+        ("code", 0.1),
+    ]
     assert (trl.algorithm.name, trl.algorithm.clip_high, trl.algorithm.beta) == ("dapo", 0.2, 0.0)
     assert (swift.hardware.processes, swift.train.prompts_per_step, swift.train.learning_rate) == (8, 1, 1e-5)
     assert (swift.rollout.temperature, swift.algorithm.beta, swift.algorithm.name) == (0.9, 0.0, "grpo")
@@ -229,7 +232,7 @@ def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
     notes = [line for line in text.splitlines() if line.startswith("# - ")]
     assert any(note.startswith("# - its default there: ") and "hub_strategy" in note for note in notes)
     assert any("7 training processes, the fewest that start there" in note for note in notes)
-    assert any("reward 'code'" in note for note in notes)
+    assert "reward 'brevity'" in convert_file(files["trl.py"])
     assert not any("learning_rate" in note or "num_generations" in note for note in notes)
     verl = convert_file(files["verl.sh"])
     assert "1280 completions are sampled together there, and 320 are trained in one optimizer step" in verl

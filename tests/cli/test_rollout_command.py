@@ -9,7 +9,7 @@ import pytest
 
 from cohort.chat import ResponseParser
 from commands import assert_refused, set_up
-from playing import save_turns_model
+from playing import LETTER_CALLS, save_turns_model
 from selection import slow
 
 CODE = '''
@@ -95,6 +95,23 @@ def test_tool_calls_results_masks_and_rewards_are_shown(folder, cohort, monkeypa
     assert lines[-2].startswith("2 trajectories: mean reward 0; ended: ")
     assert lines[-1].startswith("means: ")
     assert not (folder / "run").exists(), "nothing is written"
+
+
+def test_the_tool_python_runs_code_and_the_sandbox_is_named(tmp_path, cohort, monkeypatch):
+    monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
+    function = {"name": "python", "arguments": {"code": "6 * 7"}}
+    monkeypatch.setitem(LETTER_CALLS["fields"]["tool_calls"]["transform"], "function", function)
+    save_turns_model(tmp_path / "model")
+    # no backend of this name is there, so that the code runs without one
+    sandbox = {"backend": "container", "container": "no-such-program", "unsafe_no_sandbox": True}
+    run = set_up(tmp_path, rollout={**ROLLOUT, "tools": ["python"]}, rewards=[{"use": "exact"}], sandbox=sandbox)
+    ended = cohort("rollout", run, "--rows", 1, "--json")
+    assert ended.code == 0, ended.err
+    told = ["sandbox: none, holds nothing", "warning: sandbox.unsafe_no_sandbox: code of the model runs with"]
+    assert [line[: len(text)] for line, text in zip(ended.err.splitlines(), told, strict=True)] == told
+    (trajectory,) = json.loads(ended.out)
+    results = [message["content"] for message in trajectory["messages"] if message["role"] == "tool"]
+    assert set(results) == {"42\n"}
 
 
 def test_environments_without_a_prompt_and_several_generations(folder, cohort):

@@ -20,7 +20,9 @@ from cohort.batch import LossInputs, LossOutput
 from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.config.catalogue import Component, Parameter, parameters
 from samples import scored
+from selection import slow
 
+IN_A_COPY = slow("imports a copy of the package")
 ENTRY = """
 POLICY_LOSSES["tether"] = Component(
     formula="-A * log p + pull * log(ratio)^2",
@@ -98,11 +100,13 @@ def with_a_loss_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return found
 
 
+@IN_A_COPY
 def test_an_entry_and_a_function_are_a_policy_loss(with_a_loss_more: dict[str, Any]):
     assert with_a_loss_more["losses"] == pytest.approx([-3 * 1 + 2 * 1**2, 0])
     assert with_a_loss_more["learns without advantage"]
 
 
+@IN_A_COPY
 def test_its_parameter_is_a_key_with_default_and_bounds(with_a_loss_more: dict[str, Any]):
     assert (with_a_loss_more["default"], with_a_loss_more["elsewhere"]) == (0.5, None)
     assert with_a_loss_more["written"] == {"name": "grpo", "policy_loss": "tether", "pull": 0.25}
@@ -111,6 +115,7 @@ def test_its_parameter_is_a_key_with_default_and_bounds(with_a_loss_more: dict[s
     assert with_a_loss_more["misspelt"].startswith("algorithm.pul: unknown key; did you mean pull? algorithm has: name")
 
 
+@IN_A_COPY
 def test_its_parameter_has_no_effect_with_other_losses(with_a_loss_more: dict[str, Any]):
     assert with_a_loss_more["no effect"] == (
         "algorithm: pull: 0.25 has no effect with policy_loss: clipped; remove it, or use policy_loss: tether"
@@ -121,6 +126,7 @@ def test_its_parameter_has_no_effect_with_other_losses(with_a_loss_more: dict[st
     )
 
 
+@IN_A_COPY
 def test_it_is_in_the_docs(with_a_loss_more: dict[str, Any]):
     row = "| `pull` | number or null | `null` | Strength of the tether. Read by `tether`. |\n"
     assert row in with_a_loss_more["keys"]

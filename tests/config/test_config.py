@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import pytest
 import yaml
 
 from cohort.config import AlgorithmConfig, config_from_dict
+from cohort.errors import UserError
 from configs import MINIMAL, message
 
 # Defaults
@@ -95,6 +97,19 @@ def test_overrides_change_sections_lists_and_the_algorithm():
     assert config.run.log == ("tensorboard", "wandb")
     assert config.data.system_prompt == "a=b"
     assert config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_arguments_of_a_built_in_reward_may_stand_beside_its_name():
+    def rewards(**reward: Any) -> Any:
+        return config_from_dict({**MINIMAL, "rewards": [reward]}).rewards
+
+    (number,) = rewards(use="number", abs_tol=1, weight=2, args={"rel_tol": 0.5})
+    assert (number.args, number.weight) == ({"abs_tol": 1, "rel_tol": 0.5}, 2)
+    with pytest.raises(UserError, match=r"abs_tol: is given beside `use` and in args; remove one of the two"):
+        rewards(use="number", abs_tol=1, args={"abs_tol": 1})
+    for given in ({"use": "number", "wieght": 1}, {"use": "rewards.py:mine", "abs_tol": 1}):
+        with pytest.raises(UserError, match=f"{list(given)[1]}: unknown key"):
+            rewards(**given)
 
 
 def test_overrides_leave_the_mapping_as_it_is():

@@ -25,7 +25,8 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
         (
             {"zzz": 1},
-            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, critic",
+            "zzz: unknown key; the configuration has: model, data, rewards, sandbox, rollout, algorithm, reference, "
+            "critic",
         ),
         (
             {"model": {"path": "m", "adapter": {"rnak": 4}}},
@@ -50,7 +51,8 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"rewards": [{"use": "math", "wieght": 1}]},
-            "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, timeout_s",
+            "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, where, "
+            "scale, clip, gate, timeout_s",
         ),
         (
             {"algorithm": {"betta": 0.1}},

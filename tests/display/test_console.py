@@ -1,6 +1,7 @@
 """What a person sees: the console, the curve, `cohort eval`, and the demo from its first line to its last."""
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -69,6 +70,30 @@ def test_the_best_and_the_worst_scored_completion_are_shown():
     assert "reward  0.500" in text and "ended  75%" in text and "1,234 tokens/s" in text
     # text of a model is not markup
     assert re.findall(r"reward +(\S+) (.*)", text)[1:] == [("1.00", "[bold]4[/bold]"), ("0.00", "5")]
+
+
+def test_rewards_that_take_long_have_bars(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr("cohort.display.console.time.monotonic", lambda: now)
+    out = io.StringIO()
+    display = ConsoleDisplay(console=Console(file=out, force_terminal=True, width=80))
+    display.reward_progress("code", 0, 64)
+    now = 101.0
+    display.reward_progress("code", 20, 60)
+    assert display._progress.tasks == []
+    now = 103.0
+    display.reward_progress("code", 30, 60)
+    display.reward_progress("[judge]", 0, 64)
+    now = 106.0
+    display.reward_progress("[judge]", 1, 64)
+    display._progress.refresh()
+    display._progress.start()
+    display._progress.stop()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"judging: code ━*[^\n]* 30/60", shown) and re.search(r"judging: \[judge\] ━*[^\n]* 1/64", shown)
+    display.reward_progress("code", 64, 64)
+    display.reward_progress("[judge]", 64, 64)
+    assert display._progress.tasks == []
 
 
 def test_turns_are_counted_and_shown_message_by_message():
@@ -141,7 +166,14 @@ def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):
     assert_refused(cohort("eval", run), "error: MODEL: ", "is a run without a final model yet")
 
 
-@pytest.mark.parametrize("task", ["words", pytest.param("tools", marks=slow("a step of several turns"))])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "words",
+        pytest.param("tools", marks=slow("a step of several turns")),
+        pytest.param("code", marks=slow("tests/demo has the task; starts hundreds of processes")),
+    ],
+)
 def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     full = demo.demo_config
 
@@ -151,7 +183,8 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(demo, "demo_config", short)
     monkeypatch.setattr(demo, "NUM_HELDOUT", 16)
-    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 3) == 0
+    command = ("demo", "--task", task, "--out", tmp_path / "run", *(["--unsafe-no-sandbox"] if task == "code" else []))
+    assert run_command(monkeypatch, *command, "--seed", 3) == 0
     out = capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "steps", "seed"} <= summary.keys()
@@ -160,11 +193,13 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
         assert shown in out
     if task == "tools":
         assert "assistant: → look_up(name=" in out and "tool look_up: " in out
+    if task == "code":
+        assert "sandbox: " in out and "def " in out
     config = load_config(tmp_path / "run" / "config.yaml")  # the same run by `cohort train`
     assert plan_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
-    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 3) == 0
+    assert run_command(monkeypatch, *command, "--seed", 3) == 0
     assert "already finished" in capsys.readouterr().out
-    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 4) == 2
+    assert run_command(monkeypatch, *command, "--seed", 4) == 2
 
 
 def test_demos_take_the_next_free_folder(tmp_path: Path):
@@ -175,9 +210,9 @@ def test_demos_take_the_next_free_folder(tmp_path: Path):
 
 
 @slow("whole demos; make test has two steps of each")
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("task", ["words", "tools"])
+@pytest.mark.parametrize(("task", "seed"), [*itertools.product(("words", "tools"), range(5)), ("code", 0)])
 def test_the_demo_gains_at_least_55_points(task: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", seed) == 0
+    options = ["--unsafe-no-sandbox"] if task == "code" else []
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", seed, *options) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.55

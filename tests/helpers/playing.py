@@ -94,11 +94,12 @@ class ScriptedModel:
 
 
 def turns_config(folder: Path, **rollout: Any) -> Any:
-    """A configuration with the keys of `rollout`, and of its own sections `data` and `rewards`."""
+    """A configuration with the keys of `rollout`, and of its own sections `data`, `rewards` and `sandbox`."""
     data = {"path": "d.jsonl", **rollout.pop("data", {})}
     rewards = rollout.pop("rewards", [{"use": "math"}])
     lengths = {"max_prompt_tokens": 2000, "max_completion_tokens": 200, "num_generations": 2, "engine": "local"}
-    raw = {"model": {"path": "m"}, "data": data, "rewards": rewards, "rollout": {**lengths, **rollout}}
+    sections = {"sandbox": rollout.pop("sandbox")} if "sandbox" in rollout else {}
+    raw = {**sections, "model": {"path": "m"}, "data": data, "rewards": rewards, "rollout": {**lengths, **rollout}}
     return config_from_dict(raw, base_dir=folder)
 
 

@@ -113,7 +113,10 @@ def test_the_job_ends_where_a_server_cannot_be_started(cluster, rollout_script, 
 
 @pytest.mark.parametrize(
     ("rollout_gpus", "train", "sample"),
-    [("1", [0, 1, 2], [[3]]), ("shared", [0, 1, 2, 3], [[0], [1], [2], [3]])],
+    [
+        ("1", [0, 1, 2], [[3]]),
+        pytest.param("shared", [0, 1, 2, 3], [[0], [1], [2], [3]], marks=slow("another way to split the same node")),
+    ],
 )
 def test_one_node_is_split_by_the_run_itself(cluster, monkeypatch, rollout_gpus, train, sample):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")

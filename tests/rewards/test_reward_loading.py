@@ -82,7 +82,7 @@ def test_loading_errors_say_what_works(folder):
     (folder / "unparsable.py").write_text("def f(:\n")
     (folder / "no_such_import.py").write_text("import no_such_package\n")
     for use, words in {
-        "maths": ["'maths'", "did you mean math?", "exact, format, math, overlong", "path/to/file.py:function"],
+        "maths": ["'maths'", "did you mean math?", "use choice, code, exact, exact_set", "path/to/file.py:function"],
         "my_rewards.py": ["'my_rewards.py:function'"],
         "my_reward.py:brevity": ["no such file", str(folder), "did you mean my_rewards.py?"],
         "my_rewards.py:brevety": ["has no 'brevety'", "did you mean brevity?", "level"],

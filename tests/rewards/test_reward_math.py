@@ -101,10 +101,10 @@ def test_plain_answers_need_no_worker():
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(math_reward):
     assert math_reward(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
-    first = math_reward._worker.pid
+    first = math_reward._grader.worker.pid
     os.kill(first, signal.SIGKILL)
     assert math_reward(["0.5"], answer=["1/2"]) == [1.0]
-    assert math_reward._worker.pid != first
+    assert math_reward._grader.worker.pid != first
     assert math_reward.last_counts == {}
 
 
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_of_an_answer(fake_reward):
 
 def test_a_worker_killed_while_it_works(fake_reward):
     fake_reward(["a"], answer=["g"])
-    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._worker.pid])
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._grader.worker.pid])
     killer.start()
     # Graded again by a second worker, which hangs on it too, until the deadline.
     assert fake_reward(["hang"], answer=["g"], deadline_s=0.6) == [None]

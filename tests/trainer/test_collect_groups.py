@@ -24,6 +24,7 @@ from cohort.checkpoint import load_trainer_state
 from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
 from cohort.display import Display
+from cohort.metrics import reward_health_metrics, rollout_metrics
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
@@ -212,7 +213,8 @@ class SynchronousGatherer(GroupCollector):
             groups = collector.collect(prompts, self.prefetcher.sampling, key)
         with phase("reward"):
             scored = self.rewards.score(groups)
-        return StepGroups(groups=scored, replaced=[], dropped=[], metrics={"rollout/staleness_max": 0.0})
+        metrics = {**rollout_metrics(scored), **reward_health_metrics(scored), "rollout/staleness_max": 0.0}
+        return StepGroups(groups=scored, replaced=[], dropped=[], metrics=metrics)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cohort.config import config_from_dict
+from cohort.metrics import RewardWatch
 from cohort.trainer.step_warnings import StepWarnings
 from cohort.trainer.worker import Worker
 
@@ -16,6 +17,7 @@ FINE = {
     "turns/model_s": 0.2,
     "turns/environment_s": 0.9,
 }
+STALE = {"rollout/staleness_max": 1.0}  # so that logprobs are not compared
 
 
 def warnings() -> tuple[StepWarnings, list[str]]:
@@ -23,7 +25,7 @@ def warnings() -> tuple[StepWarnings, list[str]]:
     config = config_from_dict({**raw, "rollout": {"tools": ["t.py:look"], "max_turns": 5}})
     shown: list[str] = []
     worker = cast(Worker, SimpleNamespace())
-    return StepWarnings(rollout=config.rollout, worker=worker, notify=shown.append), shown
+    return StepWarnings(rollout=config.rollout, worker=worker, notify=shown.append, reward_watch=RewardWatch({})), shown
 
 
 @pytest.mark.parametrize(
@@ -40,15 +42,15 @@ def warnings() -> tuple[StepWarnings, list[str]]:
 )
 def test_each_is_said_once(changed: dict[str, float], expected: str):
     watch, shown = warnings()
-    watch.turns({})
-    watch.turns(FINE)
+    watch.metrics(1, STALE)
+    watch.metrics(2, STALE | FINE)
     assert shown == []
-    watch.turns({**FINE, **changed})
-    watch.turns({**FINE, **changed})
+    for step in (3, 4):
+        watch.metrics(step, STALE | FINE | changed)
     assert [text[: len(expected)] for text in shown] == [expected]
 
 
 def test_a_slow_model_is_no_slow_environment():
     watch, shown = warnings()
-    watch.turns({**FINE, "turns/model_s": 4.0, "turns/environment_s": 3.0})
+    watch.metrics(1, {**STALE, **FINE, "turns/model_s": 4.0, "turns/environment_s": 3.0})
     assert shown == []

@@ -43,7 +43,8 @@ class Launch:
     - `trainer.model`, `trainer.dtype`, `trainer.load_in_4bit`, `trainer.load_in_8bit`;
     - `trainer.peft_config` ("LoraConfig") and `trainer.peft_config.KEY`;
     - `trainer.reward_funcs`, the names in order, and for each `trainer.reward_funcs.NAME`: where it is defined, as
-      NAME:LINE of this file or as the module that it is imported from;
+      NAME:LINE of this file or as the module that it is imported from; `trainer.reward_funcs.NAME.KEY`: the keyword
+      arguments of a call that makes it;
     - `trainer.train_dataset.KEY` and `trainer.eval_dataset.KEY`, the arguments of their `load_dataset`: `path`, `name`,
       `split`, `data_files` and what else is there.
     """

@@ -15,6 +15,7 @@ from cohort.cli.eval_config import eval_config
 from cohort.cli.merge import merge
 from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
+from cohort.cli.reward import reward
 from cohort.cli.rollout import rollout
 from cohort.cli.verify import verify
 from cohort.config import load_config
@@ -212,7 +213,9 @@ def slurm(
 
 @app.command()
 def demo(
-    task: Annotated[str, typer.Option(help="words: word problems; tools: questions that need a tool.")] = "words",
+    task: Annotated[
+        str, typer.Option(help="words: word problems; tools: questions that need a tool; code: functions.")
+    ] = "words",
     seed: Annotated[int, typer.Option(help="Random seed of data order and sampling.")] = 0,
     processes: Annotated[int, typer.Option(help="Training processes.")] = 1,
     engine: Annotated[str, typer.Option(help="Rollout engine: local, or vllm from $COHORT_VLLM_PYTHON.")] = "local",
@@ -225,18 +228,29 @@ def demo(
             "--rebuild-base", help="Rebuild the small base model (3 minutes), in --out or in place, and exit."
         ),
     ] = False,
+    unsafe_no_sandbox: Annotated[
+        bool,
+        typer.Option("--unsafe-no-sandbox", help="With --task code: run code with your rights if no sandbox works."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small model on word problems or tools with GRPO: a minute or two, no GPU, no downloads."""
+    """Train a small model on word problems, tools or code with GRPO: a minute or two, no GPU, no downloads."""
     print_loading_notice()
     if rebuild_base:
         from cohort.demo.base_model import rebuild
 
-        rebuild(task, out)
+        rebuild(task, out, unsafe_no_sandbox=unsafe_no_sandbox)
     else:
         from cohort.demo.run import run_demo
 
-        run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
+        run_demo(
+            task=task,
+            seed=seed,
+            out=out,
+            processes=processes,
+            engine=engine,
+            unsafe_no_sandbox=unsafe_no_sandbox,
+        )
 
 
 app.command()(algorithms)
@@ -245,6 +259,7 @@ app.command()(rollout)
 app.command()(check)
 app.command()(convert)
 app.command()(merge)
+app.command()(reward)
 app.command()(verify)
 
 

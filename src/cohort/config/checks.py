@@ -19,6 +19,7 @@ def check_sections(config: "Config") -> None:
     for check in (
         _check_inputs,
         _check_turns,
+        _check_gates,
         _check_rollout_gpus,
         _check_sampling_correction,
         _check_reference,
@@ -28,14 +29,14 @@ def check_sections(config: "Config") -> None:
         _check_algorithm,
         _check_learning_signal,
         _check_components,
+        _check_sandbox,
     ):
         check(config)
 
 
 def _check_inputs(config: "Config") -> None:
     """Check that there are data and rewards, which an environment or agent may bring."""
-    rollout = config.rollout
-    brings_its_own = rollout.environment is not None or rollout.agent is not None
+    brings_its_own = _has_environment(config)
     if config.data.path is None and not brings_its_own:
         raise ValueError("data.path: missing; this key is required")
     if not config.rewards and not brings_its_own:
@@ -47,6 +48,11 @@ def _check_inputs(config: "Config") -> None:
             raise ValueError("eval.max_prompts: missing; it says how many trajectories to evaluate without eval.path")
 
 
+def _has_environment(config: "Config") -> bool:
+    """Whether an environment or agent plays the run's trajectories; it may bring rows and a reward."""
+    return config.rollout.environment is not None or config.rollout.agent is not None
+
+
 def _check_turns(config: "Config") -> None:
     rollout = config.rollout
     is_builtin = isinstance(config.algorithm.advantage, str)
@@ -55,6 +61,28 @@ def _check_turns(config: "Config") -> None:
             f"rollout.step_rewards: per_token has no effect with algorithm.advantage: {config.algorithm.advantage}, "
             f"which has one value for all tokens of a trajectory; use step_rewards: sum, or advantage: gae"
         )
+
+
+def _check_gates(config: "Config") -> None:
+    """Refuse a gate before nothing. The reward of an environment comes after all others."""
+    if config.rewards and config.rewards[-1].gate and not _has_environment(config):
+        last = len(config.rewards) - 1
+        raise ValueError(f"rewards[{last}].gate: true has no effect on the last reward; list it before what it gates")
+
+
+def _check_sandbox(config: "Config") -> None:
+    runs_code = (
+        any(reward.use in ("code", "reasoning_gym") for reward in config.rewards)
+        or any(tool.use == "python" for tool in config.rollout.tools)
+        or any(spec.use.startswith("reasoning_gym:") for spec in config.rollout.environments.values())
+    )
+    if not runs_code:
+        for key in type(config.sandbox).model_fields:
+            config.refuse(
+                f"sandbox.{key}",
+                "rewards and tools that run no code",
+                "remove it, or add the reward {use: code} or {use: reasoning_gym}, or the tool python",
+            )
 
 
 def _check_rollout_gpus(config: "Config") -> None:

@@ -35,13 +35,33 @@ class EnvironmentSpec(Section):
 _ONE, _SEVERAL = ENVIRONMENT_FORMS = ("(one)", "(several)")
 
 
+class ToolSpec(Section):
+    """A tool that the model may call."""
+
+    use: FunctionPath = Field(min_length=1, description="`file.py:function`, `package.module:function` or `python`.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="For `python`: `{state: true}` keeps variables during a trajectory."
+    )
+
+    @model_validator(mode="after")
+    def _check_args(self) -> Self:
+        if self.use != "python" and self.args:
+            raise ValueError(f"args has no effect with use: {self.use}; only use: python takes it; remove it")
+        for name, value in self.args.items():
+            if name != "state":
+                raise ValueError(f"args: python has no argument {name!r}; it takes state: true or false")
+            if not isinstance(value, bool):
+                raise ValueError(f"args.state: must be true or false, not {value!r}")
+        return self
+
+
 class TurnsConfig(Section):
     """Keys for trajectories of several turns, which all rollout engines have."""
 
-    tools: tuple[FunctionPath, ...] = Field(
+    tools: tuple[ToolSpec, ...] = Field(
         (),
         description="Tools that the model may call: typed Python functions with docstrings, as `file.py:function` or "
-        "`package.module:function`. Needs a chat template with tools.",
+        "`package.module:function`; or `python`, which runs code in the sandbox. Needs a chat template with tools.",
     )
     environment: (
         Annotated[
@@ -96,6 +116,13 @@ class TurnsConfig(Section):
     endpoint_host: str = Field(
         "127.0.0.1", min_length=1, description="Address on which the endpoint for the agent listens."
     )
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"use": entry} if isinstance(entry, str) else entry for entry in value]
 
     @field_validator("environment", mode="before")
     @classmethod

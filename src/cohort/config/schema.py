@@ -16,6 +16,7 @@ from cohort.config.optim import AdamwConfig, OptimConfig
 from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
+from cohort.config.sandbox import SandboxConfig
 from cohort.config.section import Section, number_or
 from cohort.config.sizes import Size
 
@@ -116,6 +117,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     rewards: tuple[RewardConfig, ...] = ()
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     rollout: RolloutConfig = Field(default_factory=AutoRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig | None = None

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cohort.config import Config, config_from_dict, to_yaml
-from cohort.demo.tasks import ANSWER_PATTERN, WORDS, DemoTask, find_task
+from cohort.demo.tasks import WORDS, DemoTask, find_task
 from cohort.demo.word_problems import write_jsonl
 from cohort.display import on_one_line, render_curve
 from cohort.display.trajectory import conversation_lines
@@ -23,7 +23,15 @@ NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3
 
 
-def run_demo(*, task: str, seed: int, out: Path | None, processes: int = 1, engine: str = "local") -> RunResult:
+def run_demo(
+    *,
+    task: str,
+    seed: int,
+    out: Path | None,
+    processes: int = 1,
+    engine: str = "local",
+    unsafe_no_sandbox: bool = False,
+) -> RunResult:
     """Train a base model on a task and show the result.
 
     Args:
@@ -32,11 +40,14 @@ def run_demo(*, task: str, seed: int, out: Path | None, processes: int = 1, engi
         out: run folder; by default runs/demo, or the next free runs/demo-N.
         processes: number of training processes; the run is the same for any.
         engine: rollout engine.
+        unsafe_no_sandbox: run the code of completions without a sandbox if no backend works.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))
     chosen = find_task(task)
-    config = demo_config(folder, task=chosen, seed=seed, processes=processes, engine=engine)
+    config = demo_config(
+        folder, task=chosen, seed=seed, processes=processes, engine=engine, unsafe_no_sandbox=unsafe_no_sandbox
+    )
     write_data(folder, config, task=chosen, seed=seed)
     console.print(chosen.intro, soft_wrap=True)
     result = train(config)
@@ -52,13 +63,15 @@ def demo_config(
     seed: int,
     processes: int = 1,
     engine: str = "local",
+    unsafe_no_sandbox: bool = False,
 ) -> Config:
     """Return a demo's configuration, which `cohort train` can run too. `base` replaces the task's base model."""
     return config_from_dict(
         {
             "model": {"path": str(base or task.base_path)},
             "data": {"path": str(folder / "data" / "train.jsonl"), "prompt": "question"},
-            "rewards": [{"use": "exact", "name": "right", "args": {"pattern": ANSWER_PATTERN}}],
+            "rewards": [task.reward],
+            **({"sandbox": {"unsafe_no_sandbox": True}} if unsafe_no_sandbox else {}),
             "rollout": {"engine": engine, "num_generations": 16, **task.rollout},
             "algorithm": {"name": "grpo"},
             "train": {"prompts_per_step": 16, "lr_schedule": "linear", "seed": seed, **task.train},
@@ -90,6 +103,8 @@ def write_data(folder: Path, config: Config, *, task: DemoTask = WORDS, seed: in
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     write_jsonl(folder / "data" / "train.jsonl", task.generate(seed, NUM_TRAIN, "train"))
     write_jsonl(folder / "data" / "heldout.jsonl", task.generate(0, NUM_HELDOUT, "heldout"))
+    if task.development is not None:
+        write_jsonl(folder / "data" / "development.jsonl", task.development(NUM_HELDOUT))
 
 
 def _print_result(console: Console, result: RunResult) -> None:
@@ -100,7 +115,8 @@ def _print_result(console: Console, result: RunResult) -> None:
     console.print("\n[bold]Accuracy on held-out problems[/bold]")
     console.print(render_curve(steps, [accuracies[step] for step in steps]))
     for sample in _samples(result.run_dir, summary["steps"]):
-        console.print(f"\n[dim]{escape(sample.question)}[/dim]  (right: {escape(sample.answer)})", soft_wrap=True)
+        answer = escape(on_one_line(sample.answer))
+        console.print(f"\n[dim]{escape(sample.question)}[/dim]  (right: {answer})", soft_wrap=True)
         for when, lines in (("before", sample.before), ("after", sample.after)):
             for number, line in enumerate(lines):
                 console.print(f"  {when if number == 0 else '':<6}  {escape(on_one_line(line))}", soft_wrap=True)

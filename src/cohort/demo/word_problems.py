@@ -36,13 +36,13 @@ _FRUITLESS_DRAWS = 20_000  # consecutive draws without a new held-out problem be
 
 
 class AnyProblem(Protocol):
-    """A question whose answer is a number."""
+    """A question with its answer."""
 
     @property
     def question(self) -> str: ...  # noqa: D102
 
     @property
-    def answer(self) -> int: ...  # noqa: D102
+    def answer(self) -> int | str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +238,13 @@ def habit(problem: Problem, rng: random.Random) -> str:
 
 
 def write_jsonl(path: Path, problems: Iterable[AnyProblem]) -> None:
-    """Write problems as JSON lines with the columns `question` and `answer` (a string)."""
+    """Write problems as JSON lines with the columns `question`, `answer` (a string) and, if they have any, `tests`."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
-            file.write(json.dumps({"question": problem.question, "answer": str(problem.answer)}) + "\n")
+            row = {"question": problem.question, "answer": str(problem.answer)}
+            if (tests := getattr(problem, "tests", None)) is not None:
+                row["tests"] = json.dumps(tests)
+            file.write(json.dumps(row) + "\n")
 
 
 def _draw(rng: random.Random) -> Problem:

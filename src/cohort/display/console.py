@@ -15,7 +15,7 @@ from cohort.display.trajectory import conversation_lines, end_line
 from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 
-_LONG_SAVE_S = 2.0  # longer saves get a progress bar
+_LONG_S = 2.0  # saves and rewards that take longer get a progress bar
 
 
 class ConsoleDisplay(Display):
@@ -44,8 +44,8 @@ class ConsoleDisplay(Display):
         )
         self._steps: TaskID | None = None
         self._eval: TaskID | None = None
-        self._save: TaskID | None = None
-        self._save_start: float | None = None
+        self._save = _LateBar(self._progress, "saving (MB)")
+        self._rewards: dict[str, _LateBar] = {}
 
     def started(self, plan: RunSchedule, *, steps_done: int) -> None:
         """Print the number of steps and their size."""
@@ -88,19 +88,20 @@ class ConsoleDisplay(Display):
             self._progress.remove_task(self._eval)
             self._eval = None
 
+    def reward_progress(self, name: str, done: int, total: int) -> None:
+        """Update the progress bar of a reward that takes long and remove it when done."""
+        bar = self._rewards.setdefault(name, _LateBar(self._progress, f"judging: {escape(name)}"))
+        if done == total:
+            bar.remove()
+        else:
+            bar.update(done, total)
+
     def save_progress(self, done: int, total: int) -> None:
         """Update the progress bar of a long save and remove it when done."""
-        now = time.monotonic()
         if done == total:
-            if self._save is not None:
-                self._progress.remove_task(self._save)
-            self._save = self._save_start = None
-            return
-        self._save_start = self._save_start or now
-        if self._save is None and now - self._save_start > _LONG_SAVE_S:
-            self._save = self._progress.add_task("saving (MB)", total=total // 10**6, left="")
-        if self._save is not None:
-            self._progress.update(self._save, completed=done // 10**6)
+            self._save.remove()
+        else:
+            self._save.update(done // 10**6, total // 10**6)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Print the evaluation's main metrics."""
@@ -141,6 +142,31 @@ class ConsoleDisplay(Display):
             self._print(f"  [dim]reward {reward:5.2f}[/dim] {escape(end_line(trajectory))}")
             for line in conversation_lines(trajectory.messages):
                 self._print(f"    {escape(on_one_line(line))}")
+
+
+class _LateBar:
+    """A bar of work that is done again and again, shown only when it takes long."""
+
+    def __init__(self, progress: Progress, description: str) -> None:
+        self._progress = progress
+        self._description = description
+        self._task: TaskID | None = None
+        self._start: float | None = None
+
+    def update(self, done: int, total: int) -> None:
+        """Report that `done` of `total` are finished."""
+        now = time.monotonic()
+        self._start = self._start or now
+        if self._task is None and now - self._start > _LONG_S:
+            self._task = self._progress.add_task(self._description, total=total, left="")
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def remove(self) -> None:
+        """Report that everything is finished."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._start = None
 
 
 def _turns(metrics: Mapping[str, float]) -> str:

@@ -31,6 +31,9 @@ class Display:
     def eval_progress(self, done: int, total: int) -> None:
         """`done` of `total` prompts are evaluated."""
 
+    def reward_progress(self, name: str, done: int, total: int) -> None:
+        """`done` of `total` verdicts of a reward are there."""
+
     def save_progress(self, done: int, total: int) -> None:
         """`done` of `total` bytes of a model are written."""
 

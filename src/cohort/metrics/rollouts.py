@@ -37,7 +37,12 @@ def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
     Group-relative advantages are 0 then; others may not be (`gae`, `batch_mean_std`, and `per_reward_mean_std` if a
     part differs).
     """
-    return all(_std(values_G) < 1e-8 for values_G in (group.rewards, *(group.reward_parts[name] for name in parts)))
+    return all(map(has_equal_values, (group.rewards, *(group.reward_parts[name] for name in parts))))
+
+
+def has_equal_values(values_G: FloatArray) -> bool:
+    """Whether all scored values of a group are equal up to rounding."""
+    return _std(values_G) < 1e-8
 
 
 def _std(values_G: FloatArray) -> float:

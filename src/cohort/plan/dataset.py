@@ -52,7 +52,7 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys that name the user's functions and classes, with their values."""
     rollout = config.rollout
     yield from ((f"rewards.{i}.use", reward.use) for i, reward in enumerate(config.rewards))
-    yield from ((f"rollout.tools.{i}", use) for i, use in enumerate(rollout.tools))
+    yield from ((f"rollout.tools.{i}", tool.use) for i, tool in enumerate(rollout.tools))
     yield from (
         (f"rollout.environment.{name}.use" if name else "rollout.environment.use", spec.use)
         for name, spec in rollout.environments.items()

@@ -159,6 +159,8 @@ def _persistent(workload: Workload) -> dict[str, int]:
         if workload.reference_quantization is not None:
             reference = model_bytes(workload.shape, workload.reference_quantization, workload.weight_bytes)
         parts["reference weights"] = reference
+    if workload.reward_model_bytes:
+        parts["reward model"] = workload.reward_model_bytes
     if workload.on_gpu:
         context = CUDA_BYTES if workload.framework_bytes is None else workload.framework_bytes
         parts["framework"] = (

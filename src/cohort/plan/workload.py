@@ -13,6 +13,7 @@ from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BUCKET_BYTES, BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.micro_batch_plan import MicroBatchPlan
+from cohort.plan.reward_models import reward_model_bytes
 from cohort.plan.shape import ModelShape
 
 Checkpointing = bool | Literal["selective"]
@@ -49,6 +50,7 @@ class Workload:
     reshard_after_forward: bool | int = True  # False: layers stay gathered; N: resharded over N ranks
     quantization: Quantization | None = None  # of the frozen weights; one process only
     reference_quantization: Quantization | None = None
+    reward_model_bytes: int = 0  # weights of reward models on the same device
     critic: "Workload | None" = None  # from `critic_workload`
 
     @property
@@ -169,6 +171,7 @@ def process_workload(
         reshard_after_forward=True if resharding == "auto" or micro_batches.num_training == 1 else resharding,
         quantization=model.quantization,
         reference_quantization=config.reference.quantization if config.reference else None,
+        reward_model_bytes=reward_model_bytes(config, on_gpu=hardware.on_gpu),
     )
     second = critic_shape(config, shape)
     return workload if second is None else replace(workload, critic=critic_workload(workload, second))

@@ -1,7 +1,7 @@
 """Reward functions: (prompts, completions, dataset columns) -> one number or None per completion.
 
 `build_rewards` loads and checks them before any model is loaded. `RewardRunner` calls them with TRL's signature, under
-deadlines, and validates their results. Built in: `math`, `exact`, `format` and `overlong`.
+deadlines, and validates their results. `registry` lists the built-in ones.
 """
 
 from cohort.rewards.function import RewardFunction

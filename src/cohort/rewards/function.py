@@ -19,6 +19,10 @@ class RewardFunction:
     args: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
     timeout_s: float = 300.0  # deadline of one call, which covers all completions of a step
     shapes: bool = False  # reward shaping only: a completion scored by no other reward counts as not scored
+    gate: bool = False  # rewards after it are 0 for completions for which this one is below 1
+    scale: float | tuple[float, float] = 1.0  # a factor, or the values that become 0 and 1
+    clip: tuple[float, float] | None = None  # bounds of the scaled value
+    where: Mapping[str, Any] = field(default_factory=dict)  # column -> value or values of the rows it is for
 
 
 @runtime_checkable
@@ -32,6 +36,16 @@ class ChecksArguments(Protocol):
             ValueError: an argument is invalid; the message names it, its value and what works.
         """
         ...
+
+
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """A reward whose calls may take long: they call `on_progress` with the number of verdicts that are done and of all.
+
+    A call may have fewer verdicts than completions, since equal ones are judged once.
+    """
+
+    on_progress: Callable[[int, int], None]  # set before each call
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError, did_you_mean, suggest
 from cohort.rewards.environment import EnvironmentReward
-from cohort.rewards.exact import ExactReward
-from cohort.rewards.format import FormatReward
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
@@ -18,12 +17,9 @@ from cohort.rewards.function import (
     keyword_parameters,
     reward_arguments,
 )
-from cohort.rewards.math import MathReward
-from cohort.rewards.overlong import OverlongReward
+from cohort.rewards.registry import BUILTINS, RewardContext
+from cohort.sandbox import SharedSandbox
 from cohort.user_code import load_function
-
-BUILTINS = ("exact", "format", "math", "overlong")
-_BUDGET_SHARE = 0.8  # share of the deadline after which the math reward leaves the rest unscored
 
 
 def build_rewards(
@@ -31,6 +27,9 @@ def build_rewards(
     *,
     columns: Collection[str],
     max_completion_tokens: int,
+    sandbox: SharedSandbox | None = None,
+    device: str = "auto",
+    run_folder: Path | None = None,
     given: Sequence[str] = (),
 ) -> tuple[RewardFunction, ...]:
     """Load and check a run's reward functions. Imports neither torch nor transformers.
@@ -39,6 +38,9 @@ def build_rewards(
         configs: the `rewards` section.
         columns: names of the dataset's columns, including the prompt column.
         max_completion_tokens: maximum sampled tokens of a completion, or of a trajectory of several turns.
+        sandbox: the run's, for the code reward. Default: one of its own.
+        device: `hardware.device`, for reward models.
+        run_folder: the run's folder, for replies of judges; it may not exist yet.
         given: names of the rewards that environments give; they follow the others, with weight 1.
 
     Raises:
@@ -48,14 +50,25 @@ def build_rewards(
     rewards = []
     for i, config in enumerate(configs):
         field = f"rewards[{i}]"
-        function = load_reward(config, field=f"{field}.use", max_completion_tokens=max_completion_tokens)
+        function = load_reward(
+            config,
+            field=f"{field}.use",
+            max_completion_tokens=max_completion_tokens,
+            sandbox=sandbox,
+            device=device,
+            run_folder=run_folder,
+        )
         reward = RewardFunction(
-            name=config.name or _name_of(function),
+            name=config.name or (config.use if config.use in BUILTINS else _name_of(function)),
             function=function,
             weight=config.weight,
             args=config.args,
-            timeout_s=config.timeout_s,
+            timeout_s=getattr(function, "deadline_s", config.timeout_s) if config.isolate else config.timeout_s,
             shapes=bool(getattr(function, "shapes", False)),
+            gate=config.gate,
+            scale=config.scale,
+            clip=config.clip,
+            where=config.where,
         )
         check_columns(reward, columns, field=field)
         if reward.name in given:
@@ -70,29 +83,44 @@ def build_rewards(
     return tuple(rewards)
 
 
-def load_reward(config: RewardConfig, *, field: str, max_completion_tokens: int) -> Callable[..., Any]:
+def load_reward(
+    config: RewardConfig,
+    *,
+    field: str,
+    max_completion_tokens: int,
+    sandbox: SharedSandbox | None = None,
+    device: str = "auto",
+    run_folder: Path | None = None,
+) -> Callable[..., Any]:
     """Return the callable that `config.use` names.
 
     Args:
-        config: settings of the reward. The math reward keeps within their `timeout_s`.
+        config: settings of the reward. Rewards that grade answers keep within their `timeout_s`.
         field: name of `use` in messages.
         max_completion_tokens: maximum sampled tokens of a completion or trajectory, for the overlong reward.
+        sandbox: the run's, for the code reward. Default: one of its own.
+        device: `hardware.device`, for reward models.
+        run_folder: the run's folder, for replies of judges; it may not exist yet.
 
     Raises:
         UserError: no such built-in, file, module or name; an import error; or the object is not callable.
     """
     use = config.use
+    if config.isolate:
+        from cohort.rewards.isolated import IsolatedReward  # its process machinery takes time to import
+
+        return IsolatedReward(config, field=field.removesuffix(".use"))
     if ":" in use:
         return load_function(use, field=field)
-    match use:
-        case "exact":
-            return ExactReward()
-        case "format":
-            return FormatReward()
-        case "math":
-            return MathReward(budget_s=_BUDGET_SHARE * config.timeout_s)
-        case "overlong":
-            return OverlongReward(max_completion_tokens)
+    if use in BUILTINS:
+        context = RewardContext(
+            timeout_s=config.timeout_s,
+            max_completion_tokens=max_completion_tokens,
+            sandbox=sandbox or SharedSandbox(),
+            device=device,
+            run_folder=run_folder,
+        )
+        return BUILTINS[use](context)
     if use.endswith(".py"):
         raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
     raise UserError(
@@ -108,7 +136,7 @@ def read_trajectories(configs: Sequence[RewardConfig]) -> bool:
         UserError: a function fails to load.
     """
     for i, config in enumerate(configs):
-        if ":" not in config.use:
+        if ":" not in config.use or config.isolate:  # isolated functions cannot take them
             continue
         function = load_function(config.use, field=f"rewards[{i}].use")
         with suppress(ValueError):  # no signature, which `check_columns` refuses
@@ -130,6 +158,11 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
             column, or an invalid argument.
     """
     name = reward.name
+    for column in reward.where:
+        if column not in columns:
+            raise UserError(
+                f"{field}.where: {column!r} is not a column of the dataset{suggest(column, columns, 'Columns')}"
+            )
     try:
         parameters = keyword_parameters(reward.function)
     except ValueError as error:

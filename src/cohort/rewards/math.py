@@ -5,24 +5,15 @@ output can take forever, and math-verify's own timeouts only work in a main thre
 """
 
 import re
-import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cohort.errors import UserError
+from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
+from cohort.rewards.arguments import check_number
 from cohort.rewards.describe import completion_text, excerpt
 from cohort.rewards.math_client import MathWorker, Verdict
 
-_REWARDS: dict[Verdict, float | None] = {
-    "correct": 1.0,
-    "wrong": 0.0,
-    "answer_unparsable": 0.0,
-    "gold_unparsable": None,
-    "timeout": None,
-    "crashed": None,
-    "out_of_time": None,
-}
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 # Text without dollars, backslashes and brackets, then a number in a box, or the number alone: math-verify has only one
 # place to look at, so it extracts that number.
@@ -51,14 +42,16 @@ class MathReward:
             worker: grades answers that are not plain integers; default a `MathWorker()`.
             budget_s: seconds for all completions of a call; the rest is not graded.
         """
-        self.last_counts: dict[Verdict, int] = {}  # verdicts of the last call other than "correct" and "wrong"
-        self._worker = worker or MathWorker()
-        self._budget_s = budget_s
+        self._grader = AnswerGrader(worker=worker, budget_s=budget_s, shortcut=plain_verdict)
+
+    @property
+    def last_counts(self) -> Mapping[Verdict, int]:
+        """Verdicts of the last call other than "correct" and "wrong"."""
+        return self._grader.last_counts
 
     def required_columns(self, *, answer_column: str = "answer", deadline_s: float = 10.0) -> Sequence[str]:
         """See `ChecksArguments`."""
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < float("inf"):
-            raise ValueError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}")
+        check_number("deadline_s", deadline_s, above=0)
         return (answer_column,)
 
     def __call__(
@@ -74,27 +67,13 @@ class MathReward:
         Raises:
             UserError: a gold answer is neither text nor a number, or the worker does not start.
         """
-        end = time.monotonic() + self._budget_s
-        verdicts: dict[tuple[str, str], Verdict] = {}  # completions of a group repeat: grade each answer once
-        counts: Counter[Verdict] = Counter()
-        rewards: list[float | None] = []
-        for completion, answer in zip(completions, columns[answer_column], strict=True):
-            pair = (gold_text(answer, answer_column), completion_text(completion))
-            if pair not in verdicts:
-                verdicts[pair] = plain_verdict(*pair) or self._grade(*pair, min(deadline_s, end - time.monotonic()))
-            counts[verdicts[pair]] += 1
-            rewards.append(_REWARDS[verdicts[pair]])
-        self.last_counts = {kind: n for kind, n in counts.items() if kind not in ("correct", "wrong")}
-        return rewards
+        golds = [gold_text(answer, answer_column) for answer in columns[answer_column]]
+        texts = [completion_text(completion) for completion in completions]
+        return [VERDICT_REWARDS[verdict] for verdict in self._grader.grade_all(golds, texts, deadline_s=deadline_s)]
 
     def close(self) -> None:
         """Stop the worker; the next call starts another."""
-        self._worker.close()
-
-    def _grade(self, gold: str, text: str, deadline_s: float) -> Verdict:
-        if deadline_s <= 0:
-            return "out_of_time"
-        return self._worker.grade(gold, text, deadline_s=deadline_s) if gold else "gold_unparsable"
+        self._grader.close()
 
 
 def gold_text(answer: Any, answer_column: str = "answer") -> str:

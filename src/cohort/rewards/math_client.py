@@ -17,6 +17,7 @@ from cohort.errors import UserError
 Verdict = Literal[
     "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
 ]  # fmt: skip
+Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
 # -P: the working directory must not hide a module of the standard library.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "cohort.rewards.math_worker")
 
@@ -47,7 +48,7 @@ class MathWorker:
         """Process id of the running child, or None."""
         return self._children[0].process.pid if self._children else None
 
-    def grade(self, gold: str, text: str, *, deadline_s: float) -> Verdict:
+    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Verdict:
         """Grade the answer in `text`. Returns "timeout" past the deadline, and "crashed" if two children died of it.
 
         Raises:
@@ -58,6 +59,7 @@ class MathWorker:
                 child = self._running_child()
                 self._num_requests += 1
                 request = {"id": self._num_requests, "gold": gold, "text": text, "deadline_s": deadline_s}
+                request["grader"] = grader
                 reply, late = child.exchange(request, deadline_s)
                 if reply is not None and not late:
                     verdict: Verdict = reply["verdict"]

@@ -1,8 +1,8 @@
 """The math reward's child process: `python -m cohort.rewards.math_worker`.
 
 It writes `{"id": null}` when ready. Then each line of standard input is a request
-`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10}`, answered by one line on standard output,
-`{"id": 1, "verdict": "correct"}`. It exits when standard input closes.
+`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10, "grader": "math"}`, answered by one line on
+standard output, `{"id": 1, "verdict": "correct"}`. It exits when standard input closes.
 """
 
 import contextlib
@@ -15,13 +15,16 @@ import signal
 import sys
 import warnings
 from decimal import Decimal
+from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
 # A box takes precedence over other LaTeX, and that over a plain number.
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+_OPEN_R1: dict[str, Any] = {"basic_latex": True, "units": True, "equations": True}
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
 _LATEX_WORDS = re.compile(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE = re.compile(r"[A-Za-z]{3,}|\b(?:at|if|in|is|no|of|or|to)\b")
@@ -44,7 +47,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_GRACE_S)
-        verdict = grade(request["gold"], request["text"])
+        verdict = GRADERS[request["grader"]](request["gold"], request["text"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps({"id": request["id"], "verdict": verdict}) + "\n")
 
@@ -62,6 +65,46 @@ def grade(gold: str, text: str) -> str:
     if not answer:
         return "answer_unparsable"
     return "correct" if verify(parsed_gold, answer, timeout_seconds=None) else "wrong"
+
+
+def grade_as_trl(gold: str, text: str) -> str:
+    """Compare as TRL's `accuracy_reward` does: only LaTeX counts as an answer, a box first."""
+    return _compare(_parse(gold), _parse(text, [_boxed_latex(units=True)], extraction_mode="first_match"))
+
+
+def grade_as_open_r1(gold: str, text: str) -> str:
+    """Compare as Open-R1's `accuracy_reward` does."""
+    answer = _parse(text, [_boxed_latex(**_OPEN_R1, boxed="all")], extraction_mode="first_match")
+    return _compare(_parse(gold, extraction_mode="first_match"), answer)
+
+
+def grade_as_open_r1_latex(gold: str, text: str) -> str:
+    """Compare as Open-R1's `cosine` and `len` do: the gold answer is LaTeX, and math-verify's target."""
+    parsed_gold = _parse(gold, [LatexExtractionConfig()], extraction_mode="first_match")
+    answer = _parse(text, [_boxed_latex(**_OPEN_R1, boxed=True)], extraction_mode="first_match")
+    return _compare(parsed_gold, answer, gold_is_target=True)
+
+
+def _boxed_latex(**normalization: Any) -> LatexExtractionConfig:
+    config = NormalizationConfig(**normalization)
+    return LatexExtractionConfig(normalization_config=config, boxed_match_priority=0, try_extract_without_anchor=False)
+
+
+def _parse(text: str, *config: Any, **options: Any) -> list[Any]:
+    parsed: list[Any] = parse(text, *config, parsing_timeout=None, **options)
+    return parsed
+
+
+def _compare(gold: list[Any], answer: list[Any], *, gold_is_target: bool = False) -> str:
+    if not gold:
+        return "gold_unparsable"
+    if not answer:
+        return "answer_unparsable"
+    pair = (answer, gold) if gold_is_target else (gold, answer)
+    return "correct" if verify(*pair, timeout_seconds=None) else "wrong"
+
+
+GRADERS = {"math": grade, "trl": grade_as_trl, "open_r1": grade_as_open_r1, "open_r1_latex": grade_as_open_r1_latex}
 
 
 def after_thinking(text: str) -> str:

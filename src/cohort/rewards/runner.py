@@ -5,8 +5,10 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ import numpy as np
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
+from cohort.rewards.compose import GatedParts, stages
 from cohort.rewards.describe import excerpt
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
+    ReportsProgress,
     RewardFunction,
     is_async,
     keyword_parameters,
@@ -62,7 +66,12 @@ class RewardRunner:
         self._prompt_column = prompt_column
         self._async_caller = AsyncCaller()
         self.marker: RewardCrashMarker | None = None  # records crashes inside reward functions
-        self._has_called = False  # whether the last `score` called the functions
+        self._details: dict[str, list[str | None]] = {}  # of the last `score`: how each sample was scored
+        self.notify: Callable[[str], None] | None = None  # shows `last_warnings` of functions that have them
+        # called with a function's name, its verdicts that are done, and all of the call
+        self.on_progress: Callable[[str, int, int], None] = lambda name, done, total: None
+        self.seconds: dict[str, float] = {}  # wall time of each function that the last `score` called
+        self.num_judged: dict[str, int] = {}  # its completions, for functions that report progress
 
     @property
     def weights(self) -> dict[str, float]:
@@ -92,11 +101,10 @@ class RewardRunner:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
             first = next((f"; the first error:\n\n{t.error}" for _, t in members if t.error), "")
             raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}{first}")
-        self._has_called = bool(scorable)
-        returned = self._call_all(scorable, during) if scorable else {f.name: [] for f in self.functions}
-        scorable_parts = {f.name: _checked(f, returned[f.name], scorable) for f in self.functions}
+        scorable_parts = self._score_parts(scorable, during)
         parts = {name: _for_members(members, part) for name, part in scorable_parts.items()}
         rewards_N = _for_members(members, self._weighted_sum(scorable_parts, require_scores=require_scores))
+        details = {name: _details_for_members(members, values) for name, values in self._details.items()}
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -107,6 +115,7 @@ class RewardRunner:
                     trajectories=group.trajectories,
                     rewards=rewards_N[own],
                     reward_parts={name: part_N[own] for name, part_N in parts.items()},
+                    reward_details={name: details_N[own] for name, details_N in details.items()},
                 )
             )
         return scored
@@ -115,26 +124,93 @@ class RewardRunner:
         """Return `reward name/event` -> completions of the last step, from functions with `last_counts`."""
         return {
             f"{f.name}/{kind}": number
-            for f in (self.functions if self._has_called else ())
+            for f in self.functions
+            if f.name in self.seconds
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
 
-    def _call_all(self, samples: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, Any]:
+    def _reasons(self) -> str:
+        """Describe what the rewards counted, for an error; "" if nothing."""
+        counted = ", ".join(f"{name}: {number}" for name, number in self.counts().items())
+        return counted and f" (counted: {counted})"
+
+    def notes(self) -> list[str]:
+        """Return messages of the rewards for the start of the run."""
+        return [note for f in self.functions for note in getattr(f.function, "notes", ())]
+
+    def warnings(self) -> list[str]:
+        """Return warnings of the rewards for the run's summary."""
+        return [warning for f in self.functions for warning in getattr(f.function, "warnings", ())]
+
+    def _score_parts(self, samples: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, FloatArray]:
+        """Return the values of each function, stage by stage: behind a gate it only sees what the gate lets through."""
+        self.seconds, self.num_judged = {}, {}
+        self._details = {}
+        parts = GatedParts([prompt for prompt, _ in samples])
+        for stage in stages(self.functions):
+            chosen = {f.name: [samples[i] for i in np.flatnonzero(parts.to_score(f)).tolist()] for f in stage}
+            called = [f for f in stage if chosen[f.name]]
+            returned = self._call_all(called, chosen, during)
+            for warning in (w for f in called for w in getattr(f.function, "last_warnings", ())):
+                if self.notify is not None:
+                    self.notify(f"{warning}{during and f' ({during})'}")
+            for f in called:
+                if (of_chosen := getattr(f.function, "last_details", None)) is not None:
+                    ids = [id(trajectory) for _, trajectory in chosen[f.name]]
+                    for name, values in _named_details(f.name, of_chosen).items():
+                        of_sample = dict(zip(ids, values, strict=True))
+                        self._details[name] = [of_sample.get(id(trajectory)) for _, trajectory in samples]
+            for f in stage:
+                parts.add(f, _checked(f, returned.get(f.name, []), chosen[f.name]))
+            parts.close_gates(stage)
+        return parts.values
+
+    def _call_all(
+        self,
+        functions: Sequence[RewardFunction],
+        chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
+        during: str,
+    ) -> dict[str, Any]:
+        """Call each function with its samples."""
         returned = {}
-        for f in self.functions:
+        for f in functions:
             if not is_async(f.function):
-                with self._marked(f"reward {f.name!r}", during, len(samples)) as watched:
-                    arguments = self._arguments(f, samples)
+                with self._marked(f"reward {f.name!r}", during, len(chosen[f.name])) as watched:
+                    arguments = self._arguments(f, chosen[f.name])
                     if "completions" in arguments:
                         arguments["completions"] = watched(arguments["completions"])
-                    returned[f.name] = call_sync(f, arguments)
-        together = [(f, self._arguments(f, samples)) for f in self.functions if is_async(f.function)]
+                    start = time.perf_counter()
+                    with self._reporting([f], chosen):
+                        returned[f.name] = call_sync(f, arguments)
+                    self.seconds[f.name] = time.perf_counter() - start
+        together = [(f, self._arguments(f, chosen[f.name])) for f in functions if is_async(f.function)]
         if together:
             names = " or ".join(repr(f.name) for f, _ in together)
-            with self._marked(f"reward {names}", during, len(samples)):
-                values = self._async_caller.call_all(together)
+            most = max(len(chosen[f.name]) for f, _ in together)
+            with self._marked(f"reward {names}", during, most):
+                start = time.perf_counter()
+                with self._reporting([f for f, _ in together], chosen):
+                    values = self._async_caller.call_all(together)
+                self.seconds |= {f.name: time.perf_counter() - start for f, _ in together}  # they ran together
             returned |= {f.name: value for (f, _), value in zip(together, values, strict=True)}
         return returned
+
+    @contextmanager
+    def _reporting(
+        self, functions: Sequence[RewardFunction], chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]]
+    ) -> Iterator[None]:
+        """Pass on the progress of functions that report it, from its start to its end."""
+        sizes = {f.name: len(chosen[f.name]) for f in functions if isinstance(f.function, ReportsProgress)}
+        for f in functions:
+            if isinstance(f.function, ReportsProgress):
+                f.function.on_progress = partial(self.on_progress, f.name)
+                self.on_progress(f.name, 0, sizes[f.name])
+        try:
+            yield
+        finally:
+            for name, size in sizes.items():
+                self.on_progress(name, size, size)
+        self.num_judged |= sizes
 
     def _marked(
         self, name: str, during: str, num_completions: int
@@ -170,13 +246,20 @@ class RewardRunner:
             raise UserError(
                 f"no reward scored any of the {parts_RN.shape[1]} completions of this step: "
                 f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
-                "there is nothing to learn from; check the answer column"
+                f"there is nothing to learn from; check the answer column{self._reasons()}"
             )
         with np.errstate(over="ignore"):  # reported below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
         if not (np.abs(sums_N) <= MAX_ABS_REWARD).all():
             raise UserError(f"rewards: the weighted sum of the rewards exceeds {MAX_ABS_REWARD:g}; use smaller weights")
         return np.where(scored_N, sums_N, UNSCORED)
+
+
+def _named_details(
+    name: str, details: Sequence[str | None] | Mapping[str, Sequence[str | None]]
+) -> Mapping[str, Sequence[str | None]]:
+    """Return a reward's details by column: one of its own name, or several below it."""
+    return {f"{name}/{key}": d for key, d in details.items()} if isinstance(details, Mapping) else {name: details}
 
 
 def _in(during: str) -> str:
@@ -188,6 +271,14 @@ def _for_members(members: Sequence[tuple[Prompt, Trajectory]], values: FloatArra
     aligned_N = np.full(len(members), UNSCORED)
     aligned_N[[not trajectory.is_broken for _, trajectory in members]] = values
     return aligned_N
+
+
+def _details_for_members(
+    members: Sequence[tuple[Prompt, Trajectory]], values: Sequence[str | None]
+) -> tuple[str | None, ...]:
+    """Align details of the unbroken trajectories with all members; None for broken ones."""
+    of_scorable = iter(values)
+    return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in members)
 
 
 def _prompt(prompt: Prompt, _: Trajectory) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import Config
 from cohort.errors import TrainingError
-from cohort.metrics import has_equal_rewards, rollout_metrics
+from cohort.metrics import has_equal_rewards, reward_health_metrics, rollout_metrics
 from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
@@ -70,6 +70,8 @@ class GroupCollector:
         taken: list[RolloutGroup] = []
         sampled: list[ScoredGroup] = []
         counts: Counter[str] = Counter()
+        judged: Counter[str] = Counter()  # completions, by reward
+        seconds: dict[str, float] = {}
         for round_number in range(self.max_rounds + 1):
             num_missing = self.prompts_per_step - sum(map(self._has_signal, sampled))
             if num_missing == 0:
@@ -81,6 +83,8 @@ class GroupCollector:
             with phase("reward"):  # a few resampled groups may all be unscored by chance; a whole step may not
                 sampled += self.rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
             counts.update(self.rewards.counts())
+            judged.update(self.rewards.num_judged)
+            seconds = {name: seconds.get(name, 0.0) + self.rewards.seconds.get(name, 0.0) for name in judged}
             self.prefetcher.collector.release(groups)
         chosen, replaced = self._select(sampled)
         trained = [group for group in chosen if _is_comparable(group)]
@@ -95,7 +99,9 @@ class GroupCollector:
             dropped=dropped,
             metrics={
                 **rollout_metrics(sampled),
+                **reward_health_metrics(sampled),
                 **{f"rewards/{name}": float(count) for name, count in counts.items()},
+                **{f"rewards/{name}/seconds_per_verdict": seconds[name] / number for name, number in judged.items()},
                 **self._metrics(trained, num_replaced=len(replaced)),
                 "rollout/dropped_groups": float(len(dropped)),
             },

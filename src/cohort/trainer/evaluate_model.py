@@ -15,6 +15,7 @@ from cohort.models import (
     with_base,
 )
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler
+from cohort.sandbox import SharedSandbox
 from cohort.startup import resume_gc
 from cohort.trainer.run_inputs import (
     column_names,
@@ -26,10 +27,18 @@ from cohort.trainer.run_inputs import (
 )
 
 
-def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
+def evaluate_model(
+    config: Config,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> EvalResult:
     """Evaluate `config.model`, which may be an adapter folder, on `config.eval`.
 
-    Chat template, rewards and limits come from the other sections.
+    Args:
+        config: chat template, rewards and limits come from the other sections.
+        on_progress: called with the number of prompts done and the total.
+        notify: shows a message to the user, such as which sandbox is in use.
 
     Raises:
         UserError: the configuration, the data or a reward is invalid.
@@ -39,10 +48,13 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     assert config.eval is not None, "config.eval is required"
     device = resolve_device(config.hardware.device)
     tokenizer = load_tokenizer(config.model)
-    environments = read_environments(config, tokenizer)
+    sandbox = SharedSandbox(config.sandbox)
+    environments = read_environments(config, tokenizer, sandbox)
     rows = read_eval_rows(config, config.eval, environments)
     # rewards get prompts under the name of the training column
-    rewards = read_rewards(config, [*column_names(rows), config.data.prompt], environments)
+    rewards = read_rewards(config, [*column_names(rows), config.data.prompt], environments, sandbox)
+    for note in sandbox.notes:
+        notify(note)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards, environments)
     policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
     check_vocabulary(policy, evaluation.prompts)

@@ -12,7 +12,7 @@ from cohort.checkpoint import TrainerState
 from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.evaluation import evaluate
-from cohort.metrics import MetricsWriter, PhaseClock
+from cohort.metrics import MetricsWriter, PhaseClock, RewardWatch
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
 from cohort.run_result import RunResult
@@ -45,7 +45,15 @@ class Trainer:
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
         self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, notify=display.notify)
         self.first_step = self.checkpointer.first_step
-        self.warnings = StepWarnings(rollout=config.rollout, worker=worker, notify=display.notify)
+        rewards = components.inputs.rewards
+        rewards.notify = display.notify
+        rewards.on_progress = display.reward_progress
+        self.warnings = StepWarnings(
+            rollout=config.rollout,
+            worker=worker,
+            notify=display.notify,
+            reward_watch=RewardWatch(rewards.weights, shaping=[f.name for f in rewards.functions if f.shapes]),
+        )
         self.updater = Updater(
             config=config,
             workers=components.workers,
@@ -112,8 +120,7 @@ class Trainer:
         performance = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
         self._log(step + 1, metrics)
-        self.warnings.different_logprobs(metrics)
-        self.warnings.turns(metrics)
+        self.warnings.metrics(step + 1, metrics)
         self.checkpointer.finish_step(self._state(step + 1))
         self.display.step(StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
         self._evaluate_if_due(step + 1)
@@ -177,4 +184,6 @@ class Trainer:
                 "accuracy_after": accuracies.get(str(self.plan.num_steps)),
                 "accuracy_by_step": accuracies,
             }
+        if warnings := [*self.inputs.sandbox.warnings, *self.inputs.rewards.warnings()]:
+            summary["warnings"] = warnings
         return summary

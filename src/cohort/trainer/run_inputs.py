@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cohort.algorithms import check_custom_functions
@@ -27,6 +28,7 @@ from cohort.rewards import RewardRunner, build_rewards, check_columns, read_traj
 from cohort.rollout import SamplingParams
 from cohort.rollout.environments.build import Environments, load_environments
 from cohort.rollout.environments.mixture import COLUMN
+from cohort.sandbox import SharedSandbox
 
 Rows = list[dict[str, Any]]
 _NUM_ROWS = 1024  # of an environment that brings its own
@@ -44,6 +46,7 @@ class Inputs:
     plan: RunSchedule
     environments: Environments | None  # None: single completions
     max_prompt_tokens: int
+    sandbox: SharedSandbox
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -70,7 +73,7 @@ class Inputs:
         return longest - 1  # the last token is never an input
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
-        """Messages for the user about dropped prompts."""
+        """Messages for the user about dropped prompts, the sandbox and the rewards."""
         counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
         if self.evaluation is not None:
             counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
@@ -78,7 +81,7 @@ class Inputs:
             f"dropped {dropped} {kind} prompts over rollout.max_prompt_tokens={max_prompt_tokens}, {left} left"
             for kind, dropped, left in counts
             if dropped
-        ]
+        ] + [*self.sandbox.notes, *self.rewards.notes()]
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -88,9 +91,10 @@ def read_inputs(config: Config) -> Inputs:
         UserError: an input is missing or invalid.
     """
     check_loggers(config.run.log)
+    sandbox = SharedSandbox(config.sandbox)
     if config.rollout.has_turns:
         tokenizer = load_tokenizer(config.model)
-        environments = read_environments(config, tokenizer)
+        environments = read_environments(config, tokenizer, sandbox)
     else:
         tokenizer = environments = None
     check_custom_functions(
@@ -100,7 +104,7 @@ def read_inputs(config: Config) -> Inputs:
         gradients_in_forward=config.train.gradients_in_forward,
     )
     rows = read_train_rows(config, environments)
-    rewards = read_rewards(config, column_names(rows), environments)
+    rewards = read_rewards(config, column_names(rows), environments, sandbox)
     eval_rows = read_eval_rows(config, config.eval, environments) if config.eval else []
     if config.eval:
         # rewards get held-out prompts under the name of the training column
@@ -137,6 +141,7 @@ def read_inputs(config: Config) -> Inputs:
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        sandbox=sandbox,
     )
 
 
@@ -147,7 +152,7 @@ def _longest_prompt_tokens(prompts: Sequence[Prompt], environments: Environments
     return max(len(p.token_ids) for p in prompts)
 
 
-def read_environments(config: Config, tokenizer: Any) -> Environments | None:
+def read_environments(config: Config, tokenizer: Any, sandbox: SharedSandbox | None = None) -> Environments | None:
     """Load the run's tools, environments or agent; None for single completions.
 
     Raises:
@@ -161,6 +166,7 @@ def read_environments(config: Config, tokenizer: Any) -> Environments | None:
         prompt_column=config.data.prompt,
         system_prompt=config.data.system_prompt,
         rewards_read_instances=read_trajectories(config.rewards),
+        sandbox=sandbox or SharedSandbox(config.sandbox),
     )
 
 
@@ -183,15 +189,23 @@ def rollout_options(
     return options
 
 
-def read_rewards(config: Config, columns: Sequence[str], environments: Environments | None) -> RewardRunner:
+def read_rewards(
+    config: Config, columns: Sequence[str], environments: Environments | None, sandbox: SharedSandbox
+) -> RewardRunner:
     """Load the reward functions, and check them against the dataset's columns. Environments add theirs.
 
     Raises:
         UserError: a function cannot be loaded or called.
     """
-    limit = config.rollout.max_trained_tokens
-    given = environments.rewards if environments else ()
-    functions = build_rewards(config.rewards, columns=columns, max_completion_tokens=limit, given=given)
+    functions = build_rewards(
+        config.rewards,
+        columns=columns,
+        max_completion_tokens=config.rollout.max_trained_tokens,
+        sandbox=sandbox,
+        device=config.hardware.device,
+        run_folder=Path(config.run.dir),
+        given=environments.rewards if environments else (),
+    )
     return RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
 
 

@@ -55,6 +55,8 @@ def sample_rows(
     config = set_engine(config, "local")
     resume_gc()
     inputs = read_inputs(config)
+    for note in inputs.sandbox.notes:
+        notify(note)
     sampling = replace(SamplingParams.for_training(config.rollout), num_generations=generations)
     prompts = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle).take(rows)
     options = rollout_options(config, inputs.environments, notify=notify)

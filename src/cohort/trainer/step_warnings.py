@@ -1,10 +1,11 @@
-"""Warnings about a step: out of memory, sequences over the token budget, logprob mismatch, turns that go wrong."""
+"""Warnings about a step: out of memory, long sequences, logprob mismatch, turns that go wrong, and rewards."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cohort.batch import TrainBatch
 from cohort.config import RolloutConfig
+from cohort.metrics import RewardWatch
 from cohort.trainer.worker import Worker
 
 _MOST = 0.5  # share above which to warn
@@ -18,6 +19,7 @@ class StepWarnings:
     rollout: RolloutConfig
     worker: Worker  # rank 0's
     notify: Callable[[str], None]
+    reward_watch: RewardWatch
     _warned_of_long_sequences: bool = field(default=False, init=False)
     _warned_of_different_logprobs: bool = field(default=False, init=False)
     _warned_of_turns: set[str] = field(default_factory=set, init=False)  # metrics
@@ -41,7 +43,14 @@ class StepWarnings:
                 f"in an oversized micro-batch"
             )
 
-    def different_logprobs(self, metrics: Mapping[str, float]) -> None:
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn about what the metrics of the step that just ended show."""
+        self._different_logprobs(metrics)
+        self._turns(metrics)
+        for text in self.reward_watch.warnings(step, metrics):
+            self.notify(text)
+
+    def _different_logprobs(self, metrics: Mapping[str, float]) -> None:
         """Warn once if the sampler's logprobs differ from the trainer's by more than rounding (law 5)."""
         if self._warned_of_different_logprobs or self.rollout.top_p < 1 or self.rollout.top_k > 0:
             return  # top-p and top-k change the sampler's distribution
@@ -56,7 +65,7 @@ class StepWarnings:
                 f"{tolerance:g}); they may compute this model differently"
             )
 
-    def turns(self, metrics: Mapping[str, float]) -> None:
+    def _turns(self, metrics: Mapping[str, float]) -> None:
         """Warn once each about malformed or failing tool calls, ends by the limit of turns, and slow environments."""
         limit = f"rollout.max_turns: {self.rollout.max_turns}"
         texts = {

@@ -22,7 +22,8 @@ def write_examples(page: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_tool_of_the_page(tmp_path: Path):
-    (raw,) = write_examples("tools.md", tmp_path)
+    raw, sandboxed = write_examples("tools.md", tmp_path)
+    assert [tool.use for tool in config_from_dict({**raw, **sandboxed}).rollout.tools] == ["python"]
     environments = read_environments(config_from_dict(raw, base_dir=tmp_path), turns_tokenizer())
     assert environments is not None and len(environments.schemas) == 1
     texts = [call("stock", '{"item": "apples"}') + call("stock", '{"item": "plums"}'), "3"]

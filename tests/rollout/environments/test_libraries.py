@@ -16,10 +16,12 @@ import yaml
 
 import cohort
 from cohort.config.environment import EnvironmentSpec
+from cohort.config.sandbox import SandboxConfig
 from cohort.errors import UserError
 from cohort.records import Trajectory, join_calls
 from cohort.rollout.engines.base import CallKey
 from cohort.rollout.environments.sources import EnvironmentSource, find_source
+from cohort.sandbox import SharedSandbox
 from playing import call, play, save_turns_model
 from runs import Notes, changed, metric
 from waiting import free_port, until
@@ -49,7 +51,8 @@ def need(library: str) -> None:
 
 
 def source(use: str, **args: Any) -> EnvironmentSource:
-    return find_source(EnvironmentSpec(use=use, args=args), field="rollout.environment")
+    sandbox = SharedSandbox(SandboxConfig(packages=("reasoning-gym",), unsafe_no_sandbox=True))
+    return find_source(EnvironmentSpec(use=use, args=args), field="rollout.environment", sandbox=sandbox)
 
 
 def refusal(use: str, **args: Any) -> str:
@@ -109,6 +112,8 @@ def test_the_example_trains(tmp_path, monkeypatch, library):
         run={"dir": str(tmp_path / "run")},
     )
     config["model"] = {"path": str(tmp_path / "model")}
+    if "sandbox" in config:
+        config["sandbox"]["unsafe_no_sandbox"] = True
     config.pop("eval", None)
     if "data" in config:
         config["data"]["path"] = str(EXAMPLES / config["data"]["path"])
@@ -143,7 +148,8 @@ def test_reasoning_gym_scores_answers_of_its_own_rows(tmp_path):
         assert rows[key.prompt_id]["question"] in context and "Answer the question directly" in context
         return f"So <answer>{rows[key.prompt_id]['answer']}</answer>" if key.index else "no idea"
 
-    played = trajectories(tmp_path, script, rows, {"use": use, "args": args})
+    sandbox = {"packages": ["reasoning-gym"], "unsafe_no_sandbox": True}
+    played = trajectories(tmp_path, script, rows, {"use": use, "args": args}, sandbox=sandbox)
     assert [t.rewards["leg_counting"] for t in played] == [0.0, 1.0] * 3
 
     assert "did you mean leg_counting" in refusal("reasoning_gym:leg_countin")

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from cohort.check.convert.rewards import NEEDS_ARGUMENTS, built_in, short_name
 from cohort.check.launch import Launch, Settings, parse_number
 from cohort.check.rules.keys import Version, key_tables, known_keys
 from cohort.check.rules.start import Start
@@ -18,7 +19,6 @@ from cohort.plan.shape import try_read_shape
 
 Rows = Mapping[str, Any]  # of a table in `equivalents/`, by Cohort's key: see `Draft.copy`
 
-_REWARDS = load_table("convert/equivalents/trl_and_swift.yaml")["rewards"]
 _LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
@@ -199,12 +199,11 @@ class Draft:
         weights = weights if isinstance(weights, list) else [weights] if weights is not None else []
         entries: list[dict[str, Any]] = []
         for i, name in enumerate(names):
-            short = str(name).rsplit(".", 1)[-1].removesuffix("_reward").replace("-", "_") or "reward"
-            place = self.settings.said(f"trainer.reward_funcs.{name}")
-            known = _REWARDS.get(short) if str(place or "trl").startswith(("trl", "open_r1")) else None
+            short, known = short_name(str(name)), built_in(str(name), self.launch, self.settings)
             weight = parse_number(weights[i]) if i < len(weights) else 1.0
-            entries.append({"use": known or f"rewards.py:{short}", "weight": weight})
+            entries.append({**(known or {"use": f"rewards.py:{short}"}), "weight": weight})
             if known is None:
+                place = self.settings.said(f"trainer.reward_funcs.{name}")
                 origin = f", from {place}" if place else ""
                 self.todo.append(f"rewards.py: reward {name!r} as the function {short} (TRL's signature){origin}")
         if not entries:
@@ -212,6 +211,8 @@ class Draft:
             self.todo.append("rewards: fill them in")
         if any(entry["use"] == "math" for entry in entries):
             self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
+        unread = [entry["use"] for entry in entries if entry["use"] in NEEDS_ARGUMENTS and "args" not in entry]
+        self.todo += [f"rewards: the arguments of {use} (docs/rewards.md)" for use in unread]
         self.config["rewards"] = entries
 
     def batch(self, start: Start | None) -> None:

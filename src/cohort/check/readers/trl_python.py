@@ -158,12 +158,19 @@ class _Run:
         given = self.script.resolved(keyword_of(trainer, "reward_funcs"))
         if given is None:
             return
-        nodes = map(self.script.resolved, given.elts if isinstance(given, ast.List | ast.Tuple) else [given])
+        listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
+        nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
         self._set("trainer.reward_funcs", [name for name in names if name], given)
         for name in names:
             if name in self.script.defined:
                 self._set(f"trainer.reward_funcs.{name}", self.script.defined[name], given)
+        for name, node in zip(names, nodes, strict=True):
+            if not isinstance(node, ast.Call):
+                continue
+            for keyword in node.keywords:
+                with contextlib.suppress(*UNREADABLE):
+                    self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
         """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""

@@ -20,6 +20,7 @@ from cohort.rollout.environments.tool_loop import ToolLoop
 from cohort.rollout.environments.tools import Schema, ToolExecutor, load_tools
 from cohort.rollout.environments.trajectory import Program, TrajectoryRunner
 from cohort.rollout.environments.user_program import IsolatedProgram, UserProgram
+from cohort.sandbox import SharedSandbox
 from cohort.user_code import describe_error, error_location, load_function
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def load_environments(
     prompt_column: str,
     system_prompt: str | None,
     rewards_read_instances: bool = True,
+    sandbox: SharedSandbox | None = None,
 ) -> Environments | None:
     """Load tools, environments or the agent, and check that the model's chat template has what they need.
 
@@ -116,6 +118,7 @@ def load_environments(
         prompt_column: name of the prompt column in rows.
         system_prompt: system message for prompts that have none.
         rewards_read_instances: whether a reward function gets the environments' instances.
+        sandbox: the run's, for the tool `python` and libraries that need it. Default: one of its own.
 
     Returns:
         None for single completions.
@@ -133,6 +136,7 @@ def load_environments(
         system_prompt,
         apply_chat_template=apply_chat_template,
         rewards_read_instances=rewards_read_instances,
+        sandbox=sandbox,
     )
     parts = load.parts()
     weights = {name: spec.weight for name, spec in rollout.environments.items()}
@@ -177,6 +181,7 @@ class _Loader:
         *,
         apply_chat_template: bool,
         rewards_read_instances: bool,
+        sandbox: SharedSandbox | None,
     ):
         self._rollout = rollout
         self._rewards_read_instances = rewards_read_instances
@@ -185,7 +190,8 @@ class _Loader:
         self._apply_chat_template = apply_chat_template
         self.template = template
         self.parser = ResponseParser(tokenizer)
-        self._tools = load_tools(rollout.tools, isolate=rollout.isolate)
+        self._sandbox = sandbox
+        self._tools = load_tools(rollout.tools, isolate=rollout.isolate, sandbox=sandbox)
         self.tool_schemas = [tool.schema for tool in self._tools]
         self._executor = ToolExecutor(
             tokenizer=tokenizer, max_tokens=rollout.max_tool_tokens, timeout_s=rollout.tool_timeout_s
@@ -218,7 +224,7 @@ class _Loader:
 
     def environment(self, spec: EnvironmentSpec, *, field: str) -> _Part:
         """Load an environment class or a program."""
-        source = find_source(spec, field=field, isolate=self._rollout.isolate)
+        source = find_source(spec, field=field, isolate=self._rollout.isolate, sandbox=self._sandbox)
         isolate = self._rollout.isolate and not source.has_own_processes
         code = _user_code(source, spec, field=field) if isolate else None
         if source.is_program:

@@ -280,10 +280,14 @@ class ChildProcess:
         how = "closed its connection" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
+        return f"the process of {self._code.name} {how}{self.describe_output()}"
+
+    def describe_output(self) -> str:
+        """Return the last lines of output, with an introduction; an empty text if there was none."""
         descriptor = self._log.fileno()
         start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
         output = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").strip()
-        return f"the process of {self._code.name} {how}" + (f". Its last output:\n{output}" if output else "")
+        return f". Its last output:\n{output}" if output else ""
 
 
 class ChildPool:

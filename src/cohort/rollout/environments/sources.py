@@ -15,15 +15,17 @@ from cohort.errors import UserError
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.rollout.environments.handle import InstanceHandle, UserThread
 from cohort.rollout.environments.tools import Schema
+from cohort.sandbox import SharedSandbox
 from cohort.user_code import describe_error, error_location, load_callable
 
 # Libraries by the prefix of `rollout.environment`, as "module:function". The function takes the rest of the name, the
-# arguments and the field's name, and returns an `EnvironmentSource`.
+# arguments and the field's name, and returns an `EnvironmentSource`. Those of `_IN_SANDBOX` take `sandbox`, too.
 LIBRARIES = {
     name: f"cohort.rollout.environments.libraries.{name}:load"
     for name in ("reasoning_gym", "verifiers", "textarena", "openenv", "skyrl_gym")
 }
 
+_IN_SANDBOX = ("reasoning_gym",)
 _CLOSE_TIMEOUT_S = 5.0  # for the `close()` of an instance
 
 Rows = list[dict[str, Any]]
@@ -46,13 +48,16 @@ class EnvironmentSource:
         return self.kind is None or (hasattr(self.kind, "run") and not hasattr(self.kind, "reset"))
 
 
-def find_source(spec: EnvironmentSpec, *, field: str, isolate: bool = False) -> EnvironmentSource:
+def find_source(
+    spec: EnvironmentSpec, *, field: str, isolate: bool = False, sandbox: SharedSandbox | None = None
+) -> EnvironmentSource:
     """Load the class or function of an environment, without creating an instance of a class.
 
     Args:
         spec: the environment of the configuration.
         field: its key in messages.
         isolate: what a function makes is only made in a child process.
+        sandbox: the run's, for libraries that evaluate what the model wrote. Default: one of its own.
 
     Raises:
         UserError: it cannot be loaded, or `args` do not match its parameters.
@@ -60,7 +65,8 @@ def find_source(spec: EnvironmentSpec, *, field: str, isolate: bool = False) -> 
     prefix, _, name = spec.use.partition(":")
     if prefix in LIBRARIES:
         module, _, function = LIBRARIES[prefix].partition(":")
-        source: EnvironmentSource = getattr(import_module(module), function)(name, spec.args, field=field)
+        options = {"sandbox": sandbox or SharedSandbox()} if prefix in _IN_SANDBOX else {}
+        source: EnvironmentSource = getattr(import_module(module), function)(name, spec.args, field=field, **options)
         return source
     loaded = load_callable(spec.use, field=f"{field}.use")
     if inspect.iscoroutinefunction(loaded):

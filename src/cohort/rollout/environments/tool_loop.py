@@ -55,8 +55,16 @@ class ToolLoop:
 
     async def run(self, row: Row, model: RolloutModel) -> Outcome:
         """Play one row. A trajectory that reaches a limit is scored as well."""
+        tools = [tool.for_trajectory() for tool in self._tools]
+        try:
+            return await self._play(row, model, tools)
+        finally:
+            for tool in tools:
+                tool.end_trajectory()
+
+    async def _play(self, row: Row, model: RolloutModel, tools: Sequence[Tool]) -> Outcome:
         if self._interface is None or self._pool is None:
-            return await _Play(self._executor, self._tools, None, model).run(self._messages(row, None))
+            return await _Play(self._executor, tools, None, model).run(self._messages(row, None))
         try:
             handle = await self._pool.acquire()
         except Exception as error:
@@ -66,7 +74,7 @@ class ToolLoop:
         methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self._interface.schemas]
         try:
             observation = await environment.reset(self._interface.reset_arguments(row, model.key), model.key)
-            play = _Play(self._executor, [*self._tools, *methods], environment, model)
+            play = _Play(self._executor, [*tools, *methods], environment, model)
             return await play.run(self._messages(row, observation))
         except BaseException:  # whatever broke the trajectory may have broken the instance
             self._pool.discard(handle)

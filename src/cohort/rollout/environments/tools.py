@@ -8,19 +8,22 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.chat import ToolCall, tool_schema
+from cohort.config.environment import ToolSpec
 from cohort.errors import UserError, suggest
 from cohort.records import Message
 from cohort.rollout.environments.child_process import ChildPool, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle, ToolHandle
 from cohort.rollout.environments.model import EnvironmentFailure
+from cohort.sandbox import SharedSandbox
 from cohort.user_code import describe_error, load_function
 
 Schema = Mapping[str, Any]  # JSON schema of a tool
 
+PYTHON = "python"  # the tool that runs code in the sandbox
 _CHARACTERS_PER_TOKEN = 32  # more than tokens have; longer results are cut before they are tokenized
 _MEDIA = ("image", "image_url", "audio", "input_audio", "video")  # types of content parts that are not text
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -45,6 +48,17 @@ class Tool:
     def name(self) -> str:
         """Name of the function."""
         return str(self.schema["function"]["name"])
+
+    def for_trajectory(self) -> "Tool":
+        """Return the tool for one trajectory: with a handle of its own if that has state."""
+        opened = getattr(self.handle, "for_trajectory", None)
+        return self if opened is None else replace(self, handle=opened())
+
+    def end_trajectory(self) -> None:
+        """End what `for_trajectory` has started."""
+        end = getattr(self.handle, "end_trajectory", None)
+        if end is not None:
+            end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +130,29 @@ class ToolExecutor:
         return text if missing <= 0 else f"{start}\n[... {missing:,} more characters were cut]"
 
 
-def load_tools(uses: Sequence[str], *, isolate: bool = False, field: str = "rollout.tools") -> tuple[Tool, ...]:
-    """Load plain functions as tools, which run in this process or, with `isolate`, in others.
+def load_tools(
+    specs: Sequence[ToolSpec | str],
+    *,
+    isolate: bool = False,
+    sandbox: SharedSandbox | None = None,
+    field: str = "rollout.tools",
+) -> tuple[Tool, ...]:
+    """Load plain functions as tools, which run in this process or, with `isolate`, in others; and the tool `python`.
 
     Raises:
         UserError: one cannot be loaded, has no type hints or docstring, or two have the same name.
     """
     functions: dict[str, Callable[..., Any]] = {}
-    schemas = []
-    for i, use in enumerate(uses):
+    uses, schemas, own = [], [], []
+    for i, spec in enumerate(specs):
+        use = spec if isinstance(spec, str) else spec.use
+        if use == PYTHON:
+            from cohort.rollout.environments.python_tool import load_python_tool  # opens a sandbox
+
+            python = ToolSpec(use=use) if isinstance(spec, str) else spec
+            schema, tool = load_python_tool(python, sandbox or SharedSandbox(), field=f"{field}[{i}]")
+            own.append(Tool(schema=schema, handle=tool))
+            continue
         function = load_function(use, field=f"{field}[{i}]")
         try:
             schema = tool_schema(function)
@@ -134,11 +162,16 @@ def load_tools(uses: Sequence[str], *, isolate: bool = False, field: str = "roll
         if name in functions:
             raise UserError(f"{field}[{i}]: {use!r}: another tool is also named {name!r}; rename one of the two")
         functions[name] = function
+        uses.append(use)
         schemas.append(schema)
     handle: EnvironmentHandle = ToolHandle(functions)
     if isolate:
         handle = ChildPool(UserCode(name="tools", key=field, functions=dict(zip(functions, uses, strict=True))))
-    return tuple(Tool(schema=schema, handle=handle) for schema in schemas)
+    names = [*functions, *(tool.name for tool in own)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{field}: two tools are named {twice!r}; rename one of the two")
+    return (*(Tool(schema=schema, handle=handle) for schema in schemas), *own)
 
 
 def argument_problem(arguments: Mapping[str, Any], schema: Schema) -> str | None:

@@ -1,0 +1,39 @@
+"""`cohort reward`: score recorded completions again, without a model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cohort.cli.options import Debug, Overrides
+from cohort.config import load_config
+from cohort.errors import UserError
+
+
+def reward(
+    config: Annotated[Path, typer.Argument(help="YAML file, or the config.yaml of a run.")],
+    overrides: Overrides = None,
+    completions: Annotated[
+        Path | None,
+        typer.Option(help="Parquet or JSONL file with a column `completion`: a run's, or your own."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Compute only the reward of this name.")] = None,
+    examples: Annotated[int, typer.Option(min=0, help="Completions to show for each disagreement.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Score recorded completions again with the rewards of a configuration: values, disagreements and times."""
+    if completions is None:
+        raise UserError("--completions is missing; give a file, such as runs/first/completions/step-000010.parquet")
+    settings = load_config(config, overrides or ())
+    from cohort.cli.rescore import rescore
+    from cohort.display import ProgressBar
+
+    with ProgressBar("judging") as bar:
+        table = rescore(
+            settings,
+            completions,
+            only=only or (),
+            examples=examples,
+            on_progress=lambda name, done, total: bar.update(done, total),
+        )
+    typer.echo(table)

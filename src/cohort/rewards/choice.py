@@ -1,0 +1,97 @@
+"""The `choice` reward: 1.0 if the completion picks the right letter of a multiple-choice question."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cohort.errors import UserError
+from cohort.rewards.arguments import check_number
+from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.patterns import compile_pattern
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+class ChoiceReward:
+    """1.0 for the right letter, 0.0 for another or none; None if the row has no answer.
+
+    The letter is the last one in a box, in answer tags or after "answer is" or "answer:", behind the last `</think>`.
+    Without any of these, a text that is a letter, or starts with one followed by a dot, colon or bracket, counts.
+
+    Arguments (in `rewards[i].args`):
+        answer_column: dataset column with the letter, such as `B`, `(b)` or `B.`, or the number of the choice. Default
+            "answer".
+        letters: the choices. Default "ABCDEFGHIJ".
+        first_number: number of the first choice, for columns with numbers; 0 in MMLU. Default None: letters only.
+        pattern: regular expression with one group, the letter; the last match counts. Default None: as above.
+    """
+
+    def required_columns(
+        self,
+        *,
+        answer_column: str = "answer",
+        letters: str = _LETTERS,
+        first_number: int | None = None,
+        pattern: str | None = None,
+    ) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        if not isinstance(letters, str) or not re.fullmatch("[A-Z]+", letters) or len(set(letters)) < len(letters):
+            raise ValueError(f"letters must be different capital letters, such as ABCD, got {letters!r}")
+        if first_number is not None:
+            check_number("first_number", first_number, minimum=0, whole=True)
+        if pattern is not None:
+            compile_pattern(pattern, num_groups=1)
+        return (answer_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        *,
+        answer_column: str = "answer",
+        letters: str = _LETTERS,
+        first_number: int | None = None,
+        pattern: str | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: a value of the answer column is not a choice.
+        """
+        regex = _stated_answer(letters) if pattern is None else compile_pattern(pattern, num_groups=1)
+        alone = re.compile(rf"\(?([{letters}{letters.lower()}])\)?[.:]?|\(?([{letters}])[).:].*", re.DOTALL)
+        rewards: list[float | None] = []
+        for completion, gold in zip(completions, columns[answer_column], strict=True):
+            if gold is None:
+                rewards.append(None)
+                continue
+            text = completion_text(completion).rpartition("</think>")[2].strip()
+            stated = [next(filter(None, match.groups()), "") for match in regex.finditer(text)]
+            whole = alone.fullmatch(text) if pattern is None else None
+            picked = stated[-1] if stated else (whole[1] or whole[2]) if whole else ""
+            rewards.append(float(picked.strip().upper() == _gold_letter(gold, letters, first_number, answer_column)))
+        return rewards
+
+
+def _stated_answer(letters: str) -> re.Pattern[str]:
+    """Return a pattern with one group for each way to state an answer."""
+    either = letters + letters.lower()
+    return re.compile(
+        rf"\\boxed\{{\s*(?:\\text\w*\{{\s*)?\(?([{either}])\)?\.?\s*\}}"
+        rf"|<answer>\s*\(?([{either}])\)?[.:]?\s*</answer>"
+        rf"|\b[Aa](?i:nswer)(?:\s+is)?(?:\s+not\s+\(?[{letters}]\)?,?\s+but)?[\s:*]*"
+        rf"(?:\(([{either}])\)|\(?([{letters}])(?![A-Za-z']|\s+(?:bit|few|little|lot)\b))"
+    )
+
+
+def _gold_letter(gold: Any, letters: str, first_number: int | None, column: str) -> str:
+    text = str(gold).strip()
+    match = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
+    if match and match[1].upper() in letters:
+        return match[1].upper()
+    if first_number is not None and re.fullmatch(r"\d{1,3}", text):
+        index = int(text) - first_number
+        if 0 <= index < len(letters):
+            return letters[index]
+    hint = "" if first_number is not None else "; for numbers set args.first_number"
+    raise UserError(f"the column {column!r} holds {excerpt(gold)}, which is none of the choices {letters}{hint}")

@@ -1,0 +1,231 @@
+"""Judge what came back from the sandbox. Everything in there may be forged, except what it cannot know."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from cohort.rewards.code_tests import CallCase, FunctionTests, ProgramTests, PytestTests, StdinCase, Tests
+from cohort.sandbox import Outcome
+from cohort.sandbox.guest import MAX_DEPTH, MAX_ERROR_CHARS
+
+_MAX_NUMBER_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether each case passed, with a word on those that did not; None if nothing was judged."""
+
+    passed: tuple[bool, ...] | None
+    notes: tuple[str, ...]  # per case; one if nothing was judged
+    shares_interpreter: bool = False
+
+
+def judge(tests: Tests, outcome: Outcome, token: str) -> Verdict:
+    """Compare the records of a run with what the tests expect.
+
+    Args:
+        tests: the tests of the row.
+        outcome: of the job that ran them.
+        token: secret of the job, which records of tests in a shared interpreter must repeat.
+    """
+    if not outcome.started:
+        return Verdict(None, (f"sandbox did not start: {outcome.errors[-200:]}",))
+    records = outcome.records
+    # the guest sends "begun" before it runs the code, so what comes in its place cannot be the code's
+    if not records or records[0].get("begun") is not True:
+        how = outcome.ending if outcome.ending != "exited" else f"exit code {outcome.exit_code}"
+        error = records[0].get("error") if records else how
+        return Verdict(None, (f"the tests' setup failed: {error}",))
+    if not isinstance(tests, ProgramTests):
+        records = tuple(record for record in records if record.get("token") == token)
+    if isinstance(tests, PytestTests):
+        results = [_of_test(test, records) for test in tests.tests]
+        if not any(record.get("exit") == 0 for record in records):
+            results = [note or "pytest did not finish" for note in results]
+    else:
+        results = [_of_case(i, case, records, outcome) for i, case in enumerate(tests.cases)]
+    return Verdict(tuple(not note for note in results), tuple(results), tests.shares_interpreter)
+
+
+def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the sandbox is told: never the expected values.
+
+    Args:
+        tests: the tests of the row.
+        code: the completion's code.
+        token: see `judge`.
+        options: further settings of programs: `run`, `compile`, `file`, `case_s`, `max_output`, `stop_early`.
+    """
+    before = tests.before if options["run"] is None else ""
+    if before and not isinstance(tests, FunctionTests):
+        code = f"{before}\n{code}"
+    if isinstance(tests, ProgramTests):
+        cases = [{"input": case.input} for case in tests.cases]
+        return {"kind": "program", "before": before, "code": code, "cases": cases, **options}
+    if isinstance(tests, PytestTests):
+        files = {**tests.files, "solution.py": code}
+        return {
+            "kind": "pytest",
+            "token": token,
+            "before": before,
+            "files": files,
+            "tests": sorted({t.split("::")[0] for t in tests.tests}),
+        }
+    parts = {"before": tests.before, "code": code, "after": tests.after}
+    return {"kind": "functions", "token": token, "parts": parts, "cases": [case.request() for case in tests.cases]}
+
+
+def _of_case(i: int, case: Any, records: Sequence[Mapping[str, Any]], outcome: Outcome) -> str:
+    """Return why a case failed, "" if it passed."""
+    own = [record for record in records if record.get("case") == i]
+    if not own:
+        failed = next((_text(r["error"]) for r in records if "error" in r and "case" not in r), None)
+        return failed or (outcome.ending if outcome.ending != "exited" else "no result")
+    if len(own) > 1:
+        return "several results"
+    record = own[0]
+    if "error" in record:
+        return f"{_text(record.get('exit'))} {_text(record['error'])}".strip() or "failed"
+    if isinstance(case, StdinCase):
+        if record.get("exit") != 0:
+            return f"exit {_text(record.get('exit'))}"
+        output = record.get("output")
+        return "" if isinstance(output, str) and same_output(output, case.expected) else "wrong output"
+    if isinstance(case, CallCase):
+        return "" if _is_expected(record.get("value"), case) else "wrong value"
+    return "" if record.get("passed") is True else "failed"
+
+
+def _text(value: Any) -> str:
+    """Return a record's short text or number, which may be forged."""
+    return str(value)[:MAX_ERROR_CHARS] if isinstance(value, str | int) else ""
+
+
+def _of_test(test: str, records: Sequence[Mapping[str, Any]]) -> str:
+    own = [r for r in records if r.get("test") == test or str(r.get("test", "")).startswith(f"{test}[")]
+    if not own:
+        return "no result"
+    return "" if all(record.get("passed") is True for record in own) else "failed"
+
+
+def _is_expected(value: Any, case: CallCase) -> bool:
+    if case.is_same and type(value) is not type(case.expected):
+        return False
+    if case.tolerance is None:
+        return any(equals(value, e, lists_for_tuples=case.is_json) for e in (case.expected, *case.alternatives))
+    is_number = isinstance(value, int | float)
+    try:
+        return is_number and bool(abs(value - case.expected) <= case.tolerance)
+    except (OverflowError, TypeError):
+        return False
+
+
+def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool:
+    """Whether a value that the guest encoded equals an expected one, by Python's rules.
+
+    It follows the expected value and takes linear time, so that the other one cannot be made expensive to compare.
+
+    Args:
+        value: JSON with the guest's tags for tuples, sets, dicts, bytes and complex numbers.
+        expected: a plain Python value.
+        lists_for_tuples: whether a list and a tuple may be equal.
+    """
+    match expected:
+        case None | bool() | int() | float() | str():
+            is_plain = value is None or isinstance(value, bool | int | float | str)
+            return is_plain and bool(value == expected)
+        case list() | tuple():
+            tag = "t" if isinstance(expected, tuple) else None
+            items = _items(value, tag)
+            if items is None and lists_for_tuples:
+                items = _items(value, None if tag else "t")
+            return (
+                items is not None
+                and len(items) == len(expected)
+                and all(equals(v, e, lists_for_tuples=lists_for_tuples) for v, e in zip(items, expected, strict=True))
+            )
+        case set() | frozenset():
+            items = _items(value, "s")
+            is_as_long = items is not None and len(items) == len(expected)
+            return is_as_long and {_hashable(item) for item in items or ()} == set(map(_hashable_expected, expected))
+        case dict():
+            items = _items(value, "d")
+            if items is None or len(items) != len(expected):
+                return False
+            if not all(isinstance(item, list) and len(item) == 2 for item in items):
+                return False
+            found = {_hashable(k): v for k, v in items}
+            wanted = {_hashable_expected(k): e for k, e in expected.items()}
+            return found.keys() == wanted.keys() and all(
+                equals(found[k], e, lists_for_tuples=lists_for_tuples) for k, e in wanted.items()
+            )
+        case bytes():
+            return isinstance(value, dict) and value.get("b") == expected.hex()
+        case complex():
+            return isinstance(value, dict) and value.get("c") == [expected.real, expected.imag]
+        case _:
+            return False
+
+
+def _items(value: Any, tag: str | None) -> list[Any] | None:
+    """Return the items of a list, or of an encoded collection with this tag."""
+    items = value if tag is None else value.get(tag) if isinstance(value, dict) and len(value) == 1 else None
+    return items if isinstance(items, list) else None
+
+
+def _hashable(value: Any, depth: int = 0) -> Any:
+    """Return an encoded set item or key such that it equals `_hashable_expected` of an equal one, and nothing else."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict) and len(value) == 1 and depth < MAX_DEPTH:
+        [(tag, content)] = value.items()
+        if tag in ("t", "s") and isinstance(content, list):
+            items = [_hashable(item, depth + 1) for item in content]
+            return (tag, tuple(items) if tag == "t" else frozenset(items))
+        if tag == "b" and isinstance(content, str):
+            return (tag, content)
+        if tag == "c" and isinstance(content, list) and all(isinstance(part, float) for part in content):
+            return (tag, tuple(content))
+    return object()
+
+
+def _hashable_expected(value: Any) -> Any:
+    match value:
+        case tuple():
+            return ("t", tuple(map(_hashable_expected, value)))
+        case frozenset():
+            return ("s", frozenset(map(_hashable_expected, value)))
+        case bytes():
+            return ("b", value.hex())
+        case complex():
+            return ("c", (value.real, value.imag))
+        case _:
+            return value
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Compare outputs as LiveCodeBench does: stripped lines equal, or all their numbers."""
+    lines, wanted = output.strip().split("\n"), expected.strip().split("\n")
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    line, wanted = line.strip(), wanted.strip()
+    if line == wanted:
+        return True
+    if len(line.split()) != len(wanted.split()):
+        return False
+    numbers, expected = _numbers(line), _numbers(wanted)
+    return numbers is not None and numbers == expected
+
+
+def _numbers(line: str) -> list[Decimal] | None:
+    words = line.split()
+    if any(len(word) > _MAX_NUMBER_CHARS for word in words):
+        return None
+    try:
+        numbers = [Decimal(word) for word in words]
+    except InvalidOperation:
+        return None
+    return numbers if all(number.is_finite() for number in numbers) else None

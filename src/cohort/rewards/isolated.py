@@ -1,0 +1,170 @@
+"""Reward functions of the user in a child process (`isolate: true`), which may crash or hang without ending the run."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cohort.config import RewardConfig
+from cohort.errors import UserError
+from cohort.rewards import isolated_child
+from cohort.rewards.function import ON_REQUEST
+from cohort.rollout.environments.child_process import START_TIMEOUT_S, ChildError, ChildProcess, UserCode
+from cohort.rollout.environments.handle import DeadlineMissed
+from cohort.rollout.environments.model import EnvironmentFailure
+
+_CHILD_MODULE = isolated_child.__name__
+_GRACE_S = 10.0  # to kill a child
+_MAX_MESSAGES = 3  # in the summary
+
+
+class IsolatedReward:
+    """An asynchronous reward function that calls the user's function in a child process.
+
+    Completions are not judged (None), and counted by `last_counts`, if the process ends, misses the deadline, or the
+    function returns anything but a number or None for them. The next call starts a new process. Exceptions of the
+    function end the run as those of other functions do.
+    """
+
+    def __init__(self, config: RewardConfig, *, field: str) -> None:
+        """Start the child process, load the function, and read its signature.
+
+        Args:
+            config: settings of the reward.
+            field: name of the settings in messages.
+
+        Raises:
+            UserError: the function does not load, or cannot be isolated.
+        """
+        self.warnings: list[str] = []  # for the run's summary
+        self.last_warnings: list[str] = []  # of the last call
+        self.last_counts: dict[str, int] = {}
+        self._timeout_s = config.timeout_s
+        self._use = config.use
+        self._code = UserCode(
+            name=f"reward {config.name or config.use!r}",
+            key=f"{field}.use",
+            functions={name: f"{_CHILD_MODULE}:{name}" for name in ("describe", "score")},
+        )
+        self._child: ChildProcess | None = None
+        described = self._describe_now(field)
+        for refused in ON_REQUEST:
+            if refused in described["names"]:
+                raise UserError(
+                    f"{field}.isolate: reward {config.use!r} takes {refused!r}, which stay in the run's process; "
+                    "remove the parameter, or set isolate: false"
+                )
+        if described["checks"]:
+            raise UserError(
+                f"{field}.isolate: reward {config.use!r} has required_columns, which is called in the run's process; "
+                "remove it, or set isolate: false"
+            )
+        self.__name__ = described["name"]
+        self.shapes = described["shapes"]
+        self._takes_completions = described["has_var_keyword"] or "completions" in described["names"]
+        self.__signature__ = _signature(described)
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds that a call may take in all: of the function, and to start a process before it."""
+        return START_TIMEOUT_S + self._timeout_s + _GRACE_S
+
+    async def __call__(self, completions: Sequence[Any], **arguments: Any) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: the function raised an exception, or does not load anymore.
+        """
+        self.last_warnings = []
+        given = {**arguments, "completions": completions} if self._takes_completions else arguments
+        try:
+            returned = await self._in_child("score", given, timeout_s=self._timeout_s)
+        except DeadlineMissed as missed:
+            return self._not_judged(completions, f"it {missed} (rewards[i].timeout_s){self._output()}")
+        except EnvironmentFailure as failure:
+            return self._not_judged(completions, str(failure))
+        if "exited" in returned:
+            return self._not_judged(completions, f"it called {returned['exited']}{self._output()}")
+        if "error" in returned:
+            raise UserError(f"{returned['error']}\n\nIn the child process:\n{returned['traceback']}")
+        values: list[Any] | None = returned["values"]
+        if values is None or len(values) != len(completions):
+            what = returned["kind"] if values is None else f"{len(values)} values"
+            return self._not_judged(
+                completions, f"it returned {what} for {len(completions)} completions{self._output()}"
+            )
+        rewards = [value if isinstance(value, float) else None for value in values]
+        wrong = [value for value in values if isinstance(value, str)]
+        if wrong:
+            self._end()
+        self._count(len(wrong), f"it returned {wrong[0]}{self._output()}" if wrong else "")
+        return rewards
+
+    def _describe_now(self, field: str) -> Mapping[str, Any]:
+        """Describe the function, also where an event loop runs, as in a notebook."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._describe(field))
+        with ThreadPoolExecutor(1) as thread:
+            described = thread.submit(asyncio.run, self._describe(field)).result()
+        self._end()  # a child process dies with the thread that started it
+        return described
+
+    async def _describe(self, field: str) -> Mapping[str, Any]:
+        try:
+            described: Mapping[str, Any] = await self._in_child("describe", {}, timeout_s=START_TIMEOUT_S)
+        except (DeadlineMissed, EnvironmentFailure) as failure:
+            raise UserError(f"{field}.use: {self._use!r} does not load: {failure}") from None
+        if "error" in described:
+            raise UserError(described["error"])
+        return described
+
+    async def _in_child(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Call a function of `isolated_child`. Raises as `ChildProcess.call` does."""
+        if self._child is None or not self._child.is_alive:
+            self._child = await ChildProcess.start(self._code)
+        content = {"use": self._use, "field": self._code.key, "arguments": dict(arguments)}
+        try:
+            return await self._child.call(name, content, timeout_s=timeout_s)
+        except ChildError as error:  # of the child's program itself
+            raise EnvironmentFailure(str(error)) from error
+
+    def _output(self) -> str:
+        return "" if self._child is None else self._child.describe_output()
+
+    def _end(self) -> None:
+        """Kill the process; the next call starts another."""
+        if self._child is not None:
+            self._child.kill()
+
+    def _not_judged(self, completions: Sequence[Any], why: str) -> list[float | None]:
+        self._end()
+        self._count(len(completions), why)
+        return [None] * len(completions)
+
+    def _count(self, number: int, why: str) -> None:
+        self.last_counts = {"not_judged": number} if number else {}
+        if number:
+            text = f"warning: {self._code.name} did not judge {number} completions: {why}"
+            self.last_warnings.append(text)
+            if len(self.warnings) < _MAX_MESSAGES:
+                self.warnings.append(text)
+
+
+def _signature(described: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature of the user's function, with `completions`, by which the values are counted."""
+    by_name = dict.fromkeys(described["names"], None) | {"completions": None}
+    required = {*described["required"], "completions"}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in described["positional_only"]
+    ] + [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if name in required else None
+        )
+        for name in by_name
+    ]
+    if described["has_var_keyword"]:
+        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)

@@ -1,0 +1,129 @@
+"""The `json_schema` reward: 1.0 if the completion is valid JSON under a schema. Needs the package jsonschema."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from cohort.errors import UserError
+from cohort.rewards.arguments import require_package
+from cohort.rewards.describe import completion_text, excerpt
+
+_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
+
+
+class JsonSchemaReward:
+    """1.0 for valid JSON, else 0.0; None if the row has no schema.
+
+    The JSON is the last fenced block (three backticks, alone or with `json`), else the whole text, behind the last
+    `</think>`. NaN and infinities are not JSON. References to other documents are not resolved.
+
+    Arguments (in `rewards[i].args`), one of:
+        schema: the JSON schema, as YAML.
+        schema_column: dataset column with each row's schema, as JSON text or as a mapping.
+    """
+
+    def required_columns(
+        self, *, schema: Mapping[str, Any] | bool | None = None, schema_column: str | None = None
+    ) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        if (schema is None) == (schema_column is None):
+            raise ValueError("give either schema or schema_column")
+        require_package("jsonschema", extra="json-schema")
+        if schema is not None:
+            _validator(json.dumps(schema))
+        return () if schema_column is None else (schema_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        *,
+        schema: Mapping[str, Any] | bool | None = None,
+        schema_column: str | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: a value of the schema column is not a schema.
+        """
+        if schema_column is None:
+            given: Sequence[Any] = [schema] * len(completions)
+        else:
+            given = columns[schema_column]
+        schemas = [value if value is None or isinstance(value, str) else json.dumps(value) for value in given]
+        rewards: list[float | None] = []
+        for completion, text in zip(completions, schemas, strict=True):
+            try:
+                validator = None if text is None else _validator(text)
+            except ValueError as error:
+                raise UserError(f"the column {schema_column!r} holds {excerpt(text)}: {error}") from error
+            rewards.append(None if validator is None else float(_is_valid(validator, completion_text(completion))))
+        return rewards
+
+
+def _is_valid(validator: Any, text: str) -> bool:
+    answer = text.rpartition("</think>")[2]
+    blocks = _FENCED.findall(answer)
+    try:
+        value = json.loads(blocks[-1] if blocks else answer, parse_constant=_refuse)
+        return bool(validator.is_valid(value))
+    except (ValueError, RecursionError):  # also of nesting that is too deep to read or to validate
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+@cache
+def _validator(schema_text: str) -> Any:
+    """Return a validator of the schema; nothing is fetched from the network.
+
+    Raises:
+        ValueError: it is not a JSON schema, or refers to something that is not in it.
+    """
+    import jsonschema
+    from jsonschema_specifications import REGISTRY
+    from referencing.jsonschema import DRAFT202012, specification_with
+
+    try:
+        schema = json.loads(schema_text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema is not a JSON schema: {error.message} (at {error.json_path})") from error
+    resource = specification_with(str(kind.META_SCHEMA["$schema"]), DRAFT202012).create_resource(schema)
+    _check_references(REGISTRY.resolver_with_root(resource), resource)
+    # A registry of the meta-schemas alone: by default jsonschema would download what a schema refers to.
+    validator = kind(schema, registry=REGISTRY)
+    try:
+        validator.is_valid(None)
+    except RecursionError:
+        raise ValueError("schema refers to itself without end") from None
+    return validator
+
+
+def _check_references(resolver: Any, resource: Any) -> None:
+    """Check that all references of a schema and of the schemas in it can be resolved.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    import referencing.exceptions
+
+    for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+        reference = resource.contents.get(key) if isinstance(resource.contents, Mapping) else None
+        if not isinstance(reference, str):
+            continue
+        try:
+            resolver.lookup(reference)
+        except (referencing.exceptions.Unresolvable, ValueError) as error:
+            other = "" if reference.startswith("#") else " Other documents are not fetched: copy it to $defs."
+            raise ValueError(f"schema: {key} {reference!r} leads to nothing in the schema.{other}") from error
+    for inner in resource.subresources():
+        _check_references(resolver.in_subresource(inner), inner)

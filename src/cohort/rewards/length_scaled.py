@@ -1,0 +1,133 @@
+"""Rewards for correct answers that also depend on length: `trl.cosine`, `open_r1.cosine` and `open_r1.len`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cohort.rewards.accuracy import GradedReward
+from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
+from cohort.rewards.arguments import check_number
+from cohort.rewards.describe import completion_text
+
+
+class CosineReward(GradedReward):
+    """A cosine schedule over the length: short is best for correct answers and worst for wrong ones.
+
+    Appendix C.1 of "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373). TRL counts tokens, and
+    completions longer than `max_len` count as `max_len`. Open-R1 counts characters, and lets the cosine rise again.
+
+    Arguments (in `rewards[i].args`):
+        max_len: length at which the schedule ends. Default for Open-R1: 1000.
+        min_value_wrong: reward of the shortest wrong answer. Default -1.0.
+        max_value_wrong: reward of the longest wrong answer. Default -0.5.
+        min_value_correct: reward of the longest correct answer. Default 0.5.
+        max_value_correct: reward of the shortest correct answer. Default 1.0.
+        answer_column: dataset column with the gold answer. Default "solution".
+        deadline_s: seconds per answer. Default 10.
+    """
+
+    def __init__(self, grader: AnswerGrader, *, counts_tokens: bool, default_max_len: int | None = None) -> None:
+        """Create the reward.
+
+        Args:
+            grader: grades the answers.
+            counts_tokens: TRL's form; else Open-R1's, in which an unparsable gold answer scores 1.0.
+            default_max_len: default of `max_len`; None: it must be given.
+        """
+        super().__init__(grader)
+        self._counts_tokens = counts_tokens
+        self._default_max_len = default_max_len
+
+    def required_columns(
+        self,
+        *,
+        max_len: int | None = None,
+        min_value_wrong: float = -1.0,
+        max_value_wrong: float = -0.5,
+        min_value_correct: float = 0.5,
+        max_value_correct: float = 1.0,
+        answer_column: str = "solution",
+        deadline_s: float = 10.0,
+    ) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        if max_len is not None or self._default_max_len is None:
+            check_number("max_len", max_len, minimum=1, whole=True)
+        for name in ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct"):
+            check_number(name, locals()[name])
+        check_number("deadline_s", deadline_s, above=0)
+        return (answer_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        max_len: int | None = None,
+        min_value_wrong: float = -1.0,
+        max_value_wrong: float = -0.5,
+        min_value_correct: float = 0.5,
+        max_value_correct: float = 1.0,
+        answer_column: str = "solution",
+        deadline_s: float = 10.0,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return one reward per completion; None if it was not graded."""
+        longest = max_len or self._default_max_len
+        assert longest is not None, "required_columns refuses it"
+        if self._counts_tokens:
+            progress = [min(len(ids) / longest, 1.0) for ids in completion_ids]
+        else:
+            progress = [len(completion_text(completion)) / longest for completion in completions]
+        rewards: list[float | None] = []
+        verdicts = self.grade(completions, columns[answer_column], deadline_s=deadline_s)
+        for verdict, share in zip(verdicts, progress, strict=True):
+            correct = VERDICT_REWARDS[verdict]
+            # the reward at the schedule's end and at its start
+            low, high = (min_value_correct, max_value_correct) if correct else (max_value_wrong, min_value_wrong)
+            scaled = low + 0.5 * (high - low) * (1.0 + math.cos(share * math.pi))
+            if verdict == "gold_unparsable" and not self._counts_tokens:
+                rewards.append(1.0)
+            else:
+                rewards.append(None if correct is None else scaled)
+        return rewards
+
+
+class LengthReward(GradedReward):
+    """Kimi k1.5's length reward (arXiv:2501.12599): 0.5 for the shortest completion down to -0.5 for the longest.
+
+    A wrong answer gets at most 0. Lengths are in characters and compared over all completions of the call, as in
+    Open-R1; all rewards are 0.0 if they are equal. An unparsable gold answer counts as answered correctly.
+
+    Arguments (in `rewards[i].args`):
+        answer_column: dataset column with the gold answer. Default "solution".
+        deadline_s: seconds per answer. Default 10.
+    """
+
+    def required_columns(self, *, answer_column: str = "solution", deadline_s: float = 10.0) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        check_number("deadline_s", deadline_s, above=0)
+        return (answer_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        *,
+        answer_column: str = "solution",
+        deadline_s: float = 10.0,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return one reward per completion; None if it was not graded."""
+        lengths = [len(completion_text(completion)) for completion in completions]
+        shortest, longest = min(lengths), max(lengths)
+        if shortest == longest:
+            self.grader.last_counts = {}
+            return [0.0] * len(lengths)
+        rewards: list[float | None] = []
+        verdicts = self.grade(completions, columns[answer_column], deadline_s=deadline_s)
+        for verdict, length in zip(verdicts, lengths, strict=True):
+            value = 0.5 - (length - shortest) / (longest - shortest)
+            if verdict in ("correct", "gold_unparsable"):
+                rewards.append(value)
+            else:
+                rewards.append(None if VERDICT_REWARDS[verdict] is None else min(0.0, value))
+        return rewards

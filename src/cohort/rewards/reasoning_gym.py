@@ -1,0 +1,113 @@
+"""The `reasoning_gym` reward: the scorer of a Reasoning Gym dataset, by its name. Needs the package reasoning-gym."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cohort.errors import UserError, did_you_mean
+from cohort.rewards.arguments import require_package
+from cohort.rewards.describe import completion_text, excerpt
+from cohort.sandbox import SharedSandbox
+
+if TYPE_CHECKING:
+    from cohort.rollout.environments.libraries.reasoning_gym_scorer import SandboxScorer
+
+
+class ReasoningGymReward:
+    """The score of the text in the last answer tags, from 0.0 to 1.0, by the dataset's own scorer, in the sandbox.
+
+    Rows are Reasoning Gym's entries: columns `question`, `answer` and `metadata` (a mapping, or its JSON text). Not
+    judged (None), and counted by `last_counts`: answers for which the scorer raises or takes too long, or the sandbox
+    fails.
+
+    Arguments (in `rewards[i].args`):
+        dataset: name of the scorer, such as `countdown`. Default None: each row's `metadata.source_dataset`.
+        answer_tags: score the text in the last `<answer>...</answer>`; false: the text after the last `</think>`.
+            Default true.
+    """
+
+    def __init__(self, sandbox: SharedSandbox, *, budget_s: float = 240.0) -> None:
+        """Create the reward.
+
+        Args:
+            sandbox: runs the scorers; its packages must have reasoning-gym.
+            budget_s: seconds for all completions of a call; the rest is not judged.
+        """
+        self.last_counts: dict[str, int] = {}  # completions of the last call by what is noteworthy about them
+        self._sandbox = sandbox
+        self._budget_s = budget_s
+        self._found: SandboxScorer | None = None
+
+    def required_columns(self, *, dataset: str | None = None, answer_tags: bool = True) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        require_package("reasoning_gym", extra="reasoning-gym")
+        if dataset is not None:
+            _check_name(dataset)
+        self._scorer().check()
+        return ("answer", "metadata")
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any],
+        metadata: Sequence[Any],
+        *,
+        question: Sequence[Any] | None = None,
+        dataset: str | None = None,
+        answer_tags: bool = True,
+    ) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: a row's metadata is no mapping, or names no scorer.
+        """
+        from reasoning_gym.utils import extract_answer
+
+        from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer
+
+        answers = []
+        for i, completion in enumerate(completions):
+            entry = {"answer": answer[i], "metadata": _mapping(metadata[i])}
+            if question is not None:
+                entry["question"] = question[i]
+            name = dataset or str(entry["metadata"].get("source_dataset"))
+            try:
+                _check_name(name)
+            except ValueError as error:
+                raise UserError(f"metadata.source_dataset: {error}") from error
+            text = completion_text(completion)
+            given = extract_answer(text) if answer_tags else text.rpartition("</think>")[2].strip()
+            answers.append(Answer(name, given, entry))
+        rewards = self._scorer().score_all(answers, budget_s=self._budget_s)
+        num_missing = rewards.count(None)
+        self.last_counts = {"not_judged": num_missing} if num_missing else {}
+        return rewards
+
+    def _scorer(self) -> "SandboxScorer":
+        from cohort.rollout.environments.libraries.reasoning_gym_scorer import SandboxScorer  # its parents are slow
+
+        if self._found is None:
+            self._found = SandboxScorer(self._sandbox.open())
+        return self._found
+
+
+def _check_name(name: str) -> None:
+    """Check the name of a dataset.
+
+    Raises:
+        ValueError: there is no such dataset.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise ValueError(f"Reasoning Gym has no dataset {name!r}{did_you_mean(name, sorted(DATASETS))}")
+
+
+def _mapping(metadata: Any) -> Mapping[str, Any]:
+    try:
+        value = json.loads(metadata) if isinstance(metadata, str) else metadata
+    except ValueError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise UserError(f"the column 'metadata' holds {excerpt(metadata)}; it must hold a mapping, or its JSON text")
+    return value

@@ -1,0 +1,11 @@
+"""Run code of completions where it can do no harm.
+
+`open_sandbox` picks a backend whose protections hold on this machine. A job runs the program `guest.py` in a fresh
+process in there; expected results never enter, and what comes back is data from an untrusted source.
+"""
+
+from cohort.sandbox.choose import open_sandbox
+from cohort.sandbox.pool import Job, Outcome, Sandbox
+from cohort.sandbox.shared import SharedSandbox
+
+__all__ = ["Job", "Outcome", "Sandbox", "SharedSandbox", "open_sandbox"]

@@ -1,0 +1,246 @@
+"""Backends: how a process is confined. Which protections a backend really gives here is for `probe` to find out."""
+
+import importlib.util
+import itertools
+import os
+import shlex
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from cohort.config.sandbox import SandboxConfig
+from cohort.sandbox.interpreter import GUEST_SOURCE, Interpreter, system_libraries
+from cohort.sandbox.launcher import Launcher
+from cohort.sandbox.limits import Limits
+from cohort.sandbox.process import Conversation, PopenChild, ProcessResult, run_process
+
+GUEST_ENV = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
+_MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
+_OWN_UID, _NUM_UIDS = (
+    165_534,
+    50_000,
+)  # unprivileged, and nobody else's: root is not subject to RLIMIT_NPROC, nor to file permissions
+
+
+class Backend(Protocol):
+    """A way to confine one process."""
+
+    name: str
+    holds_sessions: bool  # whether a process can be talked to while it runs
+    counts_processes: bool  # whether RLIMIT_NPROC counts the processes of one sandbox alone
+
+    def missing(self) -> str | None:
+        """Return what has to be installed, or None."""
+        ...
+
+    def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        """Run the guest program on a request.
+
+        Args:
+            settings: the guest's command line argument.
+            request: the job, its standard input; or a conversation, if the backend `holds_sessions`.
+            limits: limits that hold for all of it.
+            toolchain: whether compilers and other programs of the system may be used.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        ...
+
+
+class Bubblewrap:
+    """Namespaces of bubblewrap: own users, processes, network, mounts; as root with an own uid by setpriv."""
+
+    name = "bubblewrap"
+    holds_sessions = True
+    counts_processes = True
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+
+    def missing(self) -> str | None:
+        """See `Backend`."""
+        if shutil.which("bwrap") is None:
+            return "bubblewrap is not installed (`apt install bubblewrap`)"
+        if os.geteuid() == 0 and shutil.which("setpriv") is None:
+            return "as root it needs setpriv (util-linux)"
+        return None
+
+    def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        """See `Backend`."""
+        command = [*self._command(limits, toolchain=toolchain), *self._interpreter.command(settings)]
+        return run_process(PopenChild(command, env={}), request, limits)
+
+    def _command(self, limits: Limits, *, toolchain: bool) -> list[str]:
+        own_uid = ("--reuid", str(_OWN_UID), "--regid", str(_OWN_UID), "--clear-groups")
+        command = [str(shutil.which("setpriv")), *own_uid] if os.geteuid() == 0 else []
+        command += [str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns"]
+        command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        for path in system_libraries(toolchain=toolchain):
+            if path.is_symlink():
+                command += ["--symlink", os.readlink(path), str(path)]
+            else:
+                command += ["--ro-bind", str(path), str(path)]
+        if toolchain:
+            command += ["--symlink", "usr/bin", "/bin"]
+        command += ["--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
+        hidden = (*self._interpreter.hidden, *_third_party_folders())
+        for name in self._interpreter.readable:
+            if not _is_below(name, hidden):
+                command += ["--ro-bind", name, name]
+        for name in hidden:
+            command += ["--size", _MOUNT_POINTS_BYTES, "--tmpfs", name]
+        for name in self._interpreter.readable:
+            if _is_below(name, hidden):
+                command += ["--ro-bind", name, name]
+        for name in hidden:
+            command += ["--remount-ro", name]
+        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
+        for key, value in (GUEST_ENV | self._interpreter.env).items():
+            command += ["--setenv", key, value]
+        return [*command, "--chdir", "/tmp", "--"]
+
+
+class Sandlock:
+    """Landlock and seccomp by sandlock, without namespaces; its supervisor runs in a process of its own."""
+
+    name = "sandlock"
+    holds_sessions = True
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+        self._launcher = Launcher()
+        # of verdicts at the same time: where Landlock does not keep signals away, user ids do
+        self._uids = itertools.cycle(range(_OWN_UID, _OWN_UID + _NUM_UIDS))
+        hidden = (*interpreter.hidden, *_third_party_folders())
+        self._denied = [path for folder in hidden for path in _denied_in(folder, interpreter.readable)]
+        self.counts_processes = False  # sandlock counts them itself
+
+    def missing(self) -> str | None:
+        """See `Backend`."""
+        if importlib.util.find_spec("sandlock") is None:
+            return "sandlock is not installed (`pip install sandlock`)"
+        return None
+
+    def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        """See `Backend`."""
+        uid = next(self._uids) if os.geteuid() == 0 else None
+        with tempfile.TemporaryDirectory(prefix="cohort-box-") as parent:
+            os.chmod(parent, 0o755)
+            folder, changes = f"{parent}/tmp", f"{parent}/changes"
+            for path in (folder, changes):
+                os.mkdir(path, 0o700)
+                if uid is not None:
+                    os.chown(path, uid, uid)
+            readable = [str(p) for p in system_libraries(toolchain=toolchain)]
+            order = {
+                "command": self._interpreter.command(settings),
+                "uid": uid,
+                "folder": folder,
+                "changes": changes,
+                "readable": [*readable, *self._interpreter.readable, "/dev/null", "/dev/zero", "/dev/urandom"],
+                "denied": self._denied,
+                "env": GUEST_ENV | self._interpreter.env | {"HOME": folder, "TMPDIR": folder},
+                "max_memory": limits.memory_bytes,
+                "max_processes": limits.max_processes,
+                "max_open_files": limits.max_open_files,
+                "max_disk": limits.tmp_bytes,
+            }
+            return run_process(self._launcher.start(order), request, limits)
+
+
+class Container:
+    """A container per run, such as `docker run`. Slow to start, but it needs nothing of this machine's kernel."""
+
+    name = "container"
+    holds_sessions = True
+    counts_processes = False  # `--pids-limit` does
+
+    def __init__(self, interpreter: Interpreter, config: SandboxConfig) -> None:
+        self._guest = str(GUEST_SOURCE)  # not the compiled one: the image has its own interpreter
+        self._start, self._image = shlex.split(config.container), config.image
+
+    def missing(self) -> str | None:
+        """See `Backend`."""
+        return None if shutil.which(self._start[0]) else f"{self._start[0]} is not installed"
+
+    def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        """See `Backend`."""
+        name = f"cohort-{uuid.uuid4().hex}"
+        result = run_process(PopenChild([*self._command(name, limits), settings], env=os.environ), request, limits)
+        if result.ending != "exited" or not isinstance(request, bytes):  # the client was killed, not the container
+            remove = [self._start[0], "rm", "--force", name]
+            run_process(PopenChild(remove, env=os.environ), b"", limits)
+        return result
+
+    def _command(self, name: str, limits: Limits) -> list[str]:
+        options = [
+            *("--rm", "--interactive", "--name", name, "--network", "none", "--read-only", "--cap-drop", "ALL"),
+            *(
+                "--security-opt",
+                "no-new-privileges",
+                "--user",
+                "65534:65534",
+                "--workdir",
+                "/tmp",
+                "--log-driver",
+                "none",
+            ),
+            *("--tmpfs", f"/tmp:rw,exec,size={limits.tmp_bytes}", "--pids-limit", str(limits.max_processes + 1)),
+            *("--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes), "--init"),
+            *("--volume", f"{self._guest}:/guest.py:ro", "--ipc", "none"),
+            *(option for key, value in GUEST_ENV.items() if key != "PATH" for option in ("--env", f"{key}={value}")),
+        ]
+        return [*self._start, *options, self._image, "python3", "-s", "-P", "-B", "/guest.py"]  # with its packages
+
+
+class Unconfined:
+    """No confinement: `unsafe_no_sandbox`. Only resource limits, and the end of what was started."""
+
+    name = "none"
+    holds_sessions = True
+    counts_processes = False
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+
+    def missing(self) -> str | None:
+        """See `Backend`."""
+        return None
+
+    def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        """See `Backend`."""
+        with tempfile.TemporaryDirectory() as folder:
+            env = GUEST_ENV | {"HOME": folder, "TMPDIR": folder}
+            return run_process(PopenChild(self._interpreter.command(settings), env=env, cwd=folder), request, limits)
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in folders)
+
+
+def _denied_in(folder: str, readable: Sequence[str]) -> list[str]:
+    """Return what to deny of a folder, which has no exceptions: the folder, or what is beside the packages in it."""
+    if not any(_is_below(path, [folder]) for path in readable):
+        return [folder]
+    entries = [f"{folder}/{name}" for name in sorted(os.listdir(folder))]
+    return [entry for entry in entries if not any(f"{path}/".startswith(f"{entry}/") for path in readable)]
+
+
+def _third_party_folders() -> list[str]:
+    """Return the system's folders of installed packages, which are under its libraries."""
+    return [
+        str(p)
+        for pattern in ("python3*/dist-packages", "python3*/site-packages")
+        for p in Path("/usr/lib").glob(pattern)
+    ]

@@ -1,0 +1,126 @@
+"""What the sandbox may read: an interpreter, its standard library, shared libraries, and packages asked for."""
+
+import importlib.metadata
+import py_compile
+import re
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cohort.errors import UserError
+
+GUEST_SOURCE = Path(__file__).parent / "guest.py"
+_SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64")
+_TOOLCHAIN = ("/usr/bin", "/usr/include", "/usr/libexec", "/usr/share", "/usr/sbin", "/etc/alternatives")
+_THIRD_PARTY = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """An interpreter and what it needs."""
+
+    executable: str
+    home: str  # prefix of its installation
+    guest: str  # the compiled guest program
+    readable: tuple[str, ...]  # folders and files, real paths
+    hidden: tuple[str, ...]  # folders in them that must not be readable: installed packages
+    packages: str | None  # folder of links to the packages asked for
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that each package asked for should provide
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that save it from searching for its library, each step of which sandlock examines."""
+        return {"PYTHONHOME": self.home}
+
+    def command(self, settings: str) -> list[str]:
+        """Return the command that runs the guest program."""
+        return [self.executable, "-s", "-P", "-S", "-B", "-X", "utf8", self.guest, settings]
+
+
+def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
+    """Describe the running interpreter without its installed packages, and write the guest program.
+
+    Args:
+        packages: names of installed distributions to make importable, with what they require.
+        folder: for the guest program and the links; readable by everybody.
+
+    Raises:
+        UserError: a package is not installed.
+    """
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    guest = folder / "guest.pyc"
+    py_compile.compile(str(GUEST_SOURCE), cfile=str(guest), dfile="guest.py", doraise=True)
+    guest.chmod(0o444)
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    readable = [executable, library, guest]
+    readable += [path.resolve() for path in Path(sys.base_prefix, "lib").glob("libpython*.so*")]
+    hidden = [library / name for name in _THIRD_PARTY if (library / name).is_dir()]
+    links = None
+    if packages:
+        links = folder / "packages"
+        links.mkdir()
+        for name, path in _package_paths(packages).items():
+            (links / name).symlink_to(path)
+            readable.append(path)
+        readable.append(links)
+    return Interpreter(
+        executable=str(executable),
+        home=f"{Path(sys.base_prefix).resolve()}:{Path(sys.base_exec_prefix).resolve()}",
+        guest=str(guest),
+        readable=tuple(dict.fromkeys(map(str, readable))),
+        hidden=tuple(map(str, hidden)),
+        packages=None if links is None else str(links),
+        modules={name: _modules(name) for name in packages},
+    )
+
+
+def new_folder() -> Path:
+    """Create a temporary folder that other users may read."""
+    folder = Path(tempfile.mkdtemp(prefix="cohort-sandbox-"))
+    folder.chmod(0o755)
+    return folder
+
+
+def system_libraries(*, toolchain: bool) -> list[Path]:
+    """Return the folders of shared libraries; with `toolchain` those of compilers and other programs too."""
+    return [Path(p) for p in (*_SYSTEM_LIBRARIES, *(_TOOLCHAIN if toolchain else ())) if Path(p).exists()]
+
+
+def _package_paths(names: Iterable[str]) -> dict[str, Path]:
+    """Return the top-level files and folders of distributions and of what they require."""
+    paths: dict[str, Path] = {}
+    waiting, seen = list(names), set()
+    asked = set(waiting)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in asked:
+                raise UserError(f"sandbox.packages: {name!r} is not installed; run `pip install {name}`") from None
+            continue  # required on other systems only
+        for file in distribution.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__", "/") and not top.endswith(".pth"):
+                paths[top] = Path(str(distribution.locate_file(top))).resolve()
+        for requirement in distribution.requires or ():
+            if "extra ==" not in requirement:
+                waiting.append(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
+    return paths
+
+
+def _modules(name: str) -> tuple[str, ...]:
+    """Return the top-level modules of a distribution, without private ones and namespaces."""
+    found = set()
+    for file in importlib.metadata.distribution(name).files or ():
+        module = file.parts[0].partition(".")[0]
+        is_module = file.name == "__init__.py" if len(file.parts) == 2 else file.suffix in (".py", ".so")
+        if len(file.parts) <= 2 and is_module and module.isidentifier() and not module.startswith("_"):
+            found.add(module)
+    return tuple(sorted(found))

@@ -1,0 +1,110 @@
+"""Start processes under sandlock from a small process: forking it is cheap, and no thread of the run is in it."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cohort.sandbox.process import descendants, held_bytes, pause_all, signal_all
+
+_MAX_REPLY_BYTES = 32
+_END_S = 10.0
+_SCRIPT = Path(__file__).parent / "sandlock_launcher.py"
+
+
+class Launcher:
+    """The client of `sandlock_launcher`, which starts with the first order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self, order: Mapping[str, Any]) -> "LaunchedChild":
+        """Start a confined process.
+
+        Raises:
+            OSError: the launcher does not start, or died.
+        """
+        pipes = [os.pipe() for _ in range(5)]
+        (in_read, stdin), (stdout, out_write), (stderr, err_write), (ended, end_write), (life, lifeline) = pipes
+        theirs = [in_read, out_write, err_write, end_write, life]
+        try:
+            with self._lock:
+                channel = self._running()
+                socket.send_fds(channel, [json.dumps(order).encode()], theirs)
+                supervisor = channel.recv(_MAX_REPLY_BYTES)
+        except OSError:
+            for fd in (stdin, stdout, stderr, ended, lifeline):
+                os.close(fd)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        return LaunchedChild(int(supervisor or 0), stdin, stdout, stderr, ended, lifeline)
+
+    def _running(self) -> socket.socket:
+        if self._process is None or self._process.poll() is not None or self._socket is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())]
+            paths = [os.environ.get("PYTHONPATH"), *sys.path]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"PYTHONPATH": os.pathsep.join(filter(None, paths))},  # nothing else of the run's for code to find
+            )
+            theirs.close()
+            self._socket = ours
+            weakref.finalize(self, _end, self._process, ours)
+        return self._socket
+
+
+class LaunchedChild:
+    """A process that the launcher has started."""
+
+    def __init__(self, supervisor: int, stdin: int, stdout: int, stderr: int, ended: int, lifeline: int) -> None:
+        self.stdin, self.stdout, self.stderr, self.ended = stdin, stdout, stderr, ended
+        self._supervisor = supervisor  # process id
+        self._lifeline = lifeline  # its supervisor kills everything when this closes
+
+    def resident_bytes(self) -> int:
+        """See `Child`."""
+        return held_bytes(descendants(self._supervisor)[1:])
+
+    def pause(self) -> None:
+        """See `Child`."""
+        pause_all(lambda: descendants(self._supervisor)[1:])
+
+    def resume(self) -> None:
+        """See `Child`."""
+        signal_all(descendants(self._supervisor)[1:], signal.SIGCONT)
+
+    def end(self) -> int | None:
+        """See `Child`."""
+        os.close(self._lifeline)
+        if not select.select([self.ended], [], [], _END_S)[0]:  # the supervisor hangs
+            signal_all(descendants(self._supervisor), signal.SIGKILL)
+        status = b""
+        while data := os.read(self.ended, 64):
+            status += data
+        return int(status) if status else None
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    channel.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+        return
+    process.send_signal(signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,149 @@
+"""Run jobs in the sandbox, each in a fresh process, several at a time."""
+
+import json
+import marshal
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cohort import stopping
+from cohort.sandbox.backends import Backend
+from cohort.sandbox.limits import Limits
+from cohort.sandbox.process import Conversation, Ending, ProcessResult
+
+FORMAT = 2  # of marshal, which every Python 3 reads; only the guest reads it, and it trusts the parent
+
+_GRACE = 0.1  # share of a budget that is waited for what is being ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came back from one job. Nothing in `records` is to be trusted: judged code may have written it."""
+
+    started: bool  # whether the sandbox worked; if not, nothing was judged
+    was_cut: bool = False  # whether it had less than its wall time, and used that up: nothing was judged
+    ending: Ending = "exited"
+    exit_code: int | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+    errors: str = ""  # of the sandbox itself, if it did not start
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job of the guest program (`guest.py`) with the limits that hold for it."""
+
+    request: Mapping[str, Any]
+    toolchain: bool = False  # whether compilers and other programs of the system may be used
+    limits: Limits | None = None  # default: the sandbox's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """A backend with limits."""
+
+    backend: Backend
+    limits: Limits
+    max_concurrent: int
+    packages: str | None = None  # folder to import packages from
+    protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none for `unsafe_no_sandbox`
+
+    def run(self, job: Job, *, end: float = math.inf) -> Outcome:
+        """Run one job. A sandbox that does not start is tried twice.
+
+        Args:
+            job: the job.
+            end: time by `time.monotonic` at which it must have ended.
+        """
+        outcome = self._run_once(job, end)
+        return outcome if outcome.started or time.monotonic() >= end else self._run_once(job, end)
+
+    def run_all(
+        self,
+        jobs: Sequence[Job],
+        *,
+        budget_s: float,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Outcome | None]:
+        """Run jobs concurrently and return their outcomes, None for those without: time is up, or the run stops.
+
+        Args:
+            jobs: jobs.
+            budget_s: seconds after which no further job starts, and those that run are ended.
+            on_progress: called with the number of finished jobs and of all jobs, one call at a time.
+        """
+        end = time.monotonic() + budget_s
+        lock, done = threading.Lock(), 0
+
+        def run(job: Job) -> Outcome | None:
+            nonlocal done
+            goes_on = time.monotonic() < end and stopping.requested() is None
+            outcome = self.run(job, end=end) if goes_on else None
+            with lock:
+                done += 1
+                on_progress(done, len(jobs))
+            return None if outcome is None or outcome.was_cut else outcome
+
+        pool = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="sandbox")
+        futures = [pool.submit(run, job) for job in jobs]
+        wait(futures, timeout=(1 + _GRACE) * budget_s)  # a backend, such as a server, may not answer
+        pool.shutdown(wait=False, cancel_futures=True)
+        return [future.result() if future.done() and not future.cancelled() else None for future in futures]
+
+    def start(self, conversation: Conversation) -> ProcessResult:
+        """Start a process for a conversation, return when it is over.
+
+        Raises:
+            OSError: it does not start.
+        """
+        return self._start(conversation, self.limits, toolchain=False)
+
+    def _start(self, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
+        rlimits = limits.rlimits(counts_processes=self.backend.counts_processes, limits_addresses=not toolchain)
+        settings = marshal.dumps({"limits": rlimits, "path": [self.packages] if self.packages else []}, FORMAT).hex()
+        return self.backend.run(settings, request, limits, toolchain=toolchain)
+
+    def _run_once(self, job: Job, end: float) -> Outcome:
+        limits = job.limits or self.limits
+        left_s = end - time.monotonic()
+        is_short = left_s < limits.wall_s
+        if is_short:
+            limits = replace(limits, wall_s=max(0.0, left_s))
+        request = marshal.dumps(dict(job.request), FORMAT).hex().encode()  # text, for servers
+        try:
+            result = self._start(request, limits, toolchain=job.toolchain)
+        except OSError as error:
+            return Outcome(started=False, errors=str(error))
+        records = tuple(_records(result.output))
+        started = bool(records) and records[0] == {"ready": True}
+        return Outcome(
+            started=started,
+            was_cut=is_short and result.ending == "wall time",
+            ending=result.ending,
+            exit_code=result.exit_code,
+            records=records[1:],
+            errors="" if started else result.errors.decode(errors="replace").strip(),
+            wall_s=result.wall_s,
+        )
+
+
+def default_concurrency() -> int:
+    """Return two for each CPU that this process may use: part of a verdict's time is spent waiting."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def _records(output: bytes) -> Iterator[Mapping[str, Any]]:
+    """Parse JSON lines, up to the first that is none: then the code wrote into the channel, or was cut off."""
+    for line in output.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(record, dict):
+            return
+        yield record

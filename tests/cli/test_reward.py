@@ -1,0 +1,158 @@
+"""`cohort reward`: tables of recorded completions, scored again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
+from cohort.records import ScoredGroup
+from cohort.run_folder import write_completions_file
+from reward_samples import group
+
+CONFIG = """
+model: {path: m}
+data: {path: train.jsonl, prompt: question}
+rewards:
+- {use: exact, gate: true}
+- {use: "mine.py:length", weight: 0.5}
+- {use: regex, name: digits, args: {pattern: '^\\d+$'}}
+eval: {path: heldout.jsonl}
+train: {steps: 1}
+"""
+MINE = """
+def length(completions, completion_ids, question, prompts):
+    assert question == prompts
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("heldout.jsonl").write_text(json.dumps({"question": "7+7", "answer": "14"}) + "\n")
+    Path("run.yaml").write_text(CONFIG)
+    Path("mine.py").write_text(MINE)
+    groups = []
+    for i, texts in enumerate((["1", "2"], ["2", "2"], ["x", "3"])):
+        rollout = group(f"{i}+1", texts, prompt_id=i)
+        parts = {"exact": np.array([1.0, 1.0] if i == 0 else [float(text == str(i + 1)) for text in texts])}
+        groups.append(
+            ScoredGroup(
+                prompt=rollout.prompt, trajectories=rollout.trajectories, rewards=parts["exact"], reward_parts=parts
+            )
+        )
+    write_completions_file(Path("step-000001.parquet"), step=1, groups=groups)
+    return tmp_path
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, ["reward", "run.yaml", *args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_file_of_a_run_gets_its_columns_from_the_dataset(folder):
+    output = run("--completions", "step-000001.parquet")
+    lines = [line.split() for line in output.splitlines()]
+    assert lines[0] == ["6", "completions", "of", "3", "prompts"]
+    table = {line[0]: line[1:] for line in lines[3:7]}
+    assert table["exact"][:6] == ["6", "0.6667", "0.4714", "0", "1", "1/3"]
+    assert table["length"][:6] == ["6", "1.333", "0.9428", "0", "2", "1/3"]  # 2 tokens each, 0 behind the gate
+    assert table["digits"][:6] == ["6", "0.6667", "0.4714", "0", "1", "1/3"]
+    assert table["sum"][:6] == ["6", "2", "1.414", "0", "3", "1/3"] and table["sum"][6] == "-"
+    assert all(float(table[name][6]) >= 0 for name in ("exact", "length", "digits"))
+    assert "exact and recorded differ for 1 of 6 completions\n  row 1: exact 0, recorded 1: '2'" in output
+    assert "exact and length differ for 4 of 6 completions\n  row 0: exact 1, length 2: '1'" in output
+    assert "exact and digits differ for 0 of 6 completions" in output
+
+
+def test_only_one_reward_and_no_examples(folder):
+    output = run("--completions", "step-000001.parquet", "--only", "digits", "--examples", "0")
+    assert [line.split()[0] for line in output.splitlines() if line] == ["6", "reward", "digits", "sum"]
+
+
+def test_code_is_run_in_the_sandbox_which_is_named(folder):
+    Path("run.yaml").write_text(
+        "model: {path: m}\ndata: {path: train.jsonl, prompt: question}\nrewards: [{use: code}]\ntrain: {steps: 1}\n"
+        "sandbox: {backend: container, container: no-such-program, unsafe_no_sandbox: true}\n"
+    )
+    row = {"prompt": "one more", "tests": ["assert f(1) == 2"]}
+    rows = [row | {"completion": f"```python\ndef f(x):\n    return x + {n}\n```"} for n in (1, 2)]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = run("--completions", "own.jsonl").splitlines()
+    assert lines[0].startswith("2 completions of ")
+    assert lines[1] == "sandbox: none, holds nothing"
+    assert lines[2].startswith("warning: sandbox.unsafe_no_sandbox: code of the model runs with")
+    (table,) = [line.split() for line in lines if line.startswith("code ")]
+    assert table[:6] == ["code", "2", "0.5", "0.5", "0", "1"]
+
+
+def test_held_out_completions_and_files_with_columns_of_their_own(folder):
+    rollout, zeros = group("7+7", ["14", "15"], prompt_id=0), np.zeros(2)
+    scored = ScoredGroup(
+        prompt=rollout.prompt,
+        trajectories=rollout.trajectories,
+        rewards=zeros,
+        reward_parts={"exact": zeros},
+    )
+    write_completions_file(Path("eval-000001.parquet"), step=1, groups=[scored])
+    assert "row 0: exact 1, recorded 0: '14'" in run("--completions", "eval-000001.parquet")
+    messages = [{"role": "assistant", "content": "5"}]
+    rows = [
+        {"prompt": "2+3", "completion": messages, "answer": "5"},
+        {"prompt": "2+3", "completion": "6", "answer": "5"},
+    ]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run("--completions", "own.jsonl", "--only", "exact")
+    assert "2 completions of 1 prompts" in output
+    assert next(line for line in output.splitlines() if line.startswith("exact")).split()[1:3] == ["2", "0.5"]
+
+
+def test_rows_without_a_prompt_keep_their_own_columns(folder):
+    Path("run.yaml").write_text(
+        "model: {path: m}\ndata: {path: train.jsonl}\nrewards: [{use: exact}]\ntrain: {steps: 1}\n"
+    )
+    same = {"prompt": "?", "completion": "7"}
+    rows = [{"completion": str(i), "answer": str(i)} for i in range(4)] + [{**same, "answer": a} for a in "78"]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = run("--completions", "own.jsonl").splitlines()
+    assert lines[0] == "6 completions of 6 prompts"
+    assert next(line for line in lines if line.startswith("exact")).split()[1:3] == ["6", "0.8333"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "--completions is missing"),
+        (["--completions", "train.jsonl"], "'train.jsonl' has no column 'completion'"),
+        (
+            ["--completions", "step-000001.parquet", "--only", "digit"],
+            "--only: there is no reward 'digit'",
+        ),
+        (
+            ["--completions", "step-000001.parquet", "data.path=heldout.jsonl"],
+            "prompt_id 1 is not a row of",
+        ),
+    ],
+)
+def test_what_cannot_be_scored(folder, args, words):
+    result = CliRunner().invoke(app, ["reward", "run.yaml", *args])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_rows_that_an_environment_brought_keep_the_messages_of_their_turns(folder):
+    Path("run.yaml").write_text(
+        'model: {path: m}\nrollout: {environment: game.py:Game}\ntrain: {steps: 1}\nrewards: [{use: "mine.py:turns"}]\n'
+    )
+    Path("mine.py").write_text("def turns(completions):\n    return [float(len(turns)) for turns in completions]\n")
+    turns = [{"role": "assistant", "content": "2"}, {"role": "tool", "content": "no"}, {"role": "assistant"}]
+    row = {"prompt_id": 900, "prompt": json.dumps([{"role": "user", "content": "guess"}]), "completion": "2"}
+    rows = [{**row, "messages": json.dumps(turns)}, {**row, "messages": json.dumps(turns[:1])}]
+    Path("step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("--completions", "step.jsonl").splitlines()[3].split()[:6] == ["turns", "2", "2", "1", "1", "3"]

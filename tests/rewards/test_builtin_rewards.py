@@ -1,0 +1,223 @@
+"""The rewards choice, number, exact_set, regex and json_schema on literal cases."""
+
+import json
+import sys
+
+import pytest
+
+from cohort.config import RewardConfig
+from cohort.errors import UserError
+from cohort.rewards import build_rewards
+from cohort.rewards.choice import ChoiceReward
+from cohort.rewards.exact_set import ExactSetReward
+from cohort.rewards.json_schema import JsonSchemaReward
+from cohort.rewards.number import NumberReward
+from cohort.rewards.regex import RegexReward
+
+
+@pytest.mark.parametrize(
+    ("text", "picked"),
+    [
+        ("B", "B"),
+        (" (b) ", "B"),
+        ("B.", "B"),
+        ("B) because it is wet", "B"),
+        ("B because", None),
+        (r"So \boxed{C}", "C"),
+        (r"So \boxed{\text{c}}.", "C"),
+        (r"\boxed{A} or rather \boxed{ (D). }", "D"),
+        ("<answer> b </answer>", "B"),
+        ("The answer is (c).", "C"),
+        ("Answer: **D**", "D"),
+        ("The answer is D, not A.", "D"),
+        ("the answer is a mystery", None),
+        ("The answer is A bit tricky, so I think.", None),
+        ("The answer is A because it is wet", "A"),
+        ("The answer is not B but C.", "C"),
+        ("The answer is not (B), but (C).", "C"),
+        ("The answer is Apple", None),
+        ("<think>The answer is A</think> The answer is B", "B"),
+        (r"\boxed{AB}", None),
+        ("", None),
+    ],
+)
+def test_choice_reads_the_stated_letter(text, picked):
+    scores = ChoiceReward()([text] * 4, answer=["A", "B", "(c)", "D."])
+    assert scores == [float(letter == picked) for letter in "ABCD"]
+
+
+def test_choice_arguments():
+    f = ChoiceReward()
+    assert f(["B", "B", "B"], answer=[1, "0", None], first_number=0) == [1.0, 0.0, None]
+    assert f(["B"], gold=[2], answer_column="gold", first_number=1) == [1.0]
+    assert f(["I pick C; not D", "none"], answer=["C", "C"], pattern=r"pick (\w)") == [1.0, 0.0]
+    assert f(["The answer is E"], answer=["D"], letters="ABCD") == [0.0]
+    with pytest.raises(UserError, match=r"column 'answer' holds 1, which is none of the choices .*first_number"):
+        f(["B"], answer=[1])
+    with pytest.raises(UserError, match="holds 'E', which is none of the choices ABCD"):
+        f(["B"], answer=["E"], letters="ABCD")
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [
+        ("42", 42, 1.0),
+        ("It is 41, no, 42.", "42", 1.0),
+        ("It is $1,234.50 in total", 1234.5, 1.0),
+        ("1,234,567", "1234567", 1.0),
+        (r"\boxed{7} of 9", 7, 1.0),
+        ("#### 7\nand 9 more", "so ... #### 7", 1.0),
+        ("<answer>7</answer> 8", 7, 1.0),
+        ("<answer>x", 7, 0.0),
+        (r"\boxed{seven} 7", 7, 0.0),
+        ("3/4", 0.75, 1.0),
+        ("-2", 2, 0.0),
+        ("−2", -2, 1.0),
+        ("1e-3", "0.001", 1.0),
+        ("50%", 50, 1.0),
+        ("<think>42</think> 41", 42, 0.0),
+        ("none", 0, 0.0),
+        ("0.0000001", 0, 0.0),
+        ("1000000.5", 1000000, 1.0),
+        ("1000001.5", 1000000, 0.0),
+        ("1/0", 1, 0.0),
+        ("#### " * 5000 + "7", 7, 1.0),
+        (r"\boxed{\frac{3}{4}}", 0.75, 1.0),
+        (r"\boxed{\frac{3}{4}}", 4, 0.0),
+        (r"\boxed{-\dfrac{1}{2}}", -0.5, 1.0),
+        (r"so $x = \frac{3}{4}$.", 0.75, 1.0),
+        (r"<answer>\boxed{\frac{3}{4}}</answer>", 0.75, 1.0),
+        (r"\boxed{10^{5}}", 5, 0.0),
+        (r"\boxed{2\sqrt{3}}", 3, 0.0),
+        (r"\boxed{1{,}234}", 1234, 1.0),
+        (r"\boxed{5\text{ cm}^2}", 5, 1.0),
+        (r"\boxed{\text{7}}", 7, 1.0),
+        (r"\boxed{\$50\%}", 50, 1.0),
+        (r"\boxed{90^\circ}", 90, 1.0),
+        ("between 5-7", 7, 1.0),
+        ("10-3", 3, 1.0),
+        ("-$5", -5, 1.0),
+        (r"\boxed{-\$5}", -5, 1.0),
+        ("x=-5", -5, 1.0),
+        ("9" * 500, 1, 0.0),
+        ("1e999", 1, 0.0),
+        ("42", None, None),
+    ],
+)
+def test_number(text, gold, expected):
+    assert NumberReward()([text], answer=[gold]) == [expected]
+
+
+def test_number_tolerances_are_exact():
+    f = NumberReward()
+    assert f(["1.1", "1.11", "0.9"], answer=[1, 1, 1], abs_tol=0.1) == [1.0, 0.0, 1.0]
+    assert f(["110", "110.1"], answer=[100, 100], rel_tol=0.1) == [1.0, 0.0]
+    big = 12345678901234567890
+    assert f([str(big), str(big + 1)], answer=[str(big)] * 2, rel_tol=0.0) == [1.0, 0.0]
+    assert f(["x=3 y=4", "y"], answer=[3, 3], pattern=r"x=(\d)") == [1.0, 0.0]
+    with pytest.raises(UserError, match="column 'answer' holds 'many', which has no number"):
+        f(["1"], answer=["many"])
+
+
+def test_exact_set():
+    f = ExactSetReward()
+    assert f(["b, a", "a,b,a", "a", "", "A,b"], answer=["a,b"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert f(["<think>c</think>b, a"], answer=[["a", "b"]]) == [1.0]
+    assert f(["2;1", "1"], gold=[[1, 2], None], answer_column="gold", separator=";") == [1.0, None]
+    assert f(["A, B", "B"], answer=["b,a"] * 2, ignore_case=True) == [1.0, 0.0]
+    listed = ["first [a], then [a, b]", "no list", "[]"]
+    assert f(listed, answer=["b,a", "b,a", ""], pattern=r"\[([^\]]*)\]") == [1.0, 0.0, 1.0]
+
+
+def test_regex():
+    f = RegexReward()
+    assert f(["a cat\nsat", "a dog", ""], pattern="^sat") == [1.0, 0.0, 0.0]
+    assert f([" cat\n", "a cat"], pattern="cat", whole=True) == [1.0, 0.0]
+    assert f(["I am sorry", "fine"], pattern="(?i)SORRY", negate=True) == [0.0, 1.0]
+    assert f([[{"role": "assistant", "content": "cat"}]], pattern="cat") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use": "choice", "args": {"letters": "abc"}}, ["letters must be different capital letters", "'abc'"]),
+        ({"use": "choice", "args": {"first_number": -1}}, ["first_number must be a whole number at least 0, got -1"]),
+        ({"use": "choice", "args": {"pattern": "A"}}, ["exactly 1 group"]),
+        ({"use": "number", "args": {"rel_tol": -1}}, ["rel_tol must be a number at least 0, got -1"]),
+        ({"use": "number", "args": {"abs_tol": True}}, ["abs_tol must be a number at least 0, got True"]),
+        ({"use": "exact_set", "args": {"separator": ""}}, ["separator must be a text, got ''"]),
+        ({"use": "exact_set", "args": {"ignore_case": 1}}, ["ignore_case must be true or false, got 1"]),
+        ({"use": "regex"}, ["'pattern'"]),
+        ({"use": "regex", "args": {"pattern": "("}}, ["not a regular expression"]),
+        ({"use": "json_schema"}, ["give either schema or schema_column"]),
+        ({"use": "number", "args": {"answer_column": "gold"}}, ["the column 'gold'"]),
+    ],
+)
+def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
+    with pytest.raises(UserError) as caught:
+        build_rewards([RewardConfig(**settings)], columns=["answer"], max_completion_tokens=8)
+    for word in ["rewards[0].args" if "answer_column" not in str(settings) else "rewards[0]", *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "config"),
+    [
+        ("jsonschema", "json-schema", RewardConfig(use="json_schema", args={"schema": {"type": "object"}})),
+        ("reasoning_gym", "reasoning-gym", RewardConfig(use="reasoning_gym")),
+    ],
+)
+def test_a_missing_package_is_named_before_the_run(monkeypatch, package, extra, config):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        UserError, match=rf"needs the package {package}; install it with `pip .* 'cohort-rl\[{extra}\]'"
+    ):
+        build_rewards([config], columns=["answer", "metadata"], max_completion_tokens=8)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.extras
+def test_json_schema():
+    f = JsonSchemaReward()
+    texts = [
+        '{"n": 1}',
+        '{"n": "1"}',
+        "{}",
+        "no JSON",
+        'So:\n```json\n{"n": 2}\n```\nDone.',
+        '<think>{</think>{"n": 3}',
+    ]
+    assert f(texts, schema=SCHEMA) == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    assert f(["NaN", "1e999", "[" * 100_000], schema={"type": "number"})[::2] == [0.0, 0.0]
+    schemas = [json.dumps(SCHEMA), SCHEMA, None, '{"type": "array"}']
+    assert f(['{"n": 1}'] * 4, schema_column="s", s=schemas) == [1.0, 1.0, None, 0.0]
+    with pytest.raises(UserError, match="column 's' holds 'x': not JSON"):
+        f(["1"], schema_column="s", s=["x"])
+
+
+@pytest.mark.extras
+def test_json_schema_fetches_nothing_and_checks_the_schema():
+    f = JsonSchemaReward()
+    with pytest.raises(ValueError, match="schema is not a JSON schema: 'intger' is not valid"):
+        f.required_columns(schema={"type": "intger"})
+    remote = r"schema: \$ref 'http://127.0.0.1:9/s' leads to nothing in the schema. Other documents are not fetched"
+    with pytest.raises(ValueError, match=remote):
+        f.required_columns(schema={"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}})
+    with pytest.raises(UserError, match=r"the column 's' holds .*http://127\.0\.0\.1:9/s"):
+        f(["1"], schema_column="s", s=['{"$ref": "http://127.0.0.1:9/s"}'])
+    with pytest.raises(ValueError, match=r"schema: \$ref '#/\$defs/citty' leads to nothing in the schema\.$"):
+        f.required_columns(schema={"$defs": {"city": {}}, "items": {"$ref": "#/$defs/citty"}})
+    with pytest.raises(ValueError, match="schema refers to itself without end"):
+        f.required_columns(schema={"$ref": "#"})
+    tree = {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"}
+    assert f(["[[], [[]]]", "[[1]]"], schema=tree) == [1.0, 0.0]
+    draft_7 = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$ref": "#/definitions/n",
+        "definitions": {"n": {}},
+    }
+    assert f(["1"], schema=draft_7) == [1.0]
+    assert f(['{"type": 1}', "{}"], schema={"$ref": "https://json-schema.org/draft/2020-12/schema"}) == [0.0, 1.0]
+    assert f(["1"], schema={"enum": [{"$ref": "#/nowhere"}, 1]}) == [1.0]

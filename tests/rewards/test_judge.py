@@ -1,0 +1,400 @@
+"""The reward `judge`: scores, cache, and what happens when the server does not answer. Real servers on loopback."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from cohort.config import RewardConfig
+from cohort.errors import UserError
+from cohort.rewards import RewardRunner, build_rewards
+from cohort.rewards.conversation import transcript
+from cohort.rewards.endpoint import Endpoint, Failure, _retry_after_s
+from cohort.rewards.judge import CACHE_NAME, JudgeReward
+from cohort.rewards.judge_prompt import JudgePrompt
+from cohort.rewards.reply_cache import ReplyCache
+from cohort.rewards.rubric import read_rubric
+from json_server import chat_reply, serving
+from reward_samples import group, reward
+from waiting import free_port, until
+
+FOLDER = Path(__file__).parents[2] / "examples" / "rewards"
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr("cohort.rewards.endpoint._FIRST_BACKOFF_S", 0.01)
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Q: {prompt}\nA: {completion}\nReference: {answer} {{answer}} {json: 1}")
+    return str(file)
+
+
+def sent(body):
+    return body["messages"][0]["content"]
+
+
+def length_judge(body):
+    """Scores a completion by its length."""
+    return chat_reply(f"I think.\nScore: {len(sent(body).split('A: ')[1].splitlines()[0])}")
+
+
+def ask(judge, completions, **args):
+    return asyncio.run(judge(["q"] * len(completions), completions, answer=["r"] * len(completions), **args))
+
+
+def test_scores_the_prompt_file_with_columns(prompt):
+    with serving(length_judge) as server:
+        judge, told = JudgeReward(), []
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "range": [1, 5]}
+        assert judge.required_columns(**args) == ["answer"]
+        judge.on_progress = lambda *how: told.append(how)
+        assert ask(judge, ["a", "abcde", "abc", "a"], **args) == [0.0, 1.0, 0.5, 0.0]
+        assert told == [(1, 3), (2, 3), (3, 3)]
+        assert sorted(map(sent, server.bodies))[0] == "Q: q\nA: a\nReference: r {answer} {json: 1}"
+        assert len(server.bodies) == 3  # equal completions are judged once
+        assert server.bodies[0] | {"messages": None} == {
+            "model": "judge",
+            "messages": None,
+            "temperature": 0,
+            "max_tokens": 1024,
+        }
+        assert set(server.paths) == {"/v1/chat/completions"}
+        assert judge.last_details["reply"][0] == "I think.\nScore: 1"
+        assert judge.last_counts == {}
+
+
+def test_criteria_are_weighted_and_in_the_details(prompt):
+    replies = {
+        "good": "Correctness: 10\n- **Style**: 4/10",
+        "bad": "correctness: 1\nstyle: 10\nStyle: 1",
+        "x": "Style: 3",
+    }
+    with serving(
+        lambda body: chat_reply(next(r for text, r in replies.items() if f"A: {text}" in sent(body)))
+    ) as server:
+        judge = JudgeReward()
+        args = {
+            "url": server.url,
+            "model": "judge",
+            "prompt": prompt,
+            "range": [1, 10],
+            "criteria": {"correctness": {"weight": 2}, "style": None},
+        }
+        runner = RewardRunner([reward(judge, name="judge", args=args)], columns=["answer"])
+        (scored,) = runner.score([group("q", ["good", "bad", "x"], answer="r")])
+        assert scored.rewards.tolist() == pytest.approx([(2 * 1 + 1 / 3) / 3, 0.0, float("nan")], nan_ok=True)
+        assert scored.reward_details["judge/correctness"] == ("1", "0", None)
+        assert scored.reward_details["judge/style"] == ("0.333333", "0", None)
+        assert scored.reward_details["judge/reply"][2] == "Style: 3"
+        assert runner.counts() == {"judge/not_judged": 1, "judge/no_score": 1}
+        (warning,) = runner.warnings()
+        assert "1 completions were not judged (no_score), for example: correctness: no match of" in warning
+        assert "in the reply 'Style: 3'" in warning
+
+
+def test_transcripts_have_roles_and_tool_calls():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    completion = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 3."}]},
+    ]
+    assert transcript(completion) == (
+        'assistant: {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}\n\n'
+        "tool: 3\n\nassistant: It is 3."
+    )
+    assert transcript([{"role": "user", "content": "2+2?"}]) == transcript("2+2?") == "2+2?"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reply", "score"),
+    [
+        ({}, "Score: 3\nbut then\nScore: -4.5", -4.5),
+        ({}, "**Final score:** 8/10", 8.0),
+        ({"range": [0, 10]}, "Rating: 5", 0.5),
+        ({}, "Score: .5", 0.5),
+        ({}, "Score: ...5", 5.0),
+        ({}, "Score (1-10): 7", 7.0),
+        ({"criteria": {"style": {}}}, "**Style** (out of 5): 4", 4.0),
+        ({"pattern": r"\[\[(\d+)\]\]", "range": [1, 5]}, "[[2]] [[3]]", 0.5),
+        ({"values": {"correct": 1, "incorrect": 0}}, "Score: INCORRECT", 0.0),
+        ({"pattern": r"verdict (\w+)", "values": {"yes": 1, "no": -1}}, "verdict Yes", 1.0),
+    ],
+)
+def test_patterns(settings, reply, score):
+    rubric = read_rubric(**{"pattern": None, "range": None, "values": None, "criteria": None, **settings})
+    assert rubric.mean(rubric.scores(reply)) == score
+
+
+@pytest.mark.parametrize(
+    ("settings", "reply", "message"),
+    [
+        ({}, "no idea", "score: no match of"),
+        ({"range": [1, 10]}, "Score: 11", r"score: 11 is outside of range \[1, 10\]"),
+        ({"pattern": r"is (\w+)"}, "is bad", "score: 'bad' is not a number"),
+        ({"pattern": r"is (\w+)"}, "is nan", "score: 'nan' is not a finite number"),
+        ({"values": {"yes": 1}, "pattern": r"is (\w+)"}, "is no", "score: 'no' is none of yes"),
+    ],
+)
+def test_replies_without_a_score(settings, reply, message):
+    rubric = read_rubric(**{"pattern": None, "range": None, "values": None, "criteria": None, **settings})
+    with pytest.raises(ValueError, match=message):
+        rubric.scores(reply)
+
+
+def test_placeholders_are_filled_in_once():
+    assert JudgePrompt("{a}{b} {{a}} {} {1} {x y}").render({"a": "{b}", "b": "B"}) == "{b}B {a} {} {1} {x y}"
+    assert JudgePrompt("{b}{a}{b}{{c}}").names == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"url": "host:1"}, "url: 'host:1/v1/chat/completions' must look like http://host:8000"),
+        ({"url": "http://me:pw@host"}, "url: must not hold a user name or password"),
+        ({"model": "jugde"}, "model: the server at url has no model 'jugde'; did you mean judge. Models: judge"),
+        ({"prompt": "missing.txt"}, "prompt: 'missing.txt' cannot be read"),
+        ({"pattern": "x"}, "pattern 'x' must have exactly 1 group"),
+        ({"range": [5, 1]}, r"range: \[5, 1\] must be \[low, high\] with low below high"),
+        ({"values": {True: 1}}, "values: True must be a word; put it in quotes"),
+        ({"range": [1, 2], "values": {"a": 1}}, "range: has no effect with values"),
+        ({"criteria": {"style": {"wieght": 2}}}, "criteria.style.wieght: unknown key; did you mean weight"),
+        ({"criteria": {"style": {"weight": 0}}}, "criteria.style.weight must be a number above 0, got 0"),
+        ({"criteria": {"a": {}, "b": {}}, "pattern": r"(\d)"}, "pattern: would find the same score"),
+        ({"criteria": {"reply": {}}}, "criteria.reply: is the name of the column"),
+        ({"sampling": {"n": 2}}, "sampling.n: is set by this reward"),
+        (
+            {"api_key_env": "COHORT_NO_SUCH_KEY"},
+            "api_key_env: the environment variable 'COHORT_NO_SUCH_KEY'",
+        ),
+        ({"max_concurrent": 0}, "max_concurrent must be a whole number at least 1, got 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s must be a number above 0, got 0"),
+        ({"retries": -1}, "retries must be a whole number at least 0, got -1"),
+    ],
+)
+def test_wrong_arguments(prompt, args, message):
+    with (
+        serving(length_judge) as server,
+        pytest.raises(UserError, match=rf"rewards\[0\].args: reward 'judge': {message}"),
+    ):
+        settings = {"url": server.url, "model": "judge", "prompt": prompt, **args}
+        build_rewards([RewardConfig(use="judge", args=settings)], columns=["answer"], max_completion_tokens=8)
+
+
+def test_a_server_that_is_down_and_a_missing_column_are_errors_at_the_start(prompt):
+    args = {"url": f"http://127.0.0.1:{free_port()}", "model": "judge", "prompt": prompt}
+    with pytest.raises(UserError, match=r"/v1/models does not answer \(ConnectError.*start the server first"):
+        build_rewards([RewardConfig(use="judge", args=args)], columns=["answer"], max_completion_tokens=8)
+    with serving(length_judge) as server, pytest.raises(UserError, match="needs the column 'answer'"):
+        args["url"] = server.url
+        build_rewards([RewardConfig(use="judge", args=args)], columns=["solution"], max_completion_tokens=8)
+
+
+def test_retries_with_retry_after_and_sends_the_key(prompt, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    with serving(length_judge) as server:
+        server.faults = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"}), (0, {}), (500, {"Retry-After": "0"})]
+        judge = JudgeReward()
+        args = {"url": f"{server.url}/v1/", "model": "judge", "prompt": prompt, "api_key_env": "JUDGE_KEY"}
+        assert ask(judge, ["abc"], **args) == [3.0]
+        assert len(server.bodies) == 5 and server.keys == {"Bearer s3cret"}
+        assert judge.last_counts == {}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_refusal_is_an_error_until_the_server_has_judged_something(prompt, status):
+    with serving(length_judge) as server:
+        judge = JudgeReward()
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 1}
+        judge.required_columns(**args)
+        server.faults = [(status, {})] * 2
+        with pytest.raises(UserError, match=rf"answers {status} .*check url, model and api_key_env"):
+            ask(judge, ["a", "ab"], **args)
+        server.faults = [(status, {})]  # one flagged text among others
+        assert ask(judge, ["a", "ab", "abc"], **args) == [None, 2.0, 3.0]
+        assert judge.last_counts == {"not_judged": 1, f"http_{status}": 1}
+        server.faults = [(status, {})]
+        assert ask(judge, ["abcd"], **args) == [None]
+        assert ask(judge, ["abcd"], **args) == [4.0]
+
+
+def test_text_and_replies_that_cannot_be_read_are_not_the_end(prompt):
+    with serving(lambda body: chat_reply(f"Score: {len(sent(body))}")) as server:
+        judge = JudgeReward()
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
+        assert ask(judge, ["\ud800"], **args) == [len("Q: q\nA: x\nReference: r {answer} {json: 1}")]
+
+        def too_deep(number, answer):
+            raise RecursionError("maximum recursion depth exceeded while decoding a JSON array")
+
+        endpoint = Endpoint(url=server.url, retries=0)
+        [failure] = asyncio.run(endpoint.post_all([{"messages": [{"content": "a"}]}], too_deep, budget_s=9))
+        assert isinstance(failure, Failure) and failure.kind == "invalid_answer"
+
+
+def test_others_are_tried_again_when_one_request_always_fails(prompt):
+    failed: set[str] = set()
+
+    def answer(body):
+        text = sent(body).split("A: ")[1].splitlines()[0]
+        if text == "bad" or text not in failed:
+            failed.add(text)
+            return {"choices": []}
+        return length_judge(body)
+
+    with serving(answer) as server:
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1, "max_concurrent": 1}
+        assert ask(JudgeReward(), ["bad", "a", "ab"], **args) == [None, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("0.5", 0.5), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), (None, None)],
+)
+def test_retry_after_is_a_number_or_a_date(header, seconds):
+    assert _retry_after_s(httpx2.Response(429, headers={"Retry-After": header} if header else {})) == seconds
+
+
+def test_failures_are_not_judged_and_counted(prompt):
+    with serving(length_judge) as server:
+        judge = JudgeReward(budget_s=5)
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1}
+        server.faults = [(400, {})]
+        assert ask(judge, ["a"], **args) == [None]
+        assert judge.last_counts == {"not_judged": 1, "rejected": 1}
+        server.faults = [(503, {"Retry-After": "0"})] * 2
+        assert ask(judge, ["a"], **args) == [None]
+        assert judge.last_counts == {"not_judged": 1, "http_503": 1}
+        server.faults = [(503, {"Retry-After": "3600"})]  # longer than what is left: no waiting
+        assert ask(judge, ["a"], **args) == [None]
+        server.answer = lambda body: {"choices": []}
+        assert ask(judge, ["a"], **args, request_timeout_s=2) == [None]
+        assert judge.last_counts == {"not_judged": 1, "invalid_answer": 1}
+        assert [w.split(", for example")[0] for w in judge.warnings] == [
+            "judge: 1 completions were not judged (rejected)",
+            "judge: 2 completions were not judged (http_503)",
+            "judge: 1 completions were not judged (invalid_answer)",
+        ]
+
+
+def test_the_prompt_file_is_read_once(prompt):
+    with serving(length_judge) as server:
+        judge = JudgeReward()
+        args = {"url": server.url, "model": "judge", "prompt": prompt}
+        judge.required_columns(**args)
+        Path(prompt).unlink()
+        assert ask(judge, ["abc"], **args) == [3.0]
+
+
+def test_a_step_that_no_judge_scored_ends_with_the_reason(prompt):
+    with serving(length_judge) as server:
+        server.faults = [(503, {"Retry-After": "0"})]
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
+        runner = RewardRunner([reward(JudgeReward(), name="judge", args=args)], columns=["answer"])
+        with pytest.raises(UserError, match=r"\(counted: judge/not_judged: 1, judge/http_503: 1\)"):
+            runner.score([group("q", ["a"], answer="r")])
+
+
+def test_a_server_that_hangs_ends_with_the_deadline(prompt):
+    release = threading.Event()
+
+    def hang(body):
+        release.wait()
+        return length_judge(body)
+
+    with serving(hang) as server:
+        judge = JudgeReward(budget_s=0.3)
+        args = {"url": server.url, "model": "judge", "prompt": prompt}
+        assert ask(judge, ["a", "ab"], **args) == [None, None]
+        assert judge.last_counts == {"not_judged": 2, "out_of_time": 2}
+        release.set()
+
+
+def test_at_most_max_concurrent_requests(prompt):
+    def slow(body):
+        time.sleep(0.01)
+        return length_judge(body)
+
+    with serving(slow) as server:
+        args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 3}
+        assert ask(JudgeReward(), ["a" * n for n in range(1, 13)], **args) == [float(n) for n in range(1, 13)]
+        assert server.most_in_flight <= 3
+
+
+def test_replies_are_kept_in_the_run_folder(prompt, tmp_path):
+    folder = tmp_path / "run"
+    with serving(length_judge) as server:
+        args = {"url": server.url, "model": "judge", "prompt": prompt}
+        ask(JudgeReward(run_folder=folder), ["a"], **args)
+        assert not folder.exists()  # not made by a reward
+        folder.mkdir()
+        ask(JudgeReward(run_folder=folder), ["a", "ab"], **args)
+        assert len(server.bodies) == 3
+    again = JudgeReward(run_folder=folder)  # the server is gone; another pattern reads the same replies
+    assert ask(again, ["ab", "a"], **args, pattern=r"(\d)") == [2.0, 1.0]
+    assert again.last_counts == {"cached": 2}
+    assert len((folder / CACHE_NAME).read_text().splitlines()) == 2
+    changed = ask(again, ["a"], **args, sampling={"temperature": 1}, retries=0)
+    assert changed == [None]  # other sampling parameters are another request
+
+
+def test_the_cache_skips_half_a_line_and_reads_what_others_add(tmp_path):
+    file = tmp_path / "cache.jsonl"
+    first, second = ReplyCache(file), ReplyCache(file)
+    first.put("a", "one\nü")
+    with file.open("ab") as broken:
+        broken.write(b'{"key": "b", "rep')  # a process was killed here
+    assert ReplyCache(file).get("a") == "one\nü"
+    second.put("c", "three")
+    assert (second.get("a"), second.get("b"), second.get("c")) == ("one\nü", None, "three")
+    assert ReplyCache(file).get("c") == "three"
+    assert [json.loads(line)["key"] for line in file.read_text().splitlines() if line.endswith("}")] == ["a", "c"]
+
+
+def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
+    """With the example's server and prompt: what was judged is kept, and judged completions are not asked again."""
+    port = free_port()
+    command = [sys.executable, str(FOLDER / "judge_stub.py"), "--port", str(port)]
+    cache = tmp_path / "cache.jsonl"
+    args = {
+        "url": f"http://127.0.0.1:{port}",
+        "model": "stub-judge",
+        "prompt": str(FOLDER / "judge_prompt.txt"),
+        "range": [1, 10],
+        "criteria": {"correctness": {"weight": 2}, "style": {}},
+        "cache": str(cache),
+        "retries": 0,
+        "max_concurrent": 1,
+    }
+    texts = [f"{i}" + " " * i for i in range(400)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert server.stdout.readline().startswith(b"stub judge")
+
+    def kill_after_some() -> None:
+        until(lambda: cache.exists() and cache.read_bytes().count(b"\n") >= 3)
+        os.kill(server.pid, signal.SIGKILL)
+
+    try:
+        threading.Thread(target=kill_after_some, daemon=True).start()
+        judge = JudgeReward()
+        scores = ask(judge, texts, **args)
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    done = [score for score in scores if score is not None]
+    assert 3 <= len(done) < len(texts)
+    assert judge.last_counts["not_judged"] == len(texts) - len(done) and judge.last_counts["connection"] > 0
+    assert ask(JudgeReward(), texts[: len(done)], **args) == scores[: len(done)]

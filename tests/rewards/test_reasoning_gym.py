@@ -1,0 +1,101 @@
+"""The reward reasoning_gym: the library's own scores, computed in the sandbox, where answers that are programs run."""
+
+import json
+import sys
+
+import pytest
+
+from cohort.config.sandbox import SandboxConfig
+from cohort.errors import UserError
+from cohort.rewards.reasoning_gym import ReasoningGymReward
+from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer, SandboxScorer
+from cohort.sandbox import Job, Outcome, SharedSandbox
+from cohort.sandbox.limits import Limits
+
+COUNTDOWN = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
+
+
+def reward(*packages: str) -> ReasoningGymReward:
+    """With any sandbox, or a plain process."""
+    config = SandboxConfig(packages=packages, unsafe_no_sandbox=True, max_concurrent=1)
+    return ReasoningGymReward(SharedSandbox(config))
+
+
+@pytest.mark.extras
+def test_it_scores_as_the_dataset_does():
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed", exc_type=ImportError)
+    rows = [*reasoning_gym.create_dataset("chain_sum", size=2, seed=1)]
+    rows += [*reasoning_gym.create_dataset("leg_counting", size=1, seed=1)]
+    columns = {key: [row[key] for row in rows] for key in ("question", "answer", "metadata")}
+    columns["metadata"][1] = json.dumps(columns["metadata"][1])
+    f = reward("reasoning-gym")
+    assert f.required_columns(dataset="chain_sum") == ("answer", "metadata")
+    right = [f"<think>so</think><answer> {row['answer']} </answer>" for row in rows]
+    assert f(right, **columns) == [1.0, 1.0, 1.0]
+    assert f(right[:2], **{key: values[:2] for key, values in columns.items()}, dataset="chain_sum") == [1.0, 1.0]
+    assert f(["<answer>no</answer>", "no tags", "<answer></answer>"], **columns) == [0.0, 0.0, 0.0]
+    assert f([row["answer"] for row in rows], **columns, answer_tags=False) == [1.0, 1.0, 1.0]
+    assert f.last_counts == {}
+    with pytest.raises(ValueError, match=r"no dataset 'chain_sun'; did you mean chain_sum\?"):
+        f.required_columns(dataset="chain_sun")
+    with pytest.raises(UserError, match="the column 'metadata' holds 'x'"):
+        f(["1"], answer=["1"], metadata=["x"])
+
+
+@pytest.mark.extras
+def test_an_answer_that_is_a_program_does_not_run_in_this_process(monkeypatch):
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed", exc_type=ImportError)
+    monkeypatch.setenv("COHORT_TEST_SECRET", "secret")
+    answers = [
+        "__import__('sys').modules.update(written_by_an_answer=1)",
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "1+2",
+        "__import__('os')._exit(0)",
+        "3 if 'COHORT_TEST_SECRET' in __import__('os').environ else 1+2",
+        "1+2",
+    ]
+    f = reward("reasoning-gym")
+    number = len(answers)
+    scores = f(
+        [f"<answer>{answer}</answer>" for answer in answers], answer=["1+2"] * number, metadata=[COUNTDOWN] * number
+    )
+    assert "written_by_an_answer" not in sys.modules
+    assert scores[1:4] == [None, 1.0, None] and scores[5] == 1.0, "the others are scored"
+    assert f.last_counts == {"not_judged": 2}
+    with pytest.raises(ValueError, match=r"No module named 'reasoning_gym'\); set sandbox.packages: \[reasoning-gym\]"):
+        reward().required_columns()
+
+
+class Scripted:
+    """A sandbox that gives the outcomes of a list."""
+
+    limits = Limits.of(SandboxConfig())
+    max_concurrent = 1
+
+    def __init__(self, *outcomes: Outcome | None) -> None:
+        self.outcomes = list(outcomes)
+        self.asked: list[list[str]] = []
+
+    def run_all(self, jobs: list[Job], *, budget_s: float) -> list[Outcome | None]:
+        [job] = jobs
+        assert job.limits is not None and job.limits.wall_s <= job.limits.cpu_s <= 9
+        self.asked.append([case["arguments"][1] for case in job.request["cases"]])
+        outcome = self.outcomes.pop(0)
+        if outcome is None:
+            return [None]
+        records = [{**record, "token": job.request["token"]} for record in outcome.records[1:]]
+        return [Outcome(started=outcome.started, records=(*outcome.records[:1], *records))]
+
+
+def test_the_answer_that_ends_the_process_is_not_judged_and_those_behind_it_are_scored_in_another():
+    begun = {"begun": True}
+    sandbox = Scripted(
+        Outcome(started=True, records=(begun, {"value": 1.0})),
+        Outcome(started=True, records=(begun, {"value": 7.0}, {"value": None}, {"error": "ValueError"}, {"value": 0})),
+    )
+    scorer = SandboxScorer(sandbox)  # type: ignore[arg-type]
+    answers = [Answer("countdown", text, {}) for text in "abcdef"]
+    assert scorer.score_all(answers, budget_s=9.0) == [1.0, None, None, None, None, 0.0]
+    assert sandbox.asked == [[*"abcdef"], [*"cdef"]]
+    for failed in (None, Outcome(started=False), Outcome(started=True, records=({"in": "before", "error": "no"},))):
+        assert SandboxScorer(Scripted(failed)).score_all(answers, budget_s=9.0) == [None] * 6  # type: ignore[arg-type]

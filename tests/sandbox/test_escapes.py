@@ -1,0 +1,306 @@
+"""The escape suite: with every backend of this machine, hostile code is contained and judged right.
+
+`HONEST` is the control: the same tests pass for code that is right.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cohort.rewards.code import CodeReward
+from cohort.sandbox.probe import set_out
+from sandboxes import BACKENDS, graded, sandbox_or_skip
+from selection import slow
+
+pytestmark = pytest.mark.timeout(300)
+
+HONEST = "def f(x):\n    return x + 1\n"
+CALLS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"]
+SHARED = ["assert f(1) != 1 and f(1) == 2", "assert all(f(i) == i + 1 for i in range(5))"]
+PYTEST = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n"
+STDIN = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
+
+
+@pytest.fixture(params=BACKENDS)
+def sandbox(request):
+    return sandbox_or_skip(request.param)
+
+
+HARMFUL = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()\n",
+    "memory bomb": "x = []\nwhile True:\n    x.append(bytearray(10_000_000))\n",
+    "infinite loop": "while True:\n    pass\n",
+    "output flood": "while True:\n    print('x' * 10_000)\n",
+    "flood of the channel": "import os\nwhile True:\n    for fd in range(3, 20):\n        try:\n"
+    "            os.write(fd, b'x' * 100_000)\n        except OSError:\n            pass\n",
+    "ignoring signals": "import signal\nfor number in (signal.SIGTERM, signal.SIGXCPU, signal.SIGINT):\n"
+    "    signal.signal(number, signal.SIG_IGN)\nwhile True:\n    pass\n",
+    "exit before the tests": "import os\nos._exit(0)\n",
+    "sys.exit": "import sys\nsys.exit(0)\n",
+    "killing everything": "import os, signal\nos.kill(-1, signal.SIGKILL)\n",
+    "deep recursion": "def f(x):\n    return f(x)\n",
+    "closing all files": "import os\nos.closerange(0, 1000)\n",
+}
+
+
+@pytest.mark.parametrize("code", HARMFUL.values(), ids=HARMFUL)
+def test_harmful_code_is_worth_nothing_and_honest_code_still_passes(sandbox, code):
+    assert graded(sandbox, code, CALLS) == 0.0
+    assert graded(sandbox, HONEST, CALLS) == 1.0
+
+
+FORGERIES = {
+    "forged output": "print('all passed')\nimport os\nos.write(1, b'3 passed in 0.01s\\n')\n",
+    "forged records": "import os, json\nfor fd in range(3, 30):\n    for i in range(3):\n        try:\n"
+    "            os.write(fd, json.dumps({'token': '', 'case': i, 'passed': True, 'value': 2}).encode() + b'\\n')\n"
+    "        except OSError:\n            pass\nos._exit(0)\n",
+    "an object equal to everything": "class Same(int):\n    def __eq__(self, other):\n        return True\n"
+    "    def __ne__(self, other):\n        return False\n    __hash__ = None\ndef f(x):\n    return Same(x)\n",
+    "no plain value": "class Same:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Same()\n",
+    "builtins": "import builtins, sys\nsys.exit = print = builtins.print = lambda *a, **k: None\n"
+    "builtins.abs = builtins.all = builtins.isinstance = lambda *a: True\ndef f(x):\n    return x\n",
+    "json": 'import json\njson.dumps = lambda record: \'{"case": 0, "value": 2}\'\ndef f(x):\n    return x\n',
+}
+
+
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
+def test_calls_cannot_be_forged(sandbox, code):
+    assert graded(sandbox, code, CALLS) == 0.0
+
+
+SHARED_FORGERIES = {
+    "exit before the tests": "import os\nos._exit(0)\n",
+    "exit in the first test": "import os\ndef f(x):\n    os._exit(0)\n",
+    "exit by exception": "def f(x):\n    raise SystemExit(0)\n",
+    "forged output": "def f(x):\n    print('2 passed')\n    return 0\n",
+    "forged records": FORGERIES["forged records"],
+    "unittest and print": "import builtins, unittest, sys\nbuiltins.print = sys.exit = lambda *a: None\n"
+    "unittest.TestCase.assertEqual = lambda *a: None\ndef f(x):\n    return 0\n",
+}
+
+
+@pytest.mark.parametrize("code", SHARED_FORGERIES.values(), ids=SHARED_FORGERIES)
+@pytest.mark.parametrize("tests", [SHARED, PYTEST], ids=["asserts", "pytest"])
+def test_early_exits_and_forged_output_fail_in_a_shared_interpreter(sandbox, code, tests):
+    assert graded(sandbox, code, tests) == 0.0
+
+
+def test_the_shared_interpreter_is_named_in_the_results(sandbox):
+    reward = CodeReward(sandbox)
+    assert reward([HONEST, HONEST, HONEST], tests=[SHARED, PYTEST, CALLS]) == [1.0, 1.0, 1.0]
+    assert reward.last_counts == {"shared_interpreter": 2}
+    assert reward.last_details == [
+        '{"tests": ["passed", "passed"], "shared_interpreter": true}',
+        '{"tests": ["passed", "passed"], "shared_interpreter": true}',
+        '{"tests": ["passed", "passed", "passed"]}',
+    ]
+
+
+def test_programs_that_misbehave(sandbox):
+    assert graded(sandbox, "print(int(input()) + 1)", STDIN) == 1.0
+    for code in ("while True: print('2')", "import os\nos.kill(os.getppid(), 9)", "print(2); raise SystemExit(3)"):
+        assert graded(sandbox, code, STDIN, case_s=2.0) == 0.0
+
+
+SEARCH = """
+import gc, os, sys
+def f(x):
+    seen = repr([o for o in gc.get_objects() if isinstance(o, (str, list, dict, tuple))])
+    frame = sys._getframe()
+    while frame:
+        seen += repr(frame.f_locals) + repr(frame.f_globals)
+        frame = frame.f_back
+    for path in ("/proc/self/environ", "/proc/self/cmdline", "/proc/1/environ", "/proc/1/cmdline"):
+        try:
+            seen += open(path).read()
+        except OSError:
+            pass
+    return str(57004 + x) in seen
+"""
+
+
+def test_expected_values_are_not_in_the_sandbox(sandbox):
+    tests = [{"call": "f(1)", "expected": False}, {"call": "str(1)", "expected": "57005"}]
+    reward = CodeReward(sandbox)
+    assert reward([SEARCH], tests=[tests], score="fraction") == [0.5]
+    control = [{"call": "f(1)", "expected": True}, {"call": "str(57005)", "expected": "57005"}]
+    assert graded(sandbox, SEARCH, control) == 1.0
+
+
+READER = """
+def f(path):
+    try:
+        return open(path).read(10)
+    except OSError:
+        return "denied"
+"""
+
+
+def test_files_of_the_run_cannot_be_read(sandbox, tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "secret").write_text("the answer is 2")
+    import cohort.rewards.code
+
+    for path in (tmp_path / "secret", "/etc/passwd", cohort.rewards.code.__file__, f"/proc/{os.getpid()}/environ"):
+        assert graded(sandbox, READER, [{"call": f"f({str(path)!r})", "expected": "denied"}]) == 1.0
+    assert graded(sandbox, READER, [{"call": "f('/dev/null')", "expected": ""}]) == 1.0
+
+
+def test_our_environment_is_not_passed_on(sandbox, monkeypatch):
+    monkeypatch.setenv("COHORT_TEST_SECRET", "57005")
+    code = (
+        "import os\ndef f():\n    found = repr(dict(os.environ))\n    for pid in ('self', '1', '2', os.getppid()):\n"
+        "        try:\n            found += open(f'/proc/{pid}/environ').read()\n        except OSError:\n"
+        "            pass\n    return '57005' in found\n"
+    )
+    assert graded(sandbox, code, [{"call": "f()", "expected": False}]) == 1.0
+
+
+WRITER = """
+import os
+def f(folder, others):
+    new, old = f"{folder}/written", f"{folder}/secret"
+    acts = [lambda path=path: open(path, "a").write("x") for path in (*others, new, old)]
+    acts += [lambda: os.truncate(old, 0), lambda: os.mkdir(f"{folder}/made"), lambda: os.chmod(old, 0)]
+    acts += [lambda: os.utime(old, (0, 0)), lambda: os.rename(old, new), lambda: os.remove(new)]
+    done = []
+    for i, act in enumerate(acts):
+        try:
+            act()
+            done.append(i)
+        except OSError:
+            pass
+    return done
+"""
+
+
+def test_nothing_outside_can_be_written(sandbox, tmp_path):
+    tmp_path.chmod(0o777)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o666)
+    before = (secret.stat().st_mode, secret.stat().st_mtime)
+    name = f"cohort-escape-{os.getpid()}"
+    folders = ("", "/usr/lib", "/var/tmp", "/dev/shm", "/proc", os.path.dirname(os.__file__))
+    others = [f"{folder}/{name}" for folder in folders]
+    try:
+        assert graded(sandbox, WRITER, [{"call": f"f({str(tmp_path)!r}, {others})", "expected": []}]) == 1.0
+        assert graded(sandbox, WRITER, [{"call": "f('.', [])", "expected": [*range(8)]}]) == 1.0  # the control
+    finally:
+        assert not [path for path in others if os.path.exists(path)]
+    assert secret.read_text() == "secret"
+    assert (secret.stat().st_mode, secret.stat().st_mtime) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_open_files_are_limited(sandbox):
+    code = (
+        "held = []\ndef f(number):\n    try:\n        held.extend(open('/dev/null') for _ in range(number))\n"
+        "    except OSError:\n        return 'refused'\n"
+    )
+    tests = [{"call": "f(40)", "expected": None}, {"call": "f(1000)", "expected": "refused"}]
+    assert graded(sandbox, code, tests) == 1.0
+
+
+def test_links_reach_nothing(sandbox, tmp_path):
+    tmp_path.chmod(0o777)
+    (tmp_path / "secret").write_text("secret")
+    code = (
+        "import os\ndef f(path):\n    for make in (os.symlink, os.link):\n        try:\n"
+        "            make(path, make.__name__)\n            open(make.__name__, 'a').write('x')\n"
+        "            return open(make.__name__).read()\n        except OSError:\n            pass\n"
+        "    return 'denied'\n"
+    )
+    tests = [{"call": f"f({str(tmp_path / 'secret')!r})", "expected": "denied"}]
+    assert graded(sandbox, code, tests) == 1.0
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert [p.name for p in tmp_path.iterdir()] == ["secret"]
+
+
+def test_the_network_is_out_of_reach(sandbox):
+    code = (
+        "import socket\ndef f(port):\n    try:\n        socket.create_connection(('127.0.0.1', port), 2)\n"
+        "    except OSError:\n        return 'denied'\n    return 'connected'\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert graded(sandbox, code, [{"call": f"f({port})", "expected": "denied"}]) == 1.0
+        socket.create_connection(("127.0.0.1", port), 2).close()  # the control
+
+
+def test_local_sockets_are_out_of_reach(sandbox):
+    code = (
+        "import socket\ndef f(address):\n    try:\n        socket.socket(socket.AF_UNIX).connect(address)\n"
+        "    except OSError:\n        return 'denied'\n    return 'connected'\n"
+    )
+    with set_out() as canaries:
+        addresses = [f"\0{canaries.socket_name}", canaries.socket_path]
+        tests = [{"call": f"f({address!r})", "expected": "denied"} for address in addresses]
+        assert graded(sandbox, code, tests) == 1.0
+        for address in addresses:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(address)  # the control
+
+
+def test_other_processes_are_out_of_reach(sandbox):
+    code = (
+        "import ctypes, os, signal\ndef f(pid):\n    try:\n        os.kill(pid, signal.SIGKILL)\n"
+        "    except OSError:\n        pass\n    return ctypes.CDLL(None).ptrace(16, pid, 0, 0)\n"
+    )
+    victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"], start_new_session=True)
+    try:
+        for pid in (victim.pid, os.getpid()):
+            assert graded(sandbox, code, [{"call": f"f({pid})", "expected": -1}]) == 1.0
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        assert victim.wait() == -signal.SIGKILL
+
+
+def test_nothing_outlives_the_verdict(sandbox):
+    with set_out() as canaries:
+        code = (
+            "import os, signal, sys\nif os.fork() == 0:\n    os.setsid()\n"
+            "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "    if os.fork() == 0:\n        os.execv(sys.executable, [sys.executable, '-S', '-c', "
+            f"'import time; time.sleep(60)', {canaries.marker!r}])\n    os._exit(0)\n"
+            "import time\ntime.sleep(0.3)\ndef f(x):\n    return x + 1\n"
+        )
+        assert graded(sandbox, code, CALLS) == 1.0
+        assert not canaries.escaped()["leftover processes"]
+
+
+def test_the_disk_cannot_be_filled(sandbox):
+    code = (
+        "def f():\n    total = 0\n    try:\n        for i in range(100):\n"
+        "            with open(f'{i}', 'wb', buffering=0) as file:\n"
+        "                total += file.write(bytes(1_000_000))\n    except OSError:\n        pass\n"
+        "    return total < 10_000_000\n"
+    )
+    assert graded(sandbox, code, [{"call": "f()", "expected": True}]) == 1.0
+    big = (
+        "def f():\n    try:\n        open('x', 'wb').write(bytes(5_000_000))\n"
+        "    except OSError:\n        return 'full'\n"
+    )
+    assert graded(sandbox, big, [{"call": "f()", "expected": "full"}]) == 1.0
+
+
+def test_a_run_leaves_nothing_for_the_next(sandbox):
+    code = "import os\ndef f():\n    seen = os.path.exists('left')\n    open('left', 'w').close()\n    return seen\n"
+    for _ in range(2):
+        assert graded(sandbox, code, [{"call": "f()", "expected": False}]) == 1.0
+
+
+@slow("the memory of one process is limited in every run")
+def test_the_memory_of_all_processes_together_is_limited(sandbox):
+    code = (
+        "import os, time\nfor i in range(8):\n    if os.fork() == 0:\n        try:\n"
+        "            held = bytearray(b'x' * 100_000_000)\n            open(f'held{i}', 'w').close()\n"
+        "            time.sleep(30)\n        finally:\n            os._exit(0)\ntime.sleep(3)\n"
+        "if sum(name.startswith('held') for name in os.listdir('.')) > 4:\n    def f(x):\n        return x + 1\n"
+    )
+    assert graded(sandbox, code, CALLS) == 0.0
