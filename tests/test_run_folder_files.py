@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cohort.completion_records import write_completions_file
 from cohort.config import config_from_dict
 from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
-from cohort.run_folder import config_changes, write_completions_file
+from cohort.run_folder import config_changes
 from configs import MINIMAL
 from run_folders import open_folder
 from samples import answer
@@ -254,6 +255,19 @@ def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path)
 def test_a_file_of_single_turns_has_no_masks(tmp_path):
     write_completions_file(tmp_path / "c.parquet", step=1, groups=[a_group(TEXT, [1.0], {})])
     assert not {"end", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}
+
+
+def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch):
+    """One completion of a long file can be read without decoding the others."""
+    answers = tuple(answer(TEXT, [5] * length) for length in (3, 5, 4, 4))
+    group = ScoredGroup(prompt=TEXT, trajectories=answers, rewards=np.zeros(4), reward_parts={})
+    rows = []
+    for tokens in (100, 8, 1):
+        monkeypatch.setattr("cohort.completion_records._ROW_GROUP_TOKENS", tokens)
+        write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
+        metadata = pq.read_metadata(tmp_path / "c.parquet")
+        rows.append([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+    assert rows == [[4], [2, 2], [1, 1, 1, 1]]
 
 
 def test_details_of_some_groups_are_null_for_the_others(tmp_path):

@@ -8,8 +8,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
+
+from cohort.provenance import command, versions
 
 CODE = 70  # exit code: EX_SOFTWARE of sysexits.h
 
@@ -52,13 +53,8 @@ def _message(error: Exception, file: Path | None) -> str:
 def _write(error: Exception) -> Path | None:
     """Write the traceback to the run's folder or the temporary folder; None if neither is writable."""
     name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    versions = [f"python {platform.python_version()}, {platform.platform()}"]
-    for package in ("cohort-rl", "torch", "transformers", "vllm"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    text = "\n".join([*versions, f"command: {sys.argv}", "", *traceback.format_exception(error)])
+    packages = [f"{package} {version}" for package, version in versions().items()]
+    text = "\n".join([platform.platform(), *packages, f"command: {command()}", "", *traceback.format_exception(error)])
     run_folder = _run_dir / "logs" if _run_dir is not None and _run_dir.is_dir() else None
     for folder in (run_folder, Path(tempfile.gettempdir())):
         try:

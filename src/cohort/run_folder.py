@@ -1,6 +1,7 @@
 """The run folder: its layout, whether a run may start or resume there, and writing its files.
 
-config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json  logs/  adapters/
+config.yaml  metrics.jsonl  events.jsonl  status.json  completions/step-N.parquet  tokens/step-N.parquet
+checkpoints/step-N/  final/  summary.json  logs/  adapters/
 """
 
 import fcntl
@@ -13,16 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from cohort.atomic_files import remove_leftovers, write_file_atomically
+from cohort.completion_records import are_single_turn, write_completions_file
 from cohort.config import Config, load_config, to_yaml
+from cohort.config.sizes import parse_size
 from cohort.errors import TrainingError, UserError
-from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
 from cohort.rewards.judge_prompt import prompt_hashes
 from cohort.run_files import SECRET_FILE, format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
+from cohort.token_records import TokenRecords
 
 # Keys that may change when a run resumes: they affect neither what is learned nor in which order.
 _MAY_CHANGE = (
@@ -74,8 +74,10 @@ class RunFolder:
         self._refuse_other_run()
         make_folder(self.path)
         self._lock = self._take_lock()
-        for folder in (self.path, self.checkpoints_path, self.path / "completions"):
+        tokens = self.path / "tokens"
+        for folder in (self.path, self.checkpoints_path, self.path / "completions", tokens):
             remove_leftovers(folder)
+        self._tokens = TokenRecords(tokens, max_bytes=parse_size(config.run.record_tokens_max_size))
 
     @property
     def checkpoints_path(self) -> Path:
@@ -117,6 +119,7 @@ class RunFolder:
                 notify(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
             kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
             self._write("metrics.jsonl", "".join(kept))
+        self._tokens.delete_after(steps_done)
         for file in (self.path / "completions").glob("*-[0-9]*.parquet"):
             if steps_done == 0 or int(file.stem.rpartition("-")[2]) > steps_done:
                 file.unlink()
@@ -150,6 +153,29 @@ class RunFolder:
         self.check_is_there()
         file = self.path / "completions" / f"{name}-{step:06d}.parquet"
         write_completions_file(file, step=step, groups=groups, sequences=sequences)
+
+    def write_tokens(
+        self, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
+    ) -> None:
+        """Write what training knew of the tokens of `completions/step-N.parquet` as `tokens/step-N.parquet`.
+
+        Args:
+            step: steps done.
+            groups: P groups of G completions.
+            sequences: P x G in the same order.
+            outputs: logprobs and entropies, as far as they were computed.
+
+        Raises:
+            TrainingError: the disk is full, or the folder was deleted.
+        """
+        self.check_is_there()
+        self._tokens.write(
+            step,
+            num_trajectories=sum(len(group.trajectories) for group in groups),
+            sequences=sequences,
+            outputs=outputs,
+            with_context=not are_single_turn(groups),
+        )
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, which marks the run as finished."""
@@ -292,107 +318,9 @@ def _may_change_of_reward(key: str, old: Config, new: Config) -> bool:
     return all(match[2] in _REWARD_MAY_CHANGE.get(reward.use, ()) for reward in of_both)
 
 
-def write_completions_file(
-    file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
-) -> None:
-    """Write completions as a Parquet file: one row each, with prompt, tokens, rewards and, if given, advantage.
-
-    A file with trajectories of several turns, or broken ones, also has their messages, calls, sequences and loss masks.
-    """
-    with write_file_atomically(file) as partial:
-        pq.write_table(_completions_table(step, groups, sequences), partial, compression="zstd")
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {k: v for key, sub in value.items() for k, v in _flat(sub, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value:
         return {k: v for i, sub in enumerate(value) for k, v in _flat(sub, f"{prefix}{i}.").items()}
     return {prefix.removesuffix("."): value}
-
-
-def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
-    prompts = [group.prompt for group in groups for _ in group.trajectories]
-    completions = [trajectory for group in groups for trajectory in group.trajectories]
-    columns: dict[str, Any] = {
-        "step": pa.array([step] * len(completions), pa.int64()),
-        "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
-        "prompt": [p.content if isinstance(p.content, str) else json.dumps(list(p.content)) for p in prompts],
-        "completion": [c.text for c in completions],
-        "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
-        "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),
-        "sampling_logprobs": pa.array([c.sampling_logprobs for c in completions], pa.list_(pa.float32())),
-        "finish_reason": [c.finish_reason for c in completions],
-        "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
-        "reward": pa.array([r for g in groups for r in g.rewards], pa.float64(), from_pandas=True),  # NaN is null
-    }
-    for name in groups[0].reward_parts:
-        values = [r for g in groups for r in g.reward_parts[name]]
-        columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
-    # a reward that saw none of a group's completions has no details of them
-    for name in dict.fromkeys(name for g in groups for name in g.reward_details):
-        details = [d for g in groups for d in g.reward_details.get(name, (None,) * len(g.trajectories))]
-        columns[f"details/{name}"] = pa.array(details, pa.string())
-    if sequences is not None:
-        advantages: list[list[FloatArray]] = [[] for _ in completions]
-        for s in sequences:
-            advantages[s.trajectory].append(s.advantages[s.loss_mask])
-        means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
-        columns["advantage"] = pa.array(means, pa.float64())
-    if not all(map(_is_single_turn, prompts, completions)):
-        columns |= _turn_columns(completions)
-    return pa.table(columns)
-
-
-_CALL = pa.struct(
-    {
-        "context_tokens": pa.int64(),
-        "token_ids": pa.list_(pa.int32()),
-        "trained": pa.bool_(),
-        "finish_reason": pa.string(),
-        "policy_version": pa.int64(),
-    }
-)
-_COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "attempts")
-_TIMES = ("model_s", "environment_s")
-
-
-def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Columns of trajectories with several turns, and of broken ones."""
-    sequences = [join_calls(trajectory.calls) for trajectory in trajectories]
-    calls = [
-        [
-            {
-                "context_tokens": len(call.context_ids),
-                "token_ids": call.token_ids,
-                "trained": call.trained,
-                "finish_reason": call.finish_reason,
-                "policy_version": call.policy_version,
-            }
-            for call in trajectory.calls
-        ]
-        for trajectory in trajectories
-    ]
-    columns: dict[str, Any] = {
-        "end": pa.array([t.end for t in trajectories], pa.string()),
-        "error": pa.array([t.error for t in trajectories], pa.string()),
-        "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
-        "sequence_token_ids": pa.array(
-            [[s.token_ids for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.int32()))
-        ),
-        "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
-        "calls": pa.array(calls, pa.list_(_CALL)),
-    }
-    for names, kind in ((_COUNTS, pa.int64()), (_TIMES, pa.float64())):
-        for name in names:
-            values = [None if t.stats is None else getattr(t.stats, name) for t in trajectories]
-            columns[name] = pa.array(values, kind)
-    for name in sorted({name for t in trajectories for name in t.metrics}):
-        columns[f"environment/{name}"] = pa.array([t.metrics.get(name) for t in trajectories], pa.float64())
-    return columns
-
-
-def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
-    """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
-    contexts = [call.context_ids.tolist() for call in trajectory.calls]
-    return contexts == [prompt.token_ids.tolist()] and trajectory.stats is None and not trajectory.is_broken

@@ -27,12 +27,14 @@ SCRIPTS = {
     "modes.py": "| the defaults |",
     "packing.py": "| 1,000 | 8 |",
     "plan_verify.py": '"ratio": ',
+    "run_records.py": "| tokens: writing | ",
     "sampler.py": "largest difference of a logprob",
     "sandbox.py": "| bubblewrap | ",
     "scaling.py": "| strong | 2 |",
     "training_step.py": "| shared | ",
     "trl_demo.py": "Cohort's step is ",
     "turns.py": "sampled tokens are the same",
+    "view.py": "A demo step takes ",
 }
 
 

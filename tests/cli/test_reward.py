@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
+from cohort.completion_records import write_completions_file
 from cohort.records import ScoredGroup
-from cohort.run_folder import write_completions_file
 from reward_samples import group
 
 CONFIG = """

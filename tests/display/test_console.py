@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -189,7 +190,15 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "steps", "seed"} <= summary.keys()
     assert (summary["steps"], summary["seed"]) == (2, 3)
-    for shown in ("step 1/2", "Accuracy on held-out problems", "before", "after", str(tmp_path / "run" / "final")):
+    page = f"cohort view {os.path.relpath(tmp_path / 'run')}"
+    for shown in (
+        "step 1/2",
+        "Accuracy on held-out problems",
+        "before",
+        "after",
+        str(tmp_path / "run" / "final"),
+        page,
+    ):
         assert shown in out
     if task == "tools":
         assert "assistant: → look_up(name=" in out and "tool look_up: " in out

@@ -75,7 +75,7 @@ def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
 
 def test_three_ranks_one_of_which_is_killed_go_on_to_the_run_of_one_process(tmp_path):
     """SIGKILL after a checkpoint: the others end and say so, and the same command goes on from there."""
-    sections = {"model": {"dtype": "float64"}, "run": {"checkpoint_every": 1}}
+    sections = {"model": {"dtype": "float64"}, "run": {"checkpoint_every": 1, "record_tokens": True}}
 
     def start(steps: int) -> list[LaunchedRank]:
         path = set_up(tmp_path, train={"steps": steps}, **sections)
@@ -98,8 +98,15 @@ def test_three_ranks_one_of_which_is_killed_go_on_to_the_run_of_one_process(tmp_
         tables = [pq.read_table(folder / "completions" / f"step-{step:06d}.parquet") for folder in (run, one)]
         for column in ("prompt_id", "completion_token_ids", "reward", "advantage"):
             assert tables[0][column].to_pylist() == tables[1][column].to_pylist(), (step, column)
+        tokens = [pq.read_table(folder / "tokens" / f"step-{step:06d}.parquet") for folder in (run, one)]
+        for column in ("logprobs", "entropies", "advantages", "loss_weights"):
+            values = [of_run[column].combine_chunks().flatten() for of_run in tokens]
+            assert values[0].is_null().equals(values[1].is_null())  # ranks know the tokens that they trained on
+            assert values[0].drop_null().to_pylist() == pytest.approx(values[1].drop_null().to_pylist(), abs=1e-5)
     assert metric(run, "loss") == pytest.approx(metric(one, "loss"), rel=1e-6, abs=1e-9)
     assert metric(run, "processes") == [3] * steps
+    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event for event in events if event in ("start", "stop", "end")] == ["start", "stop", "start", "end"]
     for name, weight in weights(run / "final").items():
         torch.testing.assert_close(weight, weights(one / "final")[name], rtol=1e-5, atol=1e-7)
 

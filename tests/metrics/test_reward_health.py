@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cohort.metrics import RewardWatch, reward_health_metrics
-from cohort.metrics.reward_health import WINDOW
 from cohort.records import Prompt, ScoredGroup
+from cohort.warning_signs import WINDOW
 from samples import answer
 
 NAN = math.nan

@@ -106,6 +106,8 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) 
     about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "notify": notes.append}
     fitting = preflight_on(wanted, EIGHT, **about)
     assert fitting is not None and fitting.fits
+    assert fitting.as_json()["layout"]["micro_batch_tokens"] == wanted.train.micro_batch_tokens  # as the run has it
+    assert fitting.as_json()["hardware"]["on_gpu"]
     small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
     with pytest.raises(UserError, match=r"needs .* GB per GPU during .* run\.ignore_plan: true"):
         preflight_on(wanted, small, **about)

@@ -37,6 +37,7 @@ def test_killed_at_random_moments_and_resumed_by_the_same_command(
 ):
     """SIGKILL at random moments of some stretches, then nothing; compare every weight."""
     config = changed(make_inputs(tmp_path), train={"steps": steps}, eval={"every": 7}, run={"checkpoint_every": 3})
+    config = changed(config, run={"record_tokens": True})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
     chance = random.Random(0)
     for first, last in kills:
@@ -45,8 +46,11 @@ def test_killed_at_random_moments_and_resumed_by_the_same_command(
     assert_same_weights(tmp_path / "run" / "final", expected.final_dir)
     for name in ("loss", "reward", "eval/reward"):
         assert metric(tmp_path / "run", name) == metric(expected.run_dir, name), name
-    steps = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
-    assert steps == sorted(p.name for p in (expected.run_dir / "completions").iterdir())
+    for folder in ("completions", "tokens"):
+        steps = sorted(p.name for p in (tmp_path / "run" / folder).iterdir())
+        assert steps == sorted(p.name for p in (expected.run_dir / folder).iterdir())
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert [events.count(f'"event": "{name}"') for name in ("start", "stop", "end")] == [len(kills) + 1, 0, 1]
 
 
 def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path: Path):

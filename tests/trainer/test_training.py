@@ -83,7 +83,8 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
     result = train(config)
     run = result.run_dir
     assert {p.name for p in run.iterdir()} == {
-        ".lock", "checkpoints", "completions", "config.yaml", "final", "metrics.jsonl", "plan.json", "summary.json",
+        ".lock", "checkpoints", "completions", "config.yaml", "events.jsonl", "final", "metrics.jsonl", "plan.json",
+        "status.json", "summary.json",
     }  # fmt: skip
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
     summary = json.loads((run / "summary.json").read_text())

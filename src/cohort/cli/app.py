@@ -1,4 +1,4 @@
-"""The `cohort` command and its subcommands train, eval, serve, launch and demo."""
+"""The `cohort` command and its subcommands train, eval, view, serve, launch and demo."""
 
 import sys
 import traceback
@@ -18,6 +18,7 @@ from cohort.cli.plan import plan
 from cohort.cli.reward import reward
 from cohort.cli.rollout import rollout
 from cohort.cli.verify import verify
+from cohort.cli.view import view
 from cohort.config import load_config
 from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
@@ -84,10 +85,11 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Fail unless run.dir already holds this run.")] = False,
+    view: Annotated[bool, typer.Option("--view", help="Start the page that shows the run, as run.view: true.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. Run the same command again to resume from the last checkpoint."""
-    settings = load_config(config, overrides or ())
+    settings = load_config(config, [*(overrides or ()), *(["run.view=true"] if view else [])])
     set_run_dir(Path(settings.run.dir))
     print_loading_notice()
     from cohort.display.safe_stdout import SafeStdout
@@ -261,6 +263,7 @@ app.command()(convert)
 app.command()(merge)
 app.command()(reward)
 app.command()(verify)
+app.command()(view)
 
 
 def main() -> None:

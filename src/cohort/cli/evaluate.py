@@ -8,10 +8,10 @@ from pathlib import Path
 
 import typer
 
+from cohort.completion_records import write_completions_file
 from cohort.config import Config
 from cohort.display import ProgressBar
 from cohort.errors import UserError
-from cohort.run_folder import write_completions_file
 from cohort.trainer.evaluate_model import evaluate_model
 
 

@@ -89,8 +89,22 @@ class RunConfig(Section):
         description="Maximum size of a file of saved model weights, such as 500MB. A larger tensor gets its own file.",
     )
     completions_every: int = Field(1, ge=0, description="Write completions to the run folder every N steps (0: never).")
+    record_tokens: bool = Field(
+        False,
+        description="Also write each token's logprob, entropy, advantage and loss weight in training (tokens/), for "
+        "`cohort view`. Costs no computation, only disk: about 10 bytes per token that is trained on.",
+    )
+    record_tokens_max_size: Size = Field(
+        "1GB",
+        description="Maximum size of these files. Beyond it, files are deleted so that the newest and evenly spread "
+        "steps remain.",
+    )
     show_completions_every: int = Field(0, ge=0, description="Print two completions every N steps (0: never).")
     ignore_plan: bool = Field(False, description="Start even if the plan says that GPU memory is too small.")
+    view: bool = Field(
+        False,
+        description="Start the page that shows the run (`cohort view`) with the run, and print its address.",
+    )
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Also send metrics to these trackers. Their packages must be installed."
     )
@@ -105,9 +119,13 @@ class RunConfig(Section):
         return str(Path(os.path.expanduser(value)).absolute())
 
     @model_validator(mode="after")
-    def _check_keep_checkpoints(self) -> Self:
+    def _check_keys_without_effect(self) -> Self:
         if self.checkpoint_every == 0:
             self.refuse("keep_checkpoints", "checkpoint_every: 0")
+        if self.completions_every == 0:
+            self.refuse("record_tokens", "completions_every: 0")
+        if not self.record_tokens:
+            self.refuse("record_tokens_max_size", "record_tokens: false")
         return self
 
 

@@ -1,6 +1,10 @@
 """`cohort demo`: an ordinary run on the small base model, with a summary of what it learned."""
 
 import json
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +54,7 @@ def run_demo(
     )
     write_data(folder, config, task=chosen, seed=seed)
     console.print(chosen.intro, soft_wrap=True)
+    console.print(f"To watch it learn, in another terminal: {view_command(folder)}", soft_wrap=True)
     result = train(config)
     _print_result(console, result)
     return result
@@ -78,7 +83,7 @@ def demo_config(
             "optim": {"beta2": 0.99},
             "eval": {"path": str(folder / "data" / "heldout.jsonl"), "every": 5},
             "hardware": {"processes": processes},
-            "run": {"dir": str(folder), "checkpoint_every": 20, "show_completions_every": 15},
+            "run": {"dir": str(folder), "checkpoint_every": 20, "show_completions_every": 15, "record_tokens": True},
         }
     )
 
@@ -131,6 +136,14 @@ def _print_result(console: Console, result: RunResult) -> None:
         ("configuration", result.run_dir / "config.yaml"),
     ):
         console.print(f"  {what:<17} {path}", soft_wrap=True)
+    console.print(f"  {'page of the run':<17} {view_command(result.run_dir)}", soft_wrap=True)
+
+
+def view_command(run_dir: Path) -> str:
+    """Return the command that shows a run, with the path of `cohort` if a shell would not find it."""
+    program = Path(sys.argv[0])
+    found = program.name != "cohort" or shutil.which("cohort") == str(program.absolute())
+    return shlex.join(["cohort" if found else os.path.relpath(program), "view", os.path.relpath(run_dir)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class ForwardBackward:
         """
         self.metrics = StepMetrics()
         self.outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the old model
+        self.entropies: dict[int, Tensor] = {}  # sequence index -> [C], of the current policy
         self._loss = loss
         self._policy = loss.policy
         self._accumulation = accumulation
@@ -298,6 +299,8 @@ class ForwardBackward:
         if loss.requires_grad:
             (loss * self._accumulation.scale).backward()
         self.outputs |= per_sequence(out.outputs, sequences)
+        if out.entropies is not None:
+            self.entropies |= per_sequence(out.entropies, sequences)
         self.metrics.add(out.sums, maxima=out.maxima)
         if sequences:
             self.metrics.count(_counts(on_host, sequences, self._policy))

@@ -88,6 +88,7 @@ class MicroBatchLoss:
 
     loss: Tensor  # [] sum of loss weight times per-token loss; carries the gradient
     outputs: Tensor  # [T] of the old model: logprobs of a policy, values of a critic
+    entropies: Tensor | None = None  # [T] of the current policy; None for a critic
     sums: Mapping[str, Tensor]  # metric name -> [] sum over its tokens
     maxima: Mapping[str, Tensor]  # metric name -> [] maximum over its tokens; 0 if it has none
 
@@ -116,6 +117,7 @@ class StepLoss:
         old = concat_sequences(self.old_logprobs, sequences, micro_batch.loss_weights)
         reference = concat_sequences(self.reference_logprobs, sequences, micro_batch.loss_weights)
         sums: dict[str, Tensor] = {}
+        entropies: list[Tensor] = []  # of consecutive tokens
 
         def token_loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
             """Return the weighted loss of consecutive tokens."""
@@ -130,7 +132,8 @@ class StepLoss:
                     trajectory_ids=micro_batch.trajectory_ids[tokens],
                 )
             )
-            for name, values in {"entropy": entropy.detach(), **out.token_metrics}.items():
+            entropies.append(entropy.detach())
+            for name, values in {"entropy": entropies[-1], **out.token_metrics}.items():
                 sums[name] = sums.get(name, 0.0) + values.sum()
             return micro_batch.loss_weights[tokens] * out.per_token_loss
 
@@ -145,6 +148,7 @@ class StepLoss:
         return MicroBatchLoss(
             loss=loss,
             outputs=old,
+            entropies=torch.cat(entropies),
             sums={"loss": loss.detach(), **sums, f"{_DIFFERENCE}/mean": differences.sum()},
             maxima={f"{_DIFFERENCE}/max": torch.cat([differences, differences.new_zeros(1)]).max()},
         )

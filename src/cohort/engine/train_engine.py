@@ -90,6 +90,7 @@ class TrainEngine:
         self.ranks = ranks
         self._batch = _NO_BATCH
         self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the first pass over the batch
+        self._old_entropies: dict[int, Tensor] = {}  # likewise
         self._reference_logprobs: dict[int, Tensor] | None = None
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: GradientAccumulation = (
@@ -136,7 +137,7 @@ class TrainEngine:
             StopRequested: the run was asked to stop, and `may_stop`. Every rank raises it.
         """
         if batch is not None:
-            self._batch, self.old_outputs = batch, dict(old_logprobs or {})
+            self._batch, self.old_outputs, self._old_entropies = batch, dict(old_logprobs or {}), {}
         if self._batch.micro_batch_tokens > self.budget.tokens:  # halved after the batch was packed
             self._repack()
         is_old = batch is not None and old_logprobs is None
@@ -156,7 +157,7 @@ class TrainEngine:
             self.budget.tokens = int(self.ranks.all_reduce_min(self.budget.tokens))
             self._repack()
         if is_old:
-            self.old_outputs = passes.outputs
+            self.old_outputs, self._old_entropies = passes.outputs, passes.entropies
         passes.metrics.count({"num_out_of_memory": num_out_of_memory})
         metrics, counts = passes.metrics.reduce(self.ranks, num_tokens=self._batch.num_loss_tokens)
         return TrainResult(metrics={**metrics, **router_metrics}, num_micro_batches=num_micro_batches, **counts)
@@ -301,6 +302,19 @@ class TrainEngine:
             of_reference = self._reference_forward.compute(sequences)
             outputs["reference_logprobs"] = of_reference.logprobs
         return {name: outputs[name] for name in wanted}
+
+    def first_pass_outputs(self) -> dict[ForwardOnlyField, PerSequence]:
+        """Return what the first pass over the last batch computed anyway, for this rank's sequences.
+
+        Returns:
+            For each name: sequence index -> [C], by the weights before the update. The reference's logprobs are empty
+            unless the loss needs them.
+        """
+        return {
+            "logprobs": self.old_outputs,
+            "entropies": self._old_entropies,
+            "reference_logprobs": self._reference_logprobs or {},
+        }
 
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, and clear the gradient.

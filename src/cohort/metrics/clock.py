@@ -1,19 +1,22 @@
 """Wall-clock time of a step by phase."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class PhaseClock:
     """Accumulates seconds per phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        """`on_phase` is called with the name of a phase as it begins."""
+        self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the duration of the block to phase `name`; a phase may be entered repeatedly."""
+        self._on_phase(name)
         start = time.perf_counter()
         try:
             yield

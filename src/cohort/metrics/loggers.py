@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,8 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         """Write the metrics of a step, or of an evaluation after it. NaN and infinity become null."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        row = {"step": step, "kind": kind, "timestamp": round(time.time(), 3), **values}
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for log, _ in self._loggers:
             log(step, {name: value for name, value in values.items() if value is not None})

@@ -11,10 +11,8 @@ import numpy as np
 
 from cohort.metrics.rollouts import has_equal_values
 from cohort.records import FloatArray, ScoredGroup
+from cohort.warning_signs import WINDOW, all_groups_equal, constant_reward, shorter_but_higher
 
-WINDOW = 10  # steps that are compared, or in which a reward has to have no signal
-LENGTH_COLLAPSE = 0.5  # of the length at the start
-REWARD_RISE = 0.1  # of the largest absolute value that the reward had, and of its standard deviation
 _TOLERANCE = 1e-8
 
 
@@ -70,36 +68,28 @@ class RewardWatch:
 
     def _collapse(self, step: int, name: str) -> str:
         """A reward rises while completions become much shorter than at the start."""
-        key = f"rewards/{name}/mean"
-        length, length_before = (_mean(steps, "completions/mean_length") for steps in (self._last, self._first))
-        value, before = (_mean(steps, key) for steps in (self._last, self._first))
-        rise = (value - before) * np.sign(self._weights[name])
-        spread = max(_mean(steps, f"rewards/{name}/std") for steps in (self._last, self._first))
-        is_higher = rise > 0 and rise >= REWARD_RISE * max(abs(value), abs(before), spread)
-        if not (is_higher and length <= LENGTH_COLLAPSE * length_before):
+        sign = shorter_but_higher(self._first, list(self._last), name, self._weights[name])
+        if sign is None:
             return ""
         return (
-            f"warning: step {step}: reward {name!r} went from {before:.3g} to {value:.3g} while completions shrank "
-            f"from {length_before:.0f} to {length:.0f} tokens (means of {WINDOW} steps); read some completions: it may "
-            f"reward short texts"
+            f"warning: step {step}: reward {name!r} went from {sign.value_before:.3g} to {sign.value:.3g} while "
+            f"completions shrank from {sign.length_before:.0f} to {sign.length:.0f} tokens (means of {WINDOW} steps); "
+            f"read some completions: it may reward short texts"
         )
 
     def _saturated(self, step: int, name: str) -> str:
         """A reward has had the same value for every completion of the window."""
-        if name in self._shaping:
-            return ""
-        means = np.array([metrics[f"rewards/{name}/mean"] for metrics in self._last])
-        stds = np.array([metrics[f"rewards/{name}/std"] for metrics in self._last])
-        if np.isnan(means).any() or stds.max() > _TOLERANCE or np.ptp(means) > _TOLERANCE:
+        value = None if name in self._shaping else constant_reward(list(self._last), name)
+        if value is None:
             return ""
         return (
-            f"warning: step {step}: reward {name!r} has been {means[-1]:.3g} for every completion of the last {WINDOW} "
+            f"warning: step {step}: reward {name!r} has been {value:.3g} for every completion of the last {WINDOW} "
             f"steps, so it gives no signal"
         )
 
     def _no_variance(self, step: int) -> str:
         """All groups have had equal rewards for a window, but had not before."""
-        if any(metrics["frac_reward_zero_std"] < 1 for metrics in self._last):
+        if not all_groups_equal(list(self._last)):
             return ""
         lost = sorted(self._had_variance) or sorted(self._weights)
         which = ", ".join(f"{name!r} at {self._last[-1][f'rewards/{name}/mean']:.3g}" for name in lost)
@@ -107,10 +97,6 @@ class RewardWatch:
             f"warning: step {step}: in each of the last {WINDOW} steps all rewards of each group were equal ({which}): "
             f"there is nothing to learn from; use harder or easier prompts, or rollout.resample"
         )
-
-
-def _mean(steps: Sequence[Mapping[str, float]] | deque[Mapping[str, float]], key: str) -> float:
-    return float(np.mean([metrics[key] for metrics in steps]))
 
 
 def _correlation(values_N: FloatArray, lengths_N: FloatArray) -> float:

@@ -25,6 +25,7 @@ from cohort.models.offload.weight_offload import OffloadedWeights
 from cohort.models.quantization import quantization_notes
 from cohort.models.routers import remove_noise
 from cohort.models.shared_prefix import PrefixState, SharedPrefix
+from cohort.warning_signs import logprob_tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class Policy:
     @property
     def logprob_tolerance(self) -> float:
         """Largest difference of a logprob between batches of different shape that rounding explains, in nats."""
-        return 0.3 if torch.bfloat16 in (self.dtype, self.compute_dtype) else 1e-3
+        return logprob_tolerance(has_bfloat16=torch.bfloat16 in (self.dtype, self.compute_dtype))
 
     def offload_weights(self) -> None:
         """Keep the weights in host memory, except within `on_device`. For frozen models that are not sharded."""

@@ -127,6 +127,7 @@ class Plan:
                 "gpu_memory_bytes": self.hardware.gpu_memory_bytes,
                 "gpus_per_node": self.hardware.gpus_per_node,
                 "nodes": self.hardware.nodes,
+                "on_gpu": self.hardware.on_gpu,
             },
             "layout": {
                 "training_gpus": self.layout.num_training,

@@ -1,7 +1,7 @@
 """Save checkpoints: every `run.checkpoint_every` steps, and when a signal stops the run."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from cohort import stopping
 from cohort.atomic_files import write_folder_atomically
 from cohort.checkpoint import TrainerState
 from cohort.config import RunConfig
+from cohort.display import Display
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.run_files import resume_hint
 from cohort.run_folder import RunFolder
@@ -26,13 +27,13 @@ class Checkpointer:
         folder: RunFolder,
         *,
         state: TrainerState | None,
-        notify: Callable[[str], None],
+        display: Display,
     ):
         self.first_step = state.steps_done if state else 0
         self._config = config
         self._workers = workers
         self._folder = folder
-        self._notify = notify
+        self._display = display
         self._state = state  # after the last finished step; None before the first one
         self._saved_steps = self.first_step  # step of the last checkpoint
         self._is_updating = False  # weights may have changed since that step
@@ -55,11 +56,14 @@ class Checkpointer:
         """
         assert self._state is not None, "no step is finished"
         self._folder.check_is_there()
+        self._display.phase("checkpoint")
         self._workers.call(Worker.save, self._folder.checkpoints_path, self._state, keep=self._config.keep_checkpoints)
         self._saved_steps = self._state.steps_done
+        self._display.saved(self._saved_steps)
 
     def save_final_model(self) -> None:
         """Save the trained model."""
+        self._display.phase("checkpoint")
 
         def save(folder: Path) -> None:
             self._workers.call(Worker.save_model, folder)
@@ -97,5 +101,5 @@ class Checkpointer:
             kept = f"saved; {kept}"
         else:
             kept = f"already saved; {kept}"
-        self._notify(f"stopped by {number.name} after step {steps_done}: {kept}")
+        self._display.notify(f"stopped by {number.name} after step {steps_done}: {kept}")
         raise stopping.RunStopped(number)

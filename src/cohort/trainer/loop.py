@@ -13,7 +13,7 @@ from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, RewardWatch
-from cohort.records import TrainSequence
+from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.run_folder import RunFolder
 from cohort.run_result import RunResult
 from cohort.trainer.checkpointer import Checkpointer
@@ -24,7 +24,7 @@ from cohort.trainer.step_metrics import PerformanceMetrics
 from cohort.trainer.step_warnings import StepWarnings
 from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
-from cohort.trainer.worker_calls import run_forward_only
+from cohort.trainer.worker_calls import run_forward_only, with_first_pass
 
 
 class Trainer:
@@ -40,10 +40,10 @@ class Trainer:
         self.plan = components.inputs.plan
         self.folder = folder
         self.display = display
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(display.phase)
         self.started = time.perf_counter()
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
-        self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, notify=display.notify)
+        self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, display=display)
         self.first_step = self.checkpointer.first_step
         rewards = components.inputs.rewards
         rewards.notify = display.notify
@@ -115,7 +115,7 @@ class Trainer:
         )
         with phase("publish"):
             parity = publish_weights(self.components, step + 1)
-        self._write_completions(step + 1, collected, sequences)
+        self._write_completions(step + 1, collected, sequences, outputs)
         values = value_metrics(sequences, outputs.values)
         performance = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
@@ -127,9 +127,14 @@ class Trainer:
         if self.plan.saves_at(step + 1):
             self.checkpointer.save()
 
-    def _write_completions(self, steps_done: int, collected: StepGroups, sequences: Sequence[TrainSequence]) -> None:
+    def _write_completions(
+        self, steps_done: int, collected: StepGroups, sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
+    ) -> None:
         if self.plan.writes_completions_at(steps_done):
             self.folder.write_completions("step", steps_done, collected.groups, sequences)
+            if self.config.run.record_tokens:
+                known = with_first_pass(self.workers, sequences, outputs)
+                self.folder.write_tokens(steps_done, collected.groups, sequences, known)
             for kind, groups in (("replaced", collected.replaced), ("dropped", collected.dropped)):
                 if groups:
                     self.folder.write_completions(kind, steps_done, groups)
@@ -138,6 +143,7 @@ class Trainer:
         evaluation = self.inputs.evaluation
         if evaluation is None or not self.plan.evaluates_at(steps_done):
             return
+        self.display.phase("evaluation")
         start = time.perf_counter()
         result = evaluate(
             evaluation, self.components.collector, self.inputs.rewards, on_progress=self.display.eval_progress

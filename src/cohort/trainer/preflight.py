@@ -75,10 +75,7 @@ def preflight_on(
 ) -> Plan | None:
     """Run the preflight check for given hardware; see `preflight`."""
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
-    smallest = config.model_copy(update={"rollout": rollout})
-    if hardware.on_gpu:  # the token budget shrinks when memory runs out, so only the smallest one must fit
-        train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
-        smallest = smallest.model_copy(update={"train": train})
+    wanted = config.model_copy(update={"rollout": rollout})
     samples_itself = not config.rollout.uses_servers
     layout = GpuLayout(
         num_training=hardware.num_gpus,
@@ -88,7 +85,11 @@ def preflight_on(
     )
     try:
         shape = read_shape(config.model.path)
-        plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
+        plan = predict_run(wanted, shape, hardware, num_prompts=num_prompts, layout=layout)
+        if hardware.on_gpu and not plan.fits:  # the token budget shrinks when memory runs out
+            train = wanted.train.model_copy(update={"micro_batch_tokens": "auto"})
+            shrunk = wanted.model_copy(update={"train": train})
+            plan = predict_run(shrunk, shape, hardware, num_prompts=num_prompts, layout=layout)
     except UserError as error:
         if hardware.on_gpu:
             notify(f"no memory plan: {error}")

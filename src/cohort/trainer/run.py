@@ -1,12 +1,13 @@
 """A run from start to finish: read inputs, check memory, build the workers, train."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from cohort import stopping
 from cohort.config import Config
-from cohort.display import ConsoleDisplay, Display
+from cohort.display import ConsoleDisplay, Display, Displays, RunLog
 from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.rewards import RewardCrashMarker
@@ -54,7 +55,11 @@ def train(
             device = rank_device(config, ranks)
         inputs = read_inputs(config)
         setup = engine_setup(config, inputs)
-        with closing(RunFolder(config, resume=resume)) as folder:
+        with (
+            closing(RunFolder(config, resume=resume)) as folder,
+            RunLog(folder.path, processes=ranks.world_size) as log,
+        ):
+            console, display = display, Displays(log, display)
             summary = folder.summary()
             if summary is not None and summary["steps"] >= inputs.plan.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
@@ -83,6 +88,9 @@ def train(
             for note in worker.policy.notes():
                 display.notify(note)
             folder.rewind(state.steps_done if state else 0, display.notify)
+            log.begin(steps_done=state.steps_done if state else 0, num_steps=inputs.plan.num_steps)
+            if config.run.view:
+                _start_page(folder.path, console.notify)  # not in events.jsonl
             run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
             if plan is not None:
                 folder.write_plan(plan.as_json())
@@ -91,6 +99,17 @@ def train(
             if plan is not None and (comparison := compare_memory(plan, folder.metric_history("memory/peak_bytes"))):
                 display.notify(comparison)
             return result
+
+
+def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
+    """Start the page that shows the run and tell its address, which holds a secret. The run goes on without it."""
+    from cohort.view.server.browser import describe_address
+    from cohort.view.server.process import start_beside_run
+
+    try:
+        notify(describe_address(start_beside_run(run_dir), os.environ))
+    except OSError as error:
+        notify(f"run.view: {error}")
 
 
 @contextmanager

@@ -7,9 +7,7 @@ from cohort.batch import TrainBatch
 from cohort.config import RolloutConfig
 from cohort.metrics import RewardWatch
 from cohort.trainer.worker import Worker
-
-_MOST = 0.5  # share above which to warn
-_SLOW_S = 1.0  # seconds per trajectory above which to warn
+from cohort.warning_signs import logprobs_are_comparable, turn_signs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +50,9 @@ class StepWarnings:
 
     def _different_logprobs(self, metrics: Mapping[str, float]) -> None:
         """Warn once if the sampler's logprobs differ from the trainer's by more than rounding (law 5)."""
-        if self._warned_of_different_logprobs or self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            return  # top-p and top-k change the sampler's distribution
-        if metrics["rollout/staleness_max"] > 0:
-            return  # sampled with older weights
+        rollout = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
+        if self._warned_of_different_logprobs or not logprobs_are_comparable(rollout, metrics):
+            return
         largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
         tolerance = self.worker.policy.logprob_tolerance
         if largest > tolerance:
@@ -67,24 +64,7 @@ class StepWarnings:
 
     def _turns(self, metrics: Mapping[str, float]) -> None:
         """Warn once each about malformed or failing tool calls, ends by the limit of turns, and slow environments."""
-        limit = f"rollout.max_turns: {self.rollout.max_turns}"
-        texts = {
-            "tools/malformed_ratio": "of the tool calls cannot be parsed; `cohort rollout` shows what the model writes",
-            "tools/failure_frequency": "of the tool calls fail; `cohort rollout` shows what the tools return",
-            "ends/max_turns": f"of the trajectories end by {limit}; raise it, or make the task end earlier",
-        }
-        for name, text in texts.items():
-            if metrics.get(name, 0.0) > _MOST:
-                self._warn_of_turns(name, f"{metrics[name]:.0%} {text}")
-        model_s, environment_s = (metrics.get(f"turns/{part}_s", 0.0) for part in ("model", "environment"))
-        if environment_s > max(model_s, _SLOW_S):
-            self._warn_of_turns(
-                "turns/environment_s",
-                f"a trajectory spends {environment_s:.1f} s in tools and environments and {model_s:.1f} s in the "
-                f"model, so environments limit the rollout's speed",
-            )
-
-    def _warn_of_turns(self, name: str, text: str) -> None:
-        if name not in self._warned_of_turns:
-            self._warned_of_turns.add(name)
-            self.notify(f"warning: {text}")
+        for name, text in turn_signs(metrics, self.rollout.max_turns).items():
+            if name not in self._warned_of_turns:
+                self._warned_of_turns.add(name)
+                self.notify(f"warning: {text}")

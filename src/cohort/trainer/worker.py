@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,6 +88,13 @@ class Worker:
         return {
             name: {i: expand_to_mask(masks[i], x.double().cpu().numpy()) for i, x in by_sequence.items()}
             for name, by_sequence in outputs.items()
+        }
+
+    def first_pass_outputs(self) -> dict[ForwardOnlyField, dict[int, FloatArray]]:
+        """Return what the policy's first pass over the step computed: name -> sequence index -> [C] trained tokens."""
+        return {
+            name: dict(zip(by_sequence, _to_host([*by_sequence.values()]), strict=True))
+            for name, by_sequence in self.engine.first_pass_outputs().items()
         }
 
     def send_weights(self, send: SendWeights | None, dtype: torch.dtype, *, share: bool = False) -> None:
@@ -230,3 +238,11 @@ class Worker:
             return self.algorithm.loss_with(coefficients)
         assert self.algorithm.critic is not None, "the algorithm has no critic"
         return self.algorithm.critic.loss
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
+    """Copy tensors [C] to the host in one transfer."""
+    if not tensors:
+        return []
+    ends = np.cumsum([len(tensor) for tensor in tensors])
+    return np.split(torch.cat([*tensors]).double().cpu().numpy(), ends[:-1])

@@ -1,11 +1,12 @@
 """Worker group calls that split their arguments over ranks or merge the results."""
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from cohort.batch import TrainBatch
 from cohort.engine import TrainEngine
 from cohort.packing import pack
-from cohort.records import ForwardOnlyField, ForwardOnlyOutputs, TrainSequence
+from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
 from cohort.rollout import Completion, SampleRequest, split_requests
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
@@ -47,6 +48,18 @@ def run_forward_only(
     shards = [batch.sequences for batch in pack_batches(workers.local.engine, sequences)]
     parts = workers.scatter(Worker.forward_only, shards, wanted)
     return ForwardOnlyOutputs(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
+
+
+def with_first_pass(
+    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
+) -> ForwardOnlyOutputs:
+    """Complete a step's forward-only outputs with what its first pass computed for the sequences trained on."""
+    masks = {s.index: s.loss_mask for s in sequences}
+    found: dict[ForwardOnlyField, dict[int, FloatArray]] = {}
+    for part in workers.call(Worker.first_pass_outputs):
+        for name, by_sequence in part.items():
+            found.setdefault(name, {}).update({i: expand_to_mask(masks[i], x) for i, x in by_sequence.items()})
+    return replace(outputs, **{name: {**values, **getattr(outputs, name)} for name, values in found.items()})
 
 
 def keep_ranks_alive(workers: WorkerGroup[Worker]) -> None:

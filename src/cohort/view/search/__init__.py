@@ -1,0 +1,1 @@
+"""Search over all completions of a run."""

@@ -1,0 +1,296 @@
+// Now: how the run goes in one sentence, where it is, and the numbers that matter, live.
+
+import { h, replace } from "../dom.js";
+import { ago, bytes, change, count, isNumber, MISSING, number, percent, plural, seconds } from "../format.js";
+import { memoryBar } from "../memory_bar.js";
+import { link } from "../router.js";
+import { banner, linkify, problems, progress, sparkline, stepLink, title } from "../ui.js";
+
+const PHASES = {
+  rollout: "Sampling completions",
+  reward: "Scoring",
+  forward_only: "Computing logprobs",
+  pack: "Packing",
+  train: "Forward and backward",
+  optim: "Optimizer step",
+  publish: "Publishing weights",
+  evaluation: "Evaluating",
+  checkpoint: "Saving a checkpoint",
+  starting: "Starting",
+};
+const SHOWN_WARNINGS = 5;
+
+export async function render(root, params, context) {
+  const { id } = params;
+  const address = context.api.runPath(id, "now");
+  const sections = new Sections(root);
+  context.setTitle("Now");
+  let data = null;
+
+  async function load() {
+    data = await context.api.get(address, { signal: context.signal });
+    show();
+  }
+
+  function show() {
+    const run = context.runs.find((entry) => entry.id === id);
+    sections.show("title", [run?.name, run?.model, run?.algorithm], () => header(run, data));
+    sections.show("banners", [data.banners, data.step, data.state], () => banners(data, id));
+    sections.show("problems", data.problems, () => problems(data.problems));
+    sections.show("progress", [data, Math.floor(Date.now() / 1000)], () => position(data));
+    sections.show("numbers", [data.reward, data.accuracy, data.spark], () => numbers(data, id));
+    sections.show("bottom", [data.memory, data.warnings], () =>
+      h("div.now-bottom", null, memory(data), warnings(data, id)),
+    );
+  }
+
+  await load();
+  // Durations go on between two changes.
+  const timer = setInterval(() => data.state === "running" && !document.hidden && show(), 1000);
+  return {
+    update: (what) => (what.run === id ? load() : null),
+    destroy: () => clearInterval(timer),
+  };
+}
+
+/** Sections of a view, each rendered anew only if what it shows changed: links keep their focus, text its selection. */
+class Sections {
+  constructor(root) {
+    this.root = root;
+    this.slots = new Map();
+  }
+
+  show(name, what, build) {
+    const state = JSON.stringify(what);
+    let slot = this.slots.get(name);
+    if (!slot) {
+      slot = { node: h("div.slot"), state: null };
+      this.slots.set(name, slot);
+      this.root.append(slot.node);
+    }
+    if (slot.state === state) return;
+    slot.state = state;
+    const content = build();
+    replace(slot.node, content);
+    slot.node.hidden = !content;
+  }
+}
+
+function header(run, data) {
+  const about = [run?.model, run?.algorithm].filter(Boolean).join(" · ");
+  return title(run?.name ?? data.id, about && h("span.muted", null, about));
+}
+
+function banners(data, id) {
+  const [first, ...others] = data.banners ?? [];
+  if (!first) return h("p.muted", null, unknown(data));
+  const linked = (one) => ({ ...one, link: one.link ?? evidenceLink(one, id) });
+  return h(
+    "div.stack.tight",
+    { "aria-live": "polite" },
+    banner(linked(first), { large: true }),
+    others.map((one) => banner(linked(one))),
+  );
+}
+
+/** Why there is no sentence about the run. */
+function unknown({ state, step }) {
+  if (state === "finished" || state === "stopped")
+    return step > 0
+      ? "No rule has anything to say about this run’s curves."
+      : "This run ended before its first step was done.";
+  if (step > 0)
+    return "It is too early to say how this run goes. A sentence about it appears here after some more steps.";
+  return "The first step is not done yet. A sentence on how the run goes appears here after some steps.";
+}
+
+function evidenceLink(one, id) {
+  const names = [...new Set((one.evidence ?? []).map((evidence) => evidence.metric))];
+  return names.length ? link.curves(id, { names: names.join(",") }) : null;
+}
+
+function position(data) {
+  const isRunning = data.state === "running" || data.state === "starting";
+  const share = data.steps > 0 ? (data.step ?? 0) / data.steps : null;
+  const since = isRunning && isNumber(data.phase_since) ? Date.now() / 1000 - data.phase_since : null;
+  const steps = h(
+    "div.now-step",
+    null,
+    h("span.now-step-label", null, "Step "),
+    h("span.now-step-number", null, count(data.step ?? 0)),
+    data.steps && h("span.muted", null, ` of ${count(data.steps)}`),
+  );
+  const times = h(
+    "dl.now-times",
+    null,
+    isRunning &&
+      pair(
+        "Time left",
+        isNumber(data.seconds_left) ? `about ${seconds(roundTime(data.seconds_left))}` : "known after a few steps",
+      ),
+    isNumber(data.elapsed_s) && pair(isRunning ? "Running for" : "Ran for", seconds(Math.round(data.elapsed_s))),
+    isNumber(data.seconds_per_step) && pair("Per step", seconds(data.seconds_per_step)),
+    isNumber(data.tokens_per_second) && pair("Throughput", `${number(data.tokens_per_second)} tokens/s`),
+  );
+  return h(
+    "section.card.now-progress",
+    { "aria-label": "Progress" },
+    h("div.row.spread", null, steps, times),
+    (isRunning || isNumber(share)) && progress(share, "Steps done"),
+    isRunning && phase(data, since),
+    data.stopped && h("p.muted", null, data.stopped),
+  );
+}
+
+function phase(data, since) {
+  const name = PHASES[data.phase] ?? data.phase;
+  if (!name) return null;
+  const { done, total } = data.progress ?? {};
+  const far = isNumber(done) && (isNumber(total) ? `${count(done)} of ${count(total)}` : count(done));
+  return h(
+    "div.now-phase",
+    null,
+    h("span", null, name),
+    far && h("span.muted", null, far),
+    isNumber(since) && since >= 1 && h("span.muted", null, `for ${seconds(Math.floor(since))}`),
+    far && isNumber(total) && total > 0 && progress(done / total, `${name}: share done`),
+  );
+}
+
+function numbers(data, id) {
+  const { spark = {} } = data;
+  if (![data.reward, data.accuracy, ...Object.values(spark).flat()].some(isNumber)) return null;
+  const recent = (name) => spark[name]?.findLast?.(isNumber) ?? null;
+  const first = (name) => spark[name]?.find?.(isNumber) ?? null;
+  const since = (value) => `${value} since the start`;
+  // The first value is no change.
+  const changeOf = (now, before, format) =>
+    isNumber(now) && isNumber(before) && data.step > 1 ? since(change(now - before, format)) : "";
+  const length = "completions/mean_length";
+  const cards = [
+    {
+      label: "Reward",
+      metric: "reward",
+      value: number(data.reward),
+      below: changeOf(data.reward, data.reward_before),
+      values: spark.reward,
+    },
+    {
+      label: "Held-out accuracy",
+      metric: "eval/accuracy",
+      value: percent(data.accuracy),
+      below: accuracyBelow(data),
+      values: spark.accuracy,
+    },
+    {
+      label: "Completion length",
+      metric: length,
+      value: number(recent(length)),
+      unit: "tokens",
+      below: changeOf(recent(length), first(length)),
+      values: spark[length],
+    },
+    {
+      label: "Entropy",
+      metric: "entropy",
+      value: number(recent("entropy")),
+      unit: "nats",
+      below: changeOf(recent("entropy"), first("entropy")),
+      values: spark.entropy,
+    },
+  ];
+  return h(
+    "div.now-numbers",
+    null,
+    cards.map((card) => numberCard(card, id)),
+  );
+}
+
+function accuracyBelow({ accuracy, accuracy_before: before, accuracy_step: step }) {
+  if (!isNumber(accuracy)) return "No evaluation so far";
+  const at = isNumber(step) ? `step ${count(step)}` : "now";
+  if (!isNumber(before) || step === 0) return `at ${at}`;
+  return `${change((accuracy - before) * 100)} points by ${at}`;
+}
+
+function numberCard({ label, metric, value, unit = "", below, values }, id) {
+  return h(
+    "a.card.number-card",
+    { href: link.curves(id, { names: metric }), "aria-label": `${label}: ${value} ${unit} ${below}` },
+    h("span.stat-label", null, label),
+    h(
+      "span.stat-value",
+      { class: value === MISSING ? "muted" : "" },
+      value,
+      unit && value !== MISSING && h("span.stat-unit", null, ` ${unit}`),
+    ),
+    h("span.stat-below", null, below || "\u00a0"),
+    sparkline(values, `${label} so far`),
+  );
+}
+
+function memory(data) {
+  const { memory: sizes } = data;
+  if (!sizes || !(isNumber(sizes.peak_bytes) || isNumber(sizes.predicted_bytes))) return null;
+  const facts = [
+    isNumber(sizes.peak_bytes) ? `Measured peak ${bytes(sizes.peak_bytes)}` : "Not measured yet",
+    isNumber(sizes.predicted_bytes) && `the plan predicts ${bytes(sizes.predicted_bytes)}`,
+    isNumber(sizes.capacity_bytes) && `${bytes(sizes.capacity_bytes)} available`,
+  ].filter(Boolean);
+  return h(
+    "section.card.stack",
+    { "aria-label": "Memory" },
+    h(
+      "div.row.spread",
+      null,
+      h("h2", null, "Memory per process"),
+      h("a.small", { href: link.view(data.id, "machine") }, "By phase"),
+    ),
+    h("p", null, facts.join(" · ")),
+    memoryBar(sizes),
+  );
+}
+
+function warnings(data, id) {
+  const all = [...(data.warnings ?? [])].reverse();
+  const item = (one) =>
+    h(
+      "li",
+      null,
+      h("p", null, linkify(one.text)),
+      h(
+        "p.small.muted",
+        null,
+        isNumber(one.step) && [
+          stepLink(id, one.step, `Step ${count(one.step)}`),
+          isNumber(one.timestamp) && " · ",
+        ],
+        isNumber(one.timestamp) && ago(one.timestamp),
+      ),
+    );
+  return h(
+    "section.card.stack",
+    { "aria-label": "Warnings" },
+    h("h2", null, all.length ? plural(all.length, "warning") : "Warnings"),
+    all.length
+      ? h("ul.plain-list", null, all.slice(0, SHOWN_WARNINGS).map(item))
+      : h("p.muted", null, "This run has shown none."),
+    all.length > SHOWN_WARNINGS &&
+      h(
+        "details",
+        null,
+        h("summary", null, `${all.length - SHOWN_WARNINGS} earlier`),
+        h("ul.plain-list", null, all.slice(SHOWN_WARNINGS).map(item)),
+      ),
+  );
+}
+
+function pair(label, value) {
+  return h("div", null, h("dt", null, label), h("dd", null, value));
+}
+
+/** Estimates are not exact to the second. */
+function roundTime(value) {
+  const unit = value > 3600 ? 300 : value > 600 ? 60 : value > 60 ? 10 : 1;
+  return Math.max(unit, Math.round(value / unit) * unit);
+}

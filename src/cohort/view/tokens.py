@@ -1,0 +1,301 @@
+"""One completion, token by token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cohort.view.completions import ParquetRows, completions_name, numbers
+from cohort.view.files import get, integer
+from cohort.view.groups import RunFiles, group_completion, row_values
+from cohort.view.records import BoolArray, Completion, FloatArray, IntArray, TokenColumns, TokenSequence
+from cohort.view.row_values import parse_prompt
+from cohort.view.step_index import step_index
+from cohort.view.vocabulary import Vocabulary, find_vocabulary
+
+TOKENS_SHOWN = 20_000
+MAX_TOKENS = 100_000  # in one answer
+PROMPT_TOKENS_SHOWN = 2_000  # of each sequence, the last
+RECORDED = ("logprobs", "entropies", "reference_logprobs", "advantages", "loss_weights")
+_LISTS = ("prompt_token_ids", "completion_token_ids", "sampling_logprobs", "sequence_token_ids", "loss_mask")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    """A sequence of the row: T tokens after the prompt."""
+
+    prompt_ids: IntArray
+    ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T]
+    sampling_logprobs: FloatArray | None  # [T] NaN for tokens that were not sampled
+    recorded: Mapping[str, FloatArray]  # [T] each, NaN where not computed
+
+
+def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, limit: int = TOKENS_SHOWN) -> Completion:
+    """Return one row of a completions file with everything known per token.
+
+    Args:
+        run: run folder.
+        step: number of completed steps, as in the file's name.
+        kind: `step`, `replaced`, `dropped` or `eval`.
+        row: number of the row in its file.
+        offset: tokens to leave out, counted over the sequences after their prompts.
+        limit: most tokens to return.
+    """
+    config = getattr(run, "config", None)
+    name = completions_name(kind, step)
+    index = step_index(run.path, kind, step, config)
+    file = ParquetRows(run.path, name)
+    offset, limit = max(0, offset), max(0, min(limit, MAX_TOKENS))
+    if not 0 <= row < file.num_rows:
+        problems = index.problems or (f"{name} has no row {row}: it has {file.num_rows}.",)
+        return _nothing(step, kind, row, offset, limit, problems)
+    values = dict(row_values(file, range(row, row + 1), without=_LISTS))[row]
+    lists = file.read(_LISTS, range(row, row + 1))
+    known = index.lengths[row] if row < len(index.lengths) else np.nan
+    shown = group_completion(row, values, length=integer(known))
+    tokens = ParquetRows(run.path, tokens_name(step)) if kind == "step" else None
+    recorded = tokens is not None and bool(tokens.names)
+    of_tokens = _recorded(tokens, row, file.num_rows) if tokens is not None and recorded else {}
+    problems = [*index.problems, *file.problems]
+    if tokens is not None and (recorded or (run.path / tokens_name(step)).exists()):
+        problems += tokens.problems
+    elif tokens is not None and get(config, "run", "record_tokens") is True:
+        problems.append(f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.")
+    sequences = _sequences(lists, of_tokens, problems, name)
+    vocabulary, tokenizer, of_vocabulary = find_vocabulary(run.path, config)
+    return Completion(
+        step=step,
+        kind=kind,
+        row=row,
+        group=index.group_of(row),
+        prompt=parse_prompt(values.get("prompt")),
+        text=shown.text,
+        cut=shown.cut,
+        sequences=_shown(sequences, vocabulary, offset, limit),
+        num_tokens=sum(len(sequence.ids) for sequence in sequences),
+        offset=offset,
+        limit=limit,
+        rewards=shown.rewards,
+        details=shown.details,
+        reward=shown.reward,
+        advantage=shown.advantage,
+        length=shown.length,
+        end=shown.end,
+        finish_reason=shown.finish_reason,
+        policy_version=shown.policy_version,
+        error=shown.error,
+        environment=shown.environment,
+        messages=shown.messages,
+        calls=shown.calls,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        recorded=recorded,
+        trained=_is_trained(of_tokens),
+        problems=tuple(dict.fromkeys([*problems, *of_vocabulary])),
+    )
+
+
+def tokens_name(step: int) -> str:
+    """Return the name of a file of recorded tokens within the run folder."""
+    return f"tokens/step-{step:06d}.parquet"
+
+
+def _recorded(tokens: ParquetRows, row: int, num_rows: int) -> dict[str, FloatArray]:
+    """Read what the trainer recorded per token of a row."""
+    if tokens.num_rows != num_rows:
+        tokens.problems.append(f"{tokens.name} has {tokens.num_rows} rows, the completions file has {num_rows}.")
+        return {}
+    found = tokens.read(RECORDED, range(row, row + 1))
+    lists = {name: _list(column) for name, column in found.items()}
+    return {name: values for name, values in lists.items() if values is not None}
+
+
+def _is_trained(recorded: Mapping[str, FloatArray]) -> bool | None:
+    """Whether the trainer computed the row's tokens: it leaves out those without a gradient."""
+    return bool(np.isfinite(recorded["logprobs"]).any()) if "logprobs" in recorded else None
+
+
+def _sequences(
+    lists: Mapping[str, pa.ChunkedArray], recorded: Mapping[str, FloatArray], problems: list[str], name: str
+) -> list[_Sequence]:
+    """Divide a row's tokens into its sequences."""
+    prompt_ids, sampled_ids = (_ids(lists.get(key)) for key in ("prompt_token_ids", "completion_token_ids"))
+    logprobs = _list(lists.get("sampling_logprobs"))
+    of_sequences = _lists(lists.get("sequence_token_ids"))
+    masks = _lists(lists.get("loss_mask"))
+    if of_sequences is None:  # a single turn
+        context, all_ids, mask = [prompt_ids], [sampled_ids], np.ones(len(sampled_ids), bool)
+        starts = [0]
+    else:
+        all_ids = [np.nan_to_num(ids).astype(np.int64) for ids in of_sequences]
+        total = sum(map(len, all_ids))
+        mask = np.concatenate([np.zeros(0, bool), *(np.nan_to_num(m).astype(bool) for m in masks or ())])
+        if len(mask) != total:
+            problems.append(f"{name}: the loss mask of the row has {len(mask)} values for {total} tokens.")
+            mask = np.zeros(total, bool)
+        bounds = np.cumsum([0, *map(len, all_ids)])
+        starts = [_first(mask[a:b]) for a, b in pairwise(bounds.tolist())]
+        context = [ids[:start] for ids, start in zip(all_ids, starts, strict=True)]
+    aligned = _aligned(recorded, len(mask), problems)
+    sampling = _scatter(logprobs, mask, problems, name)
+    sequences, at = [], 0
+    for ids, before, start in zip(all_ids, context, starts, strict=True):
+        part = slice(at + start, at + len(ids))
+        of_part = {key: values[part] for key, values in aligned.items()}
+        sampling_part = None if sampling is None else sampling[part]
+        sequences.append(
+            _Sequence(
+                prompt_ids=before,
+                ids=ids[start:],
+                loss_mask=mask[part],
+                sampling_logprobs=sampling_part,
+                recorded=of_part,
+            )
+        )
+        at += len(ids)
+    return sequences
+
+
+def _first(mask: BoolArray) -> int:
+    """Return the place of the first sampled token."""
+    return int(mask.argmax()) if mask.any() else 0
+
+
+def _aligned(recorded: Mapping[str, FloatArray], length: int, problems: list[str]) -> dict[str, FloatArray]:
+    """Keep recorded columns that have one value per token."""
+    for key, values in recorded.items():
+        if len(values) != length:
+            problems.append(f"Recorded {key} have {len(values)} values for {length} tokens.")
+    return {key: values for key, values in recorded.items() if len(values) == length}
+
+
+def _scatter(logprobs: FloatArray | None, mask: BoolArray, problems: list[str], name: str) -> FloatArray | None:
+    """Put the logprobs of the sampled tokens into their places among all tokens."""
+    if logprobs is None:
+        return None
+    if len(logprobs) != mask.sum():
+        problems.append(f"{name}: the row has {len(logprobs)} sampling logprobs for {mask.sum()} sampled tokens.")
+        return None
+    placed = np.full(len(mask), np.nan)
+    placed[mask] = logprobs
+    return placed
+
+
+def _shown(
+    sequences: Sequence[_Sequence], vocabulary: Vocabulary | None, offset: int, limit: int
+) -> list[TokenSequence]:
+    """Return the sequences with `limit` tokens after the first `offset`."""
+    shown, before = [], 0
+    for sequence in sequences:
+        start = min(max(0, offset - before), len(sequence.ids))
+        stop = min(max(0, offset + limit - before), len(sequence.ids))
+        part = slice(start, max(start, stop))
+        recorded = {key: values[part] for key, values in sequence.recorded.items()}
+        sampling = None if sequence.sampling_logprobs is None else sequence.sampling_logprobs[part]
+        shown.append(
+            TokenSequence(
+                prompt_tokens=len(sequence.prompt_ids),
+                prompt=_columns(sequence.prompt_ids[-PROMPT_TOKENS_SHOWN:], vocabulary),
+                num_tokens=len(sequence.ids),
+                offset=start,
+                tokens=_columns(sequence.ids[part], vocabulary),
+                loss_mask=sequence.loss_mask[part].tolist(),
+                sampling_logprobs=_values(sampling),
+                ratios=_values(_ratios(recorded.get("logprobs"), sampling)),
+                **{key: _values(recorded.get(key)) for key in RECORDED},
+            )
+        )
+        before += len(sequence.ids)
+    return shown
+
+
+def _ratios(logprobs: FloatArray | None, sampling_logprobs: FloatArray | None) -> FloatArray | None:
+    """Return the trainer's probabilities divided by the sampler's, NaN for tokens that are not trained."""
+    if logprobs is None or sampling_logprobs is None:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.exp(logprobs - sampling_logprobs)
+
+
+def _columns(ids: IntArray, vocabulary: Vocabulary | None) -> TokenColumns:
+    as_list = ids.tolist()
+    if vocabulary is None:
+        return TokenColumns(ids=as_list, texts=None, special=None, bytes=None)
+    return vocabulary.columns(as_list)
+
+
+def _values(values: FloatArray | None) -> list[float | None] | None:
+    """Return numbers with 6 significant digits, which float32 has, and None where there is none."""
+    if values is None:
+        return None
+    return [
+        float(f"{value:.6g}") if finite else None
+        for value, finite in zip(values.tolist(), np.isfinite(values), strict=True)
+    ]
+
+
+def _list(column: pa.ChunkedArray | None) -> FloatArray | None:
+    """Return the list of a column's only row, NaN for nulls; None if it is null or missing."""
+    if column is None or len(column) != 1:
+        return None
+    value = column[0]
+    inner = getattr(value, "values", None)
+    if not value.is_valid or inner is None:
+        return None
+    return numbers(pa.chunked_array([inner]), len(inner))
+
+
+def _lists(column: pa.ChunkedArray | None) -> list[FloatArray] | None:
+    """Return the lists in the list of a column's only row; None if it is null or missing."""
+    if column is None or len(column) != 1:
+        return None
+    inner = getattr(column[0], "values", None)
+    if not column[0].is_valid or inner is None or not hasattr(inner, "offsets"):
+        return None
+    return [numbers(pa.chunked_array([s.values]), len(s.values)) if s.is_valid else np.zeros(0) for s in inner]
+
+
+def _ids(column: pa.ChunkedArray | None) -> IntArray:
+    values = _list(column)
+    return np.zeros(0, np.int64) if values is None else np.nan_to_num(values).astype(np.int64)
+
+
+def _nothing(step: int, kind: str, row: int, offset: int, limit: int, problems: Sequence[str]) -> Completion:
+    """Return a completion of which nothing can be read."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        (
+            "group",
+            "reward",
+            "advantage",
+            "length",
+            "end",
+            "finish_reason",
+            "policy_version",
+            "error",
+            "messages",
+            "calls",
+        )
+    )
+    return Completion(
+        step=step,
+        kind=kind,
+        row=row,
+        prompt="",
+        text="",
+        cut=False,
+        sequences=(),
+        num_tokens=0,
+        offset=offset,
+        limit=limit,
+        rewards={},
+        details={},
+        environment={},
+        tokenizer=None,
+        recorded=False,
+        trained=None,
+        problems=problems,
+        **nothing,
+    )
