@@ -114,7 +114,8 @@ def configuration(folder: Path, name: str, num_generations: int, *, seed: int, s
     }
     raw["critic"] = {"learning_rate": 1e-3} if name in critic_algorithms() else None
     raw["eval"]["every"] = EVALUATE_EVERY
-    raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0, "show_completions_every": 0}
+    raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "show_completions_every": 0}
+    raw["run"] |= {"completions_every": 0, "record_tokens": False}
     return config_from_dict(raw)
 
 

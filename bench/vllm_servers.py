@@ -160,7 +160,7 @@ def run(folder: Path, device: str, *, max_staleness: int, hold_back_s: float) ->
     raw["train"] |= {"steps": STEPS, "updates_per_rollout": UPDATES}
     raw |= {"eval": None}
     raw["hardware"]["device"] = device
-    raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0}
+    raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0, "record_tokens": False}
     with held_back(hold_back_s):
         result = cohort.train(raw)
     lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
