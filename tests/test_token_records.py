@@ -12,6 +12,7 @@ import cohort
 from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.token_records import TokenRecords, write_tokens_file
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
+from selection import slow
 
 TWO_TURNS = TrainSequence(
     token_ids=np.array([7, 8, 9, 5]),
@@ -78,7 +79,11 @@ def tokens_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.parquet"
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"beta": 0.1}, {"beta": 0.1, "kl_in": "reward"}], ids=str)
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, *(pytest.param(a, marks=slow("with a reference")) for a in ({"beta": 0.1}, {"beta": 0.1, "kl_in": "reward"}))],
+    ids=str,
+)
 def test_recording_changes_no_weight_and_agrees_with_the_metrics(algorithm: dict[str, object], tmp_path: Path):
     config = changed(
         {**make_inputs(tmp_path), "algorithm": algorithm},

@@ -114,7 +114,7 @@ VARIANTS = {
     "sgd": Variant(config={"optim": {"name": "sgd", "momentum": 0.9}}),
     "before Ampere": Variant(config={}, capability=(7, 5)),
 }
-QUICK = ("autocast", "bfloat16, made in forward", "adapter, reference")
+QUICK = ("bfloat16, made in forward", "adapter, reference")
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,7 @@ def test_the_budget_is_looked_for(tmp_path: Path, folders):
         assert worker.find_budget(SHARD, 800) >= 800  # nothing runs out of memory
 
 
+@slow("a whole run; single steps are tried above")
 def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
     """Sampling, evaluation, training and saving, on `cuda` as a configuration says it: without a number."""
     config = changed(

@@ -18,6 +18,7 @@ from cohort.rewards.math import MathReward, gold_text, plain_verdict
 from cohort.rewards.math_client import MathWorker
 from cohort.rewards.math_worker import grade, latex_of_gold
 from reward_samples import MESSAGES, group, reward
+from selection import slow
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -208,6 +209,7 @@ def test_the_worker_does_not_outlive_its_parent(end):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@slow("waits for a deadline")
 def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
     program = """
         import os, threading, time

@@ -54,6 +54,7 @@ def test_without_a_sandbox_only_when_asked_for(nothing_installed):
     assert graded(sandbox, "while True: pass", CALLS) == 0.0
 
 
+@slow("tries all escapes; the probe of each real backend is in the extras")
 def test_the_probe_finds_that_no_sandbox_holds_nothing():
     interpreter = find_interpreter((), new_folder())
     sandbox = Sandbox(backend=Unconfined(interpreter), limits=Limits.of(SandboxConfig()), max_concurrent=2)
@@ -200,6 +201,7 @@ if sys.argv[1] == "run":
 """
 
 
+@slow("starts the stand-in of a container for each attempt to escape")
 def test_containers_by_their_command_line(tmp_path):
     docker, log = tmp_path / "docker", tmp_path / "log"
     docker.write_text(FAKE_DOCKER.format(python=sys.executable, log=str(log)))

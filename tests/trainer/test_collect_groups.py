@@ -260,6 +260,7 @@ def one_epoch(folder: Path) -> dict[str, Any]:
     )
 
 
+@slow("a whole run")
 def test_a_run_ahead_with_stragglers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sample_in_a_thread(monkeypatch.setattr, max_staleness=2)
     run = train(one_epoch(tmp_path)).run_dir
@@ -379,6 +380,7 @@ def test_replaced_groups_come_from_what_was_sampled_ahead():
     assert all(len(g.groups) == 4 for g in collected)
 
 
+@slow("two whole runs")
 def test_a_run_that_resamples_keeps_what_it_sampled_and_resumes(tmp_path: Path):
     config = changed(make_inputs(tmp_path), rollout={"resample": 2}, run={"checkpoint_every": 1})
     (tmp_path / "my_rewards.py").write_text(
