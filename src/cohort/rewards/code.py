@@ -98,15 +98,9 @@ class CodeReward:
             UserError: no row's tests can be read, nor could any before.
         """
         name, commands = _language(language)
-        nothing = [None] * len(completions)
-        rows = list(
-            zip(
-                columns[tests_column],
-                columns.get(entry_point_column, nothing),
-                columns.get(setup_column, nothing),
-                strict=True,
-            )
-        )
+        missing = [None] * len(completions)
+        optional = (columns.get(column, missing) for column in (entry_point_column, setup_column))
+        rows = list(zip(columns[tests_column], *optional, strict=True))
         tests = [_tests(*row, setup=setup, max_tests=max_tests) for row in rows]
         self._check_readable(tests, columns[tests_column], tests_column)
         options = {

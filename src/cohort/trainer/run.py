@@ -21,7 +21,7 @@ from cohort.trainer.loop import Trainer
 from cohort.trainer.preflight import compare_memory, preflight
 from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.rollout_engines import engine_setup
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.run_inputs import Inputs, read_inputs
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -64,10 +64,7 @@ def train(
             if summary is not None and summary["steps"] >= inputs.plan.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
-            inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
-            if (crash := marker.last_crash()) is not None:
-                display.notify(crash)
-            for note in inputs.notes(config.rollout.max_prompt_tokens):
+            for note in _start_notes(config, inputs, folder):
                 display.notify(note)
             checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
             check_steps(inputs.plan, state, folder.path)
@@ -99,6 +96,13 @@ def train(
             if plan is not None and (comparison := compare_memory(plan, folder.metric_history("memory/peak_bytes"))):
                 display.notify(comparison)
             return result
+
+
+def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]:
+    """Watch for reward functions that end the process, and return messages for the start."""
+    inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
+    crash = marker.last_crash()
+    return [*([] if crash is None else [crash]), *inputs.notes(config.rollout.max_prompt_tokens)]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:

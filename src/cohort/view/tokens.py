@@ -60,11 +60,7 @@ def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, l
     tokens = ParquetRows(run.path, tokens_name(step)) if kind == "step" else None
     recorded = tokens is not None and bool(tokens.names)
     of_tokens = _recorded(tokens, row, file.num_rows) if tokens is not None and recorded else {}
-    problems = [*index.problems, *file.problems]
-    if tokens is not None and (recorded or (run.path / tokens_name(step)).exists()):
-        problems += tokens.problems
-    elif tokens is not None and get(config, "run", "record_tokens") is True:
-        problems.append(f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.")
+    problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens)]
     sequences = _sequences(lists, of_tokens, problems, name)
     vocabulary, tokenizer, of_vocabulary = find_vocabulary(run.path, config)
     return Completion(
@@ -96,6 +92,17 @@ def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, l
         trained=_is_trained(of_tokens),
         problems=tuple(dict.fromkeys([*problems, *of_vocabulary])),
     )
+
+
+def _tokens_problems(run: RunFiles, step: int, tokens: ParquetRows | None) -> Sequence[str]:
+    """Return what is wrong with the step's file in `tokens/`; `tokens` is None for completions that have none."""
+    if tokens is None:
+        return ()
+    if tokens.names or (run.path / tokens_name(step)).exists():
+        return tokens.problems
+    if get(getattr(run, "config", None), "run", "record_tokens") is True:
+        return (f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.",)
+    return ()
 
 
 def tokens_name(step: int) -> str:
