@@ -1,6 +1,6 @@
 """The page (`cohort view`) of a run with 10,000 steps and 1 million completions, and beside a run that trains.
 
-    python bench/view.py [--folder FOLDER] [--steps 10000] [--rows 100] [--train-steps 240] [--quick]
+    python bench/view.py [--folder FOLDER] [--steps 10000] [--rows 100] [--train-steps 800] [--quick]
 
 Times are those of a client of the HTTP server, from request to last byte; the browser's work comes on top. Cold: the
 first requests to a server that just started. The run is synthetic: random text, tokens and curves, with the columns and
@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,7 +39,8 @@ from view_run import GENERATIONS, NEEDLE, write_run
 OVERVIEW = ("reward", "eval/accuracy", "entropy", "grad_norm", "completions/mean_length", "frac_reward_zero_std",
             "completions/clipped_ratio", "step_time", "tokens_per_second", "learning_rate", "kl", "loss")  # fmt: skip
 TOGETHER_S = 0.25  # changes within this time are one update, as in the page
-BLOCK_STEPS = 4  # training steps with the page open, then closed, and so on
+BLOCK_STEPS = 4  # training steps measured with the page open, then closed, and so on
+BETWEEN_STEPS = 2  # steps in which the page opens or closes, which are not measured
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the run is, or is made (default: a temporary folder)")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=100, help="completions per step")
-    parser.add_argument("--train-steps", type=int, default=240, help="steps of the demo with and without the page")
+    parser.add_argument("--train-steps", type=int, default=800, help="steps of the demo with and without the page")
     parser.add_argument("--repeats", type=int, default=15, help="requests per view")
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
@@ -235,28 +237,71 @@ def search(page: Page, run_id: str, query: str) -> list[str]:
 
 
 def measure_training(folder: Path, steps: int) -> None:
-    """Train the demo, with the page open for a few steps, then closed, and so on; print how their times differ."""
+    """Train the demo twice; where the page is closed in the first run it is open in the second. Print what it costs.
+
+    Both runs sample the same completions, so a block of steps differs from that of the other run by the page only.
+    """
+    runs = [train_with_page(folder / str(n), steps, first_open=n) for n in (0, 1)]
+    pairs = [(a, b) if a.is_open else (b, a) for a, b in zip(*runs, strict=True)]
+    more = {}
+    for name, field in (("of the clock", "clock_s"), ("of the processor", "training_s")):
+        logs = [math.log(getattr(opened, field) / getattr(closed, field)) for opened, closed in pairs]
+        error = statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
+        more[name] = f"{100 * math.expm1(statistics.mean(logs)):+.2f} % {name} (standard error {100 * error:.2f} %)"
+    step = statistics.median(closed.clock_s for _, closed in pairs) / BLOCK_STEPS
+    print(f"A demo step takes {', '.join(more.values())} with the page open; {step:.2f} s without.")
+    clock, server, updates = (sum(getattr(a, f) for a, _ in pairs) for f in ("clock_s", "server_s", "updates"))
+    print(
+        f"The server used {server:.1f} s of a processor in the {clock:.0f} s with the page open, for {updates} updates."
+    )
+
+
+@dataclass
+class Block:
+    """Steps of training, measured together."""
+
+    is_open: bool
+    clock_s: float
+    training_s: float  # processor time of the run's process
+    server_s: float  # processor time of the page's server
+    updates: float  # how often the page asked for new data
+
+
+def train_with_page(folder: Path, steps: int, *, first_open: int) -> list[Block]:
+    """Train the demo, with the page open for a few steps, then closed, and so on.
+
+    Args:
+        folder: new folder of the run.
+        steps: training steps.
+        first_open: number of the first block with the page open, 0 or 1.
+    """
+    folder.mkdir(parents=True)
     config = demo_config(folder, task=WORDS, seed=0)
     write_data(folder, config, task=WORDS, seed=0)
     changed = (f"train.steps={steps}", "train.learning_rate=1e-12", "eval.every=0", "eval.before_training=false")
     command = [sys.executable, "-m", "cohort", "train", str(folder / "config.yaml"), *changed, "run.checkpoint_every=0"]
     log = (folder / "train.log").open("w")
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-    progress = Progress(folder / "metrics.jsonl", process)
-    tab, blocks = Tab(), []
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    progress, tab = Progress(folder / "metrics.jsonl", process), Tab()
+
+    def read(page: Page) -> tuple[float, ...]:
+        return time.perf_counter(), cpu_seconds(process.pid), page.cpu_seconds(), tab.num_updates
+
+    blocks = []
     try:
-        progress.wait_for(2)
+        progress.wait_for(BETWEEN_STEPS)
         with server(folder) as page:
             (run,) = json.loads(page.get("/api/runs"))["runs"]
-            for number, last in enumerate(range(2 + BLOCK_STEPS, steps - 1, BLOCK_STEPS)):
-                is_open = number % 2 == 1
+            for number, last in enumerate(range(2 * BETWEEN_STEPS + BLOCK_STEPS, steps, BETWEEN_STEPS + BLOCK_STEPS)):
+                is_open = number % 2 == first_open
                 if is_open:
                     tab.open(page, run["id"])
-                start = (time.perf_counter(), cpu_seconds(process.pid), page.cpu_seconds())
+                else:
+                    tab.close()
+                progress.wait_for(last - BLOCK_STEPS)
+                before = read(page)
                 progress.wait_for(last)
-                end = (time.perf_counter(), cpu_seconds(process.pid), page.cpu_seconds())
-                blocks.append((is_open, *(b - a for a, b in zip(start, end, strict=True))))
-                tab.close()
+                blocks.append(Block(is_open, *(b - a for a, b in zip(before, read(page), strict=True))))
         process.wait()
     finally:
         tab.close()
@@ -265,8 +310,8 @@ def measure_training(folder: Path, steps: int) -> None:
         log.close()
     if process.returncode != 0:
         raise SystemExit((folder / "train.log").read_text()[-3000:])
-    report_training(blocks, tab.num_updates)
     shutil.rmtree(folder)
+    return blocks
 
 
 class Progress:
@@ -319,31 +364,6 @@ class Tab:
                     asked = time.perf_counter()
                     page.milliseconds(*paths)
                     self.num_updates += 1
-
-
-def report_training(blocks: Sequence[tuple[float, ...]], num_updates: int) -> None:
-    """Compare each block of steps with the page open to its neighbors without.
-
-    Args:
-        blocks: whether the page was open, seconds of the clock, of the training process, and of the server's process.
-        num_updates: how often the page asked for new data.
-    """
-    more = {}
-    for name, column in (("of the clock", 1), ("of the processor", 2)):
-        ratios = [
-            block[column] / statistics.mean(blocks[n][column] for n in (i - 1, i + 1))
-            for i, block in enumerate(blocks)
-            if block[0] and i + 1 < len(blocks)
-        ]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
-        more[name] = f"{100 * statistics.median(ratios) - 100:+.1f} % {name} (standard error {100 * error:.1f} %)"
-    closed = statistics.median(block[1] for block in blocks if not block[0]) / BLOCK_STEPS
-    opened, server_s = (sum(block[column] for block in blocks if block[0]) for column in (1, 3))
-    print(f"A demo step takes {', '.join(more.values())} with the page open; {closed:.2f} s without.")
-    print(
-        f"The server used {server_s:.1f} s of a processor in the {opened:.0f} s in which the page was open, for "
-        f"{num_updates} updates."
-    )
 
 
 if __name__ == "__main__":
