@@ -23,8 +23,9 @@
 //          signal      AbortSignal that ends with the view: api.get(path, {signal: context.signal})
 //          setTitle("Step 12")  the window's title
 // Links: `link` of js/router.js. DOM: `h` of js/dom.js; never innerHTML. Numbers: js/format.js. Shared parts (empty states,
-// banners, tables, bars): js/ui.js. Charts: js/chart.js. CSS: tokens in css/base.css, parts in css/components.css; what only
-// one view needs goes into css/views.css or the view's own css/NAME.css (add its <link> to index.html).
+// banners, tables, bars): js/ui.js. Charts: js/chart.js. CSS: tokens in css/base.css, the frame in css/layout.css, parts in
+// css/components.css, charts in css/charts.css, a model's text in css/texts.css; what only one view needs goes into
+// css/views.css or the view's own css/NAME.css (add its <link> to index.html).
 // Modules use static imports with relative paths and named exports only, so that an export can bundle them.
 
 import * as api from "./api.js";
@@ -217,12 +218,7 @@ function addKeys() {
     "Compare",
     () =>
       navigate(
-        link.compare({
-          runs: runs
-            .map((run) => run.id)
-            .slice(0, 8)
-            .join(","),
-        }),
+        link.compare({ runs: runs.slice(0, 8).map((run) => run.id) }),
       ),
     "Go to",
   );
