@@ -1,6 +1,6 @@
 """The page's routes. Each parses its query and calls one function of the package; `Guard` checks access before."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cohort.view import config_info, groups, heldout, machine, now, series, tokens
 from cohort.view.completions import KINDS, completions_name, steps_on_disk
@@ -144,10 +144,27 @@ def build_app(watcher: Watcher, *, static: StaticFiles | None = None) -> ASGIApp
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-def _stream(request: Request, events: Any) -> Response:
-    if request.method == "HEAD":
-        return Response(media_type="text/event-stream")
-    return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+class EventStream(StreamingResponse):
+    """Server-sent events, which are closed as soon as the tab is.
+
+    Starlette only cancels what sends them. A generator that was not running at that moment would go on until it is
+    collected as garbage, and with it what it watches or searches.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]):
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the tab is closed, and close them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+def _stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    return Response(media_type="text/event-stream") if request.method == "HEAD" else EventStream(events)
 
 
 def _runs(asked: Asked) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 
 from cohort.view.records import to_json
 from cohort.view.run import ViewedRun
@@ -40,7 +40,7 @@ class Listener:
             self._queue.get_nowait()
         self._queue.put_nowait(event)
 
-    async def events(self, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[bytes]:
+    async def events(self, heartbeat_s: float = HEARTBEAT_S) -> AsyncGenerator[bytes, None]:
         """Yield events, and a comment when there were none for a while, which shows that the connection lives."""
         while True:
             try:
@@ -78,7 +78,7 @@ class Watcher:
         """Number of open tabs."""
         return len(self._listeners)
 
-    async def listen(self, run_ids: Iterable[str]) -> AsyncIterator[bytes]:
+    async def listen(self, run_ids: Iterable[str]) -> AsyncGenerator[bytes, None]:
         """Yield the events of runs until the server stops."""
         listener = Listener(run_ids)
         with self._changed:

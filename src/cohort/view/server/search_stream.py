@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from cohort.view.records import to_json
 from cohort.view.run import ViewedRun
@@ -11,7 +11,9 @@ from cohort.view.search.search import search
 from cohort.view.server.events import as_event
 
 
-async def search_events(run: ViewedRun, query: str, limit: int, *, stopped: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def search_events(
+    run: ViewedRun, query: str, limit: int, *, stopped: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
     """Yield a search's matches, progress and end.
 
     Args:
