@@ -1,5 +1,7 @@
 """The page's server: answers, live events, run folders, and how it starts and stops."""
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -7,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +20,7 @@ import pytest
 from cohort.errors import UserError
 from cohort.view.search.search import Progress
 from cohort.view.server import process
+from cohort.view.server.app import EventStream
 from cohort.view.server.browser import describe_address, open_browser
 from cohort.view.server.process import ViewStartError, start_beside_run
 from cohort.view.server.runs import Runs, check_is_run, find_run_folders
@@ -43,6 +47,18 @@ def client(server: ViewServer) -> Client:
 def test_answers_have_no_bare_nan(client: Client) -> None:
     [curve] = client.get_in("/api/curves?runs=run&names=reward").json["curves"]
     assert (curve["x"], curve["y"]) == ([1, 2], [0.5, None])
+
+
+def test_a_metric_with_a_comma(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    row = {"kind": "train", "step": 1, "rewards/a,b/mean": 0.5, "reward": 1.0, "timestamp": 10.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with serving(folder) as server:
+        curves = Client(server).get_in("/api/curves?runs=run&names=rewards/a%252Cb/mean,reward").json["curves"]
+    assert {curve["name"]: curve["y"] for curve in curves} == {
+        "rewards/a,b/mean": [0.5],
+        "reward": [1.0],
+    }
 
 
 def test_curves_as_csv(client: Client) -> None:
@@ -167,6 +183,34 @@ def test_a_search_streams_its_matches(client: Client, folder: Path) -> None:
         name, error = next(events)
     assert name == "error"
     assert error["error"] and error["position"] == 8
+
+
+def test_a_stream_ends_with_its_tab_while_it_sends() -> None:
+    ended = []
+    sending = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"event: progress\n\n"
+        finally:
+            ended.append(True)
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.sleep(3600)
+
+    async def receive() -> dict[str, str]:
+        await sending.wait()
+        return {"type": "http.disconnect"}
+
+    stream = events()
+
+    async def serve() -> list[bool]:
+        await EventStream(stream)({"type": "http"}, receive, send)
+        return list(ended)  # asyncio.run closes what is left
+
+    assert asyncio.run(serve()) == [True]
 
 
 def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

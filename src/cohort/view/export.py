@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from starlette.datastructures import QueryParams
@@ -144,10 +145,11 @@ class _Steps:
 def _add_curves(data: _Data, names: Sequence[str]) -> int:
     """Add all curves by step and by time with as many points as fit; returns the number of points per curve."""
     keep = data.left_chars * (1 - _CURVES_SHARE)
+    listed = {"runs": quote(data.run.id), "names": ",".join(map(quote, names))}
     for points in _POINTS:
         answers = {}
         for x in ("step", "time"):
-            query = QueryParams({"runs": data.run.id, "names": ",".join(names), "x": x, "points": points})
+            query = QueryParams({**listed, "x": x, "points": points})
             answers[f"/api/curves?x={x}"] = _round(data.ask("/api/curves", str(query))[1])
         if data.add(answers, keep_chars=keep):
             return points

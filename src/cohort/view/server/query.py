@@ -1,6 +1,7 @@
 """Query strings: parse values and say what is wrong with them."""
 
 from collections.abc import Collection
+from urllib.parse import unquote
 
 from starlette.datastructures import QueryParams
 
@@ -52,8 +53,8 @@ class Query:
         return value
 
     def names(self, name: str) -> list[str]:
-        """Return a list: the parameter repeated, or its values separated by commas."""
-        found = [part for value in self._params.getlist(name) for part in value.split(",") if part]
+        """Return a list: the parameter repeated, or its values separated by commas, in which %2C is a comma itself."""
+        found = [unquote(part) for value in self._params.getlist(name) for part in value.split(",") if part]
         if len(found) > _MAX_NAMES:
             raise BadQueryError(f"{name}: {len(found)} names are given; at most {_MAX_NAMES} work")
         return list(dict.fromkeys(found))

@@ -14,10 +14,9 @@ export class ApiError extends Error {
 
 export { isExport };
 
-/** The address of a route: path("/api/curves", {runs: ["a", "b"], x: "step"}); lists are joined by commas. */
+/** The address of a route: path("/api/curves", {runs: ["a", "b"], x: "step"}). */
 export function path(route, query) {
-  const flat = Object.entries(query ?? {}).map(([key, value]) => [key, Array.isArray(value) ? value.join(",") : value]);
-  return route + search(Object.fromEntries(flat));
+  return route + search(query);
 }
 
 /** The route below one run: runPath("demo", "steps/3", {kind: "step"}). */

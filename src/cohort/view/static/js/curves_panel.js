@@ -8,13 +8,14 @@ import { curvesToolbar } from "./curves_toolbar.js";
 import { h, replace } from "./dom.js";
 import { plural } from "./format.js";
 import { findMetrics, groupsOf, overviewOf } from "./metric_choice.js";
+import { splitList } from "./router.js";
 import { empty } from "./ui.js";
 
 export class CurvesPanel {
   /**
    * @param {HTMLElement} root
    * @param {object} context of the view
-   * @param {{runs: string[], query: Record<string, string>, hrefOf: (name: string | null) => string, beside?: Node | null}} place
+   * @param {{runs: string[], query: Record<string, string>, hrefOf: (names: string[] | null) => string, beside?: Node | null}} place
    */
   constructor(root, context, { runs, query, hrefOf, beside = null }) {
     Object.assign(this, { root, context, runs, hrefOf, beside, setQuery: (changes) => context.setQuery(changes) });
@@ -23,7 +24,7 @@ export class CurvesPanel {
       log: query.log === "1",
       smoothing: Math.min(0.99, Math.max(0, Number(query.smooth ?? 0.6) || 0)),
     };
-    this.names = query.names ? query.names.split(",") : null;
+    this.names = query.names ? splitList(query.names) : null;
     this.search = query.find ?? "";
     this.linked = new LinkedCharts();
     this.cards = [];
@@ -214,7 +215,7 @@ export class CurvesPanel {
   #grid(metrics, look = {}, columns = "") {
     const cards = metrics.map(
       (metric) =>
-        new ChartCard(metric, this, { ...look, href: this.names?.length === 1 ? null : this.hrefOf(metric.name) }),
+        new ChartCard(metric, this, { ...look, href: this.names?.length === 1 ? null : this.hrefOf([metric.name]) }),
     );
     cards.forEach((card) => {
       this.cards.push(card);

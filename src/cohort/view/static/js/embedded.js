@@ -3,6 +3,8 @@
 // The element #cohort-data has base64 of deflated JSON: {"PATH": answer, ...}. A step's groups are there once, in the order of
 // their file, and sorted here; curves once for each x with all names.
 
+import { splitList } from "./router.js";
+
 const node = document.getElementById("cohort-data");
 
 /** Whether this page is an exported report: no live updates, no search, only some steps. */
@@ -45,8 +47,7 @@ const isStep = (route) => /\/steps\/\d+$/.test(route);
 
 function pickCurves(all, query) {
   if (!all) return { curves: [], marks: {} };
-  const runs = new Set((query.get("runs") ?? "").split(","));
-  const names = new Set((query.get("names") ?? "").split(","));
+  const [runs, names] = ["runs", "names"].map((name) => new Set(splitList(query.get(name))));
   return { curves: all.curves.filter((curve) => runs.has(curve.run) && names.has(curve.name)), marks: all.marks };
 }
 

@@ -99,12 +99,7 @@ export function buildHeader({ theme, keys, navigate, current }) {
         runs.length > 1 &&
         entry(
           "compare",
-          link.compare({
-            runs: runs
-              .slice(0, 8)
-              .map((r) => r.id)
-              .join(","),
-          }),
+          link.compare({ runs: runs.slice(0, 8).map((r) => r.id) }),
           "Compare",
         ),
     );

@@ -4,6 +4,15 @@ import { h } from "./dom.js";
 import { bytes, isNumber } from "./format.js";
 
 const SMALLEST_SHARE = 0.02;
+// The plan's parts in the order of colors, which come again after eight: the largest of most runs have one of their own
+// prettier-ignore
+const COLORED = [
+  "weights", "optimizer state", "gradients", "activations", "logprob head", "gathered weights", "framework", "keys and values",
+  "adapter", "reference weights", "critic weights", "critic optimizer", "gradient reduction", "logits", "reward model",
+];
+
+/** The class with a part's color, the same wherever the part is shown. */
+export const partClass = (name) => `series-${((COLORED.indexOf(name) + 8) % 8) + 1}`;
 
 /**
  * @param {{peak_bytes: number | null, predicted_bytes: number | null, capacity_bytes: number | null,
@@ -21,9 +30,9 @@ export function memoryBar({ peak_bytes: peak, predicted_bytes: predicted, capaci
   const bar = h(
     "div.plan-bar",
     { "aria-hidden": "true" },
-    shown.map((part, index) =>
+    shown.map((part) =>
       h("div.plan-part", {
-        class: `series-${(index % 8) + 1}`,
+        class: partClass(part.name),
         style: { "--share": part.bytes / full },
         title: `${part.name}: ${bytes(part.bytes)}`,
       }),
@@ -33,11 +42,11 @@ export function memoryBar({ peak_bytes: peak, predicted_bytes: predicted, capaci
   const legend = h(
     "ul.plan-legend",
     { "aria-label": "The plan's prediction by part" },
-    shown.map((part, index) =>
+    shown.map((part) =>
       h(
         "li",
         null,
-        h("span.swatch", { class: `series-${(index % 8) + 1}` }),
+        h("span.swatch", { class: partClass(part.name) }),
         part.name,
         h("span.muted", null, ` ${bytes(part.bytes)}`),
       ),

@@ -44,7 +44,7 @@ export function parse(hash) {
   return { view: "step", params };
 }
 
-/** Hashes of all views. A query is an object; null, undefined and "" are left out. */
+/** Hashes of all views. A query is an object of texts, numbers and lists; null, undefined and "" are left out. */
 export const link = {
   home: () => "#/",
   runs: () => "#/runs",
@@ -58,13 +58,21 @@ export const link = {
   search: (id, query) => link.view(id, "search", query),
 };
 
-/** "?a=1&b=2" without empty values, or "". Commas and slashes stay readable. */
+/** "?a=1&b=2,3" without empty values, or "". Commas and slashes stay readable. */
 export function search(query) {
-  const pairs = Object.entries(query ?? {}).filter(
-    ([, value]) => value !== null && value !== undefined && value !== "",
-  );
-  const text = new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString();
+  const pairs = Object.entries(query ?? {}).map(([key, value]) => [key, Array.isArray(value) ? joinList(value) : value]);
+  const given = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const text = new URLSearchParams(given.map(([key, value]) => [key, String(value)])).toString();
   return text ? `?${text.replaceAll("%2C", ",").replaceAll("%2F", "/")}` : "";
+}
+
+function joinList(values) {
+  return values.map((value) => value.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+}
+
+/** The values of a list in a query, which `search` has joined by commas. @param {string | null | undefined} text */
+export function splitList(text) {
+  return (text ?? "").split(",").filter(Boolean).map(decode);
 }
 
 function integer(text) {

@@ -3,17 +3,17 @@
 import { CurvesPanel } from "../curves_panel.js";
 import { h, replace } from "../dom.js";
 import { count, number, percent } from "../format.js";
-import { link } from "../router.js";
+import { link, splitList } from "../router.js";
 import { MOST_RUNS, runAdder, runLegend, valueText } from "../run_legend.js";
 import { empty, stateChip, table, title } from "../ui.js";
 import { whyNoBanner } from "./runs.js";
 
 export async function render(root, params, context) {
   const { query } = params;
-  const runs = [...new Set((query.runs ?? "").split(","))]
+  const runs = [...new Set(splitList(query.runs))]
     .filter((id) => context.runs.some((run) => run.id === id))
     .slice(0, MOST_RUNS);
-  const show = (list) => context.navigate(link.compare({ ...params.query, runs: list.join(",") }));
+  const show = (list) => context.navigate(link.compare({ ...params.query, runs: list }));
   context.setTitle("Compare");
   const adder = runAdder(context, runs, (run) => show([...runs, run]));
   if (!runs.length) {
@@ -37,7 +37,7 @@ export async function render(root, params, context) {
         log: params.query.log,
         smooth: params.query.smooth,
         names,
-        runs: runs.join(","),
+        runs,
       }),
   });
   const { api, signal } = context;

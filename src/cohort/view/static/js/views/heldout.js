@@ -40,7 +40,7 @@ export async function render(root, params, context) {
       card(
         "Accuracy by step",
         chart.node,
-        h("p.muted.small", null, "Band: 95% confidence interval (Wilson) of the share of right completions."),
+        h("p.muted.small", null, bandText(data.points)),
       ),
       flips(data.flips),
       matrix(data, params.id),
@@ -57,6 +57,15 @@ function card(heading, ...content) {
   return h("section.card.stack", null, h("h2", null, heading), ...content);
 }
 
+function bandText(points) {
+  const band = "Band: 95% confidence interval (Wilson) of the share of right completions.";
+  const without = points.filter((point) => !isNumber(point.low)).length;
+  if (!without) return band;
+  const cause = "the completions cannot be read: no interval, no questions";
+  if (without === points.length) return `From metrics.jsonl: ${cause}.`;
+  return `${band} Of ${plural(without, "evaluation")} ${cause}.`;
+}
+
 function summary(points) {
   const known = points.filter((point) => isNumber(point.accuracy));
   if (!known.length) return null;
@@ -69,19 +78,20 @@ function summary(points) {
     stat(
       `Accuracy after step ${last.step}`,
       percent(last.accuracy),
-      `${percent(last.low)} to ${percent(last.high)} (95%), ${plural(last.num, "completion")}`,
+      interval(last, `, ${plural(last.num ?? 0, "completion")}`),
     ),
     points.length > 1 &&
-      stat(
-        `Accuracy after step ${first.step}`,
-        percent(first.accuracy),
-        `${percent(first.low)} to ${percent(first.high)} (95%)`,
-      ),
+      stat(`Accuracy after step ${first.step}`, percent(first.accuracy), interval(first)),
     best.accuracy > last.accuracy && best !== first && stat(`Best, after step ${best.step}`, percent(best.accuracy)),
     Object.entries(last.pass_at ?? {})
       .filter(([k]) => k !== "1")
       .map(([k, value]) => stat(`pass@${k} after step ${last.step}`, percent(value))),
   );
+}
+
+/** The confidence interval, which needs the completions: without their file only the metric is known. */
+function interval({ low, high }, more = "") {
+  return isNumber(low) ? `${percent(low)} to ${percent(high)} (95%)${more}` : null;
 }
 
 function accuracyChart(points, marks, theme) {

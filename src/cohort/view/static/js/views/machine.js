@@ -4,6 +4,7 @@ import { lineChart, stackedChart } from "../bands.js";
 import { h, replace } from "../dom.js";
 import { bytes, count, dateTime, isNumber, percent, seconds } from "../format.js";
 import { troubles } from "../marks.js";
+import { partClass } from "../memory_bar.js";
 import { empty, problems, stepLink, table, title } from "../ui.js";
 import { visibleLine } from "../visible.js";
 
@@ -106,7 +107,6 @@ function memory(data, events, show, theme) {
       plan.flatMap((phase) => phase.parts.filter((part) => part.bytes > most * 0.005).map((part) => part.name)),
     ),
   ];
-  const colorOf = (name) => seriesClass(parts.indexOf(name));
   const shownPhases = plan.filter(({ total }) => total > 0);
   const bar = ({ phase, measured: by, parts: list, total }) => {
     const label = PLANNED[phase] ?? phaseName(phase);
@@ -125,7 +125,7 @@ function memory(data, events, show, theme) {
           .filter((part) => parts.includes(part.name))
           .map((part) =>
             h("span.plan-part", {
-              class: colorOf(part.name),
+              class: partClass(part.name),
               style: { "--share": part.bytes / most },
               title: `${part.name}: ${bytes(part.bytes)}`,
             }),
@@ -164,7 +164,7 @@ function memory(data, events, show, theme) {
           h(
             "div.plan-legend",
             null,
-            parts.map((name) => h("span", null, h(`span.swatch.${colorOf(name)}`), visibleLine(name))),
+            parts.map((name) => h("span", null, h(`span.swatch.${partClass(name)}`), visibleLine(name))),
             h("span", null, h("span.line"), "measured peak"),
           ),
         ]

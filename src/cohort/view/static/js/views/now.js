@@ -106,7 +106,7 @@ function unknown({ state, step }) {
 
 function evidenceLink(one, id) {
   const names = [...new Set((one.evidence ?? []).map((evidence) => evidence.metric))];
-  return names.length ? link.curves(id, { names: names.join(",") }) : null;
+  return names.length ? link.curves(id, { names }) : null;
 }
 
 function position(data) {

@@ -65,7 +65,7 @@ export async function render(root, params, context) {
     compare.hidden = ids.length < 2;
     hint.hidden = !compare.hidden;
     compare.textContent = `Compare ${plural(ids.length, "run")}`;
-    compare.setAttribute("href", link.compare({ runs: ids.join(",") }));
+    compare.setAttribute("href", link.compare({ runs: ids }));
   }
 
   function row(run) {
@@ -136,7 +136,7 @@ export async function render(root, params, context) {
   context.keys.add(
     "c",
     "Compare the selected runs",
-    () => chosen.size > 1 && context.navigate(link.compare({ runs: [...chosen].join(",") })),
+    () => chosen.size > 1 && context.navigate(link.compare({ runs: [...chosen] })),
   );
   return { update: () => (context.runs.length ? show() : null) };
 }

@@ -212,10 +212,11 @@ class StepView {
   }
 
   nothing() {
+    if (this.data.problems?.length) return null; // they say why there are none
     const file = `completions/${this.state.kind}-${String(this.step).padStart(6, "0")}.parquet`;
     return empty(
-      `No completions of step ${this.step} can be read.`,
-      `There is no complete ${file}. run.completions_every sets which steps keep them.`,
+      `There are no completions of step ${this.step}.`,
+      `${file} does not exist. run.completions_every sets which steps keep theirs.`,
     );
   }
 
