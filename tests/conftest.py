@@ -1,5 +1,6 @@
 """What every test finds: an environment for busy machines, Hypothesis profiles, and the command line as a function."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -56,6 +57,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for name, command in LEFT_OUT.items():
         if left_out[name]:
             terminalreporter.write_line(f"left out: {left_out[name]} tests marked {name}; run them by `{command}`")
+
+
+def pytest_collection_finish() -> None:
+    """Whatever lives by now does until the end: the collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

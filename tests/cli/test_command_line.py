@@ -135,6 +135,7 @@ def test_a_reward_may_ask_for_the_prompt_column(tmp_path, cohort):
     assert cohort("train", path).code == 0
 
 
+@slow("test_stopping has the signals")
 def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     path = set_up(tmp_path, train={"steps": 100_000}, run={"completions_every": 0})
     with start_command("train", path) as process:

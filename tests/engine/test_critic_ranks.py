@@ -27,6 +27,7 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> RanksOnDemand:
     return RanksOnDemand(tmp_path_factory.mktemp("ranks"))
 
 
+@slow("test_critic has it in one process, and test_ranks three ranks")
 def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: str):
     """Any budget, streams, ranks with nothing to do, and one that runs out of memory at every place."""
     worker, three = make_worker(model, SINGLE_PROCESS), on(3, "critic_gradients", model)
@@ -44,7 +45,7 @@ def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: 
         assert max(relative_error(again.gradient[k], expected[k]) for k in expected) < 1e-6, place
 
 
-@slow("its gradients are compared")
+@slow("test_critic has it in one process, and test_ranks three ranks")
 def test_updates_over_three_ranks_are_those_of_one(on: RanksOnDemand, model: str, root: Path, tmp_path: Path):
     three = on(3, "critic_steps", model, str(root))
     one = run_critic_steps(SINGLE_PROCESS, model, str(tmp_path))

@@ -94,9 +94,8 @@ def test_clipping_and_updates_are_those_of_one_process(results: Results, world_s
 # number of ranks, and a key of the `model` section that is set true
 PLACED = mostly_slow(
     [(1, ""), (2, ""), (3, ""), (1, "parameter_offload"), (3, "parameter_offload")],
-    (3, ""),
     (1, "parameter_offload"),
-    reason="sharded on one rank and over three",
+    reason="over three ranks: in a later pass, and on a rank with nothing to do",
 )
 
 

@@ -73,6 +73,7 @@ def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
+@slow("test_resume kills one process, and test_stopping stops the ranks of a run")
 def test_three_ranks_one_of_which_is_killed_go_on_to_the_run_of_one_process(tmp_path):
     """SIGKILL after a checkpoint: the others end and say so, and the same command goes on from there."""
     sections = {"model": {"dtype": "float64"}, "run": {"checkpoint_every": 1, "record_tokens": True}}

@@ -19,6 +19,7 @@ from cohort.plan.calibration import save_calibration
 from harness import write_model
 from modes import SIZES, measure
 from plans import MEASURED_CPU
+from selection import mostly_slow
 from test_mode_memory import compare
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -85,7 +86,11 @@ def test_an_example_trains(example: Path, tmp_path: Path) -> None:
     assert len(norms) == 2 and all(norm > 0 for norm in norms)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "example",
+    mostly_slow(EXAMPLES, EXAMPLES[0], reason="test_plan_memory and test_mode_memory measure other plans"),
+    ids=lambda file: file.stem,
+)
 def test_memory_of_an_example_is_what_its_plan_says(example: Path, tmp_path: Path) -> None:
     size = SIZES["tiny"]
     overrides = {

@@ -18,7 +18,7 @@ from selection import mostly_slow, slow
 
 CLOSE = 0.05
 SIZE = SIZES["tiny"]
-QUICK = ("checkpointing", "one completion", "muon", "nf4", "critic")
+QUICK = ("one completion", "nf4", "critic")
 ALONE = [name for name, mode in MODES.items() if processes_of(mode) == 1]
 APART = [name for name, mode in MODES.items() if processes_of(mode) > 1]
 

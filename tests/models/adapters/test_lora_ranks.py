@@ -150,6 +150,7 @@ def assert_frozen_and_wide(done: dict[str, Any], world_size: int, *, base: torch
     assert done["num_states"] == 28  # two factors of seven layers, twice
 
 
+@slow("test_lora has one process, and its checkpoint over three ranks is compared")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_sampler_has_the_adapter_on_every_rank(on: RanksOnDemand, base: str, adapters, world_size: int):
     first, current = adapters["lora"]
@@ -162,6 +163,7 @@ def test_the_sampler_has_the_adapter_on_every_rank(on: RanksOnDemand, base: str,
     assert sampled != other
 
 
+@slow("test_loading has it without an adapter")
 def test_every_rank_reads_its_rows_of_the_base(on: RanksOnDemand, base: str, adapters):
     own, whole = (on(3, "adapter_way", base, adapters["lora"][1], way)["num_bytes"] for way in ("float64", "whole"))
     size = sum(t.numel() * t.element_size() for t in load_file(f"{base}/model.safetensors").values())
