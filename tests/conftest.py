@@ -41,7 +41,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts from a worker of xdist to what started it."""
+    """Hand the counts from a worker of xdist to what started it, and everything to the collector again."""
+    gc.unfreeze()  # or libraries complain of leaks
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(left_out)
 
