@@ -139,15 +139,15 @@ export function sparkline(values, label, { width = 160, height = 32 } = {}) {
 
 /**
  * A table. Columns: {label, value(row) -> Child, align?: "right", class?, title?}. `rowProps(row)` gives the properties of
- * a row (a class, tabindex, a click handler).
+ * a row (a class, tabindex, a click handler). `stacked`: on narrow screens a row's first cell is above the others.
  */
-export function table(columns, rows, { caption = null, rowProps = null } = {}) {
+export function table(columns, rows, { caption = null, rowProps = null, stacked = false } = {}) {
   return h(
     "div.table-scroll",
     { tabindex: 0, role: "region", "aria-label": caption ?? "Table" },
     h(
       "table.table",
-      null,
+      { class: stacked ? "stacked" : "" },
       caption && h("caption.visually-hidden", null, caption),
       h(
         "thead",

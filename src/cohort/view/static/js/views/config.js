@@ -51,7 +51,7 @@ function changed(keys, yaml) {
   ];
   return section(
     `Changed from the defaults`,
-    table(columns, keys, { caption: "Keys that differ from their defaults" }),
+    table(columns, keys, { caption: "Keys that differ from their defaults", stacked: true }),
   );
 }
 

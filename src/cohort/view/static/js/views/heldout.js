@@ -61,9 +61,10 @@ function bandText(points) {
   const band = "Band: 95% confidence interval (Wilson) of the share of right completions.";
   const without = points.filter((point) => !isNumber(point.low)).length;
   if (!without) return band;
-  const cause = "the completions cannot be read: no interval, no questions";
-  if (without === points.length) return `From metrics.jsonl: ${cause}.`;
-  return `${band} Of ${plural(without, "evaluation")} ${cause}.`;
+  const all = without === points.length;
+  const what = all ? "The completions" : `The completions of ${plural(without, "evaluation")}`;
+  const known = `${what} cannot be read, so only the accuracy in metrics.jsonl is known.`;
+  return all ? known : `${band} ${known}`;
 }
 
 function summary(points) {

@@ -161,7 +161,7 @@ class StepView {
       h(
         "div.row.spread.step-controls",
         null,
-        h("h2", null, plural(data.num_groups, "group")),
+        h("h2", null, data.num_groups ? plural(data.num_groups, "group") : "Groups"),
         h(
           "div.row",
           null,
@@ -172,17 +172,19 @@ class StepView {
               kind,
               (value) => this.choose({ kind: value }),
             ),
-          sortMenu(sort, (value) => this.choose({ sort: value })),
-          h(
-            "button.button",
-            {
-              type: "button",
-              "aria-pressed": String(!descending),
-              title: "Reverse the order",
-              on: { click: () => this.choose({ descending: !this.state.descending }) },
-            },
-            descending ? "High to low" : "Low to high",
-          ),
+          data.num_groups > 1 && [
+            sortMenu(sort, (value) => this.choose({ sort: value })),
+            h(
+              "button.button",
+              {
+                type: "button",
+                "aria-pressed": String(!descending),
+                title: "Reverse the order",
+                on: { click: () => this.choose({ descending: !this.state.descending }) },
+              },
+              descending ? "High to low" : "Low to high",
+            ),
+          ],
         ),
       ),
     );
@@ -212,7 +214,9 @@ class StepView {
   }
 
   nothing() {
-    if (this.data.problems?.length) return null; // they say why there are none
+    if (this.data.problems?.length) {
+      return empty(`The completions of step ${this.step} cannot be read.`, "What the metrics say of the step is above.");
+    }
     const file = `completions/${this.state.kind}-${String(this.step).padStart(6, "0")}.parquet`;
     return empty(
       `There are no completions of step ${this.step}.`,
