@@ -21,7 +21,7 @@ from cohort.sandbox import Job, Sandbox, open_sandbox
 from cohort.sandbox import choose as choosing
 from cohort.sandbox import launcher as launching
 from cohort.sandbox.backends import Container, Unconfined
-from cohort.sandbox.interpreter import find_interpreter, new_folder
+from cohort.sandbox.interpreter import _verdicts_read, find_interpreter, new_folder
 from cohort.sandbox.launcher import LaunchedChild, Launcher
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.probe import probe, set_out
@@ -145,6 +145,35 @@ def test_a_package_that_cannot_be_imported_in_the_sandbox_is_an_error(monkeypatc
     hidden = replace(sandbox, packages=str(new_folder()))
     why = r"cannot import py of sandbox.packages: pytest \(ModuleNotFoundError: No module named 'py'\)"
     assert re.fullmatch(why, choosing._check(hidden, interpreter)[0])
+
+
+def test_what_only_root_can_read_is_copied_for_verdicts(monkeypatch):
+    monkeypatch.setattr("cohort.sandbox.interpreter._verdicts_read", lambda path: False)
+    interpreter = find_interpreter(("iniconfig",), new_folder())
+    copy = Path(interpreter.executable).parents[1]
+    assert copy != Path(sys.base_prefix)
+    for path in (path for folder in (copy, Path(interpreter.packages)) for path in folder.rglob("*")):
+        assert path.stat().st_mode & 0o004, path
+    limits = Limits.of(SandboxConfig(**LIMITS))
+    backend = Unconfined(interpreter)
+    sandbox = Sandbox(backend=backend, limits=limits, max_concurrent=1, packages=interpreter.packages)
+    code = "import ctypes, iniconfig, ssl, sys\ndef f():\n    return sys.base_prefix, iniconfig.__name__"
+    assert graded(sandbox, code, [{"call": "f()", "expected": (str(copy), "iniconfig")}]) == 1.0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="verdicts of others run under their own user id")
+def test_verdicts_of_root_read_what_everybody_can():
+    folder = new_folder() / "home"
+    folder.mkdir()
+    (file := folder / "file").touch()
+    folder.chmod(0o755)
+    file.chmod(0o644)
+    assert _verdicts_read(file) and _verdicts_read(folder)
+    file.chmod(0o640)
+    assert not _verdicts_read(file) and _verdicts_read(folder)
+    file.chmod(0o644)
+    folder.chmod(0o700)
+    assert not _verdicts_read(file) and not _verdicts_read(folder)
 
 
 def test_a_package_that_is_not_installed():

@@ -1,13 +1,17 @@
 """What the sandbox may read: an interpreter, its standard library, shared libraries, and packages asked for."""
 
+import atexit
 import importlib.metadata
+import os
 import py_compile
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from cohort.errors import UserError
@@ -16,6 +20,7 @@ GUEST_SOURCE = Path(__file__).parent / "guest.py"
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64")
 _TOOLCHAIN = ("/usr/bin", "/usr/include", "/usr/libexec", "/usr/share", "/usr/sbin", "/etc/alternatives")
 _THIRD_PARTY = ("site-packages", "dist-packages")
+_NOT_COPIED = (*_THIRD_PARTY, "test", "idlelib", "ensurepip", "config-*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +56,32 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
         UserError: a package is not installed.
     """
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    prefix, exec_prefix = Path(sys.base_prefix).resolve(), Path(sys.base_exec_prefix).resolve()
+    if not (_verdicts_read(executable) and _verdicts_read(library)):
+        prefix, executable, library = _copy_python(prefix, executable, library)
+        exec_prefix = prefix
     guest = folder / "guest.pyc"
     py_compile.compile(str(GUEST_SOURCE), cfile=str(guest), dfile="guest.py", doraise=True)
     guest.chmod(0o444)
-    library = Path(sysconfig.get_path("stdlib")).resolve()
     readable = [executable, library, guest]
-    readable += [path.resolve() for path in Path(sys.base_prefix, "lib").glob("libpython*.so*")]
+    readable += [path.resolve() for path in (prefix / "lib").glob("libpython*.so*")]
     hidden = [library / name for name in _THIRD_PARTY if (library / name).is_dir()]
     links = None
     if packages:
         links = folder / "packages"
         links.mkdir()
         for name, path in _package_paths(packages).items():
-            (links / name).symlink_to(path)
-            readable.append(path)
+            if _verdicts_read(path):
+                (links / name).symlink_to(path)
+                readable.append(path)
+            else:
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, links / name)
+        _let_everybody_read(links)
         readable.append(links)
     return Interpreter(
         executable=str(executable),
-        home=f"{Path(sys.base_prefix).resolve()}:{Path(sys.base_exec_prefix).resolve()}",
+        home=f"{prefix}:{exec_prefix}",
         guest=str(guest),
         readable=tuple(dict.fromkeys(map(str, readable))),
         hidden=tuple(map(str, hidden)),
@@ -77,9 +90,41 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
     )
 
 
+def _verdicts_read(path: Path) -> bool:
+    """Whether verdicts can read a file or folder: where this process is root's, they run under other user ids."""
+    if os.geteuid() != 0:
+        return True
+    wanted = 0o005 if path.is_dir() else 0o004
+    return path.stat().st_mode & wanted == wanted and all(parent.stat().st_mode & 0o001 for parent in path.parents)
+
+
+@cache
+def _copy_python(prefix: Path, executable: Path, library: Path) -> tuple[Path, Path, Path]:
+    """Copy an interpreter that only root can read, as below /root, until the end of this process.
+
+    Returns:
+        prefix, executable and library of the copy.
+    """
+    target = new_folder()
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    copies = target / executable.relative_to(prefix), target / library.relative_to(prefix)
+    shutil.copytree(library, copies[1], ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    for source in (executable, *(prefix / "lib").glob("libpython*.so*")):
+        copy = target / source.relative_to(prefix)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(source, copy, follow_symlinks=False)
+    _let_everybody_read(target)
+    return target, *copies
+
+
+def _let_everybody_read(folder: Path) -> None:
+    for path in (folder, *(path for path in folder.rglob("*") if not path.is_symlink())):
+        path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
+
+
 def new_folder() -> Path:
     """Create a temporary folder that other users may read."""
-    folder = Path(tempfile.mkdtemp(prefix="cohort-sandbox-"))
+    folder = Path(tempfile.mkdtemp(prefix="cohort-sandbox-")).resolve()
     folder.chmod(0o755)
     return folder
 

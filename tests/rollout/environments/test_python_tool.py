@@ -18,6 +18,7 @@ from cohort.sandbox.probe import set_out
 from playing import call, load, play, turns_config
 from sandboxes import BACKENDS, sandbox_or_skip
 from selection import slow
+from waiting import until
 
 LIMITS = Limits.of(SandboxConfig(wall_s=20.0, memory="300MB", max_output="1KB"))
 
@@ -158,7 +159,7 @@ def test_nothing_runs_between_calls(tmp_path):
     try:
         assert run(tool, count, "import os; os.getpid()")[0] == ""
         (pid,) = run(tool, "os.getpid()")
-        assert Path(f"/proc/{pid.strip()}/stat").read_text().split()[2] == "T"
+        until(lambda: Path(f"/proc/{pid.strip()}/stat").read_text().split()[2] == "T")  # once its threads have seen it
         assert run(tool, "n > 0") == ["True\n"]
     finally:
         tool.end_trajectory()
