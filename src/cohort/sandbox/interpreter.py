@@ -58,7 +58,8 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     library = Path(sysconfig.get_path("stdlib")).resolve()
     prefix, exec_prefix = Path(sys.base_prefix).resolve(), Path(sys.base_exec_prefix).resolve()
-    if not (_verdicts_read(executable) and _verdicts_read(library)):
+    is_whole = executable.is_relative_to(prefix) and library.is_relative_to(prefix)  # else a copy would not start
+    if is_whole and not (_verdicts_read(executable) and _verdicts_read(library)):
         prefix, executable, library = _copy_python(prefix, executable, library)
         exec_prefix = prefix
     guest = folder / "guest.pyc"
@@ -91,7 +92,7 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
 
 
 def _verdicts_read(path: Path) -> bool:
-    """Whether verdicts can read a file or folder: where this process is root's, they run under other user ids."""
+    """Whether verdicts can read a file or folder: if this process runs as root, they run under other user ids."""
     if os.geteuid() != 0:
         return True
     wanted = 0o005 if path.is_dir() else 0o004

@@ -53,7 +53,7 @@ class Query:
         return value
 
     def names(self, name: str) -> list[str]:
-        """Return a list: the parameter repeated, or its values separated by commas, in which %2C is a comma itself."""
+        """Return values, repeated or separated by commas. A comma within a value is written as %2C."""
         found = [unquote(part) for value in self._params.getlist(name) for part in value.split(",") if part]
         if len(found) > _MAX_NAMES:
             raise BadQueryError(f"{name}: {len(found)} names are given; at most {_MAX_NAMES} work")
