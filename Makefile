@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all their own set-up: a virtual environment in .venv with the versions of
-# constraints.txt. Python 3.11 or 3.12 and a package index are all they need.
+# constraints.txt. Python 3.11 to 3.14 and a package index are all they need.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,10 +30,15 @@ help:
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@set -e; for python in python3 python3.12 python3.11; do \
-	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	@set -e; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then \
 	    found=$$python; break; fi; done; \
-	if [ -z "$$found" ]; then echo "Cohort needs Python 3.11 or 3.12; none of python3, python3.12, python3.11 is one" >&2; exit 1; fi; \
+	if [ -z "$$found" ]; then \
+	  echo "Cohort needs Python 3.11 to 3.14, and there is none. On Debian or Ubuntu: apt install python3 python3-venv" >&2; \
+	  exit 1; fi; \
+	if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+	  package=$$($$found -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+	  echo "$$found has no venv module. On Debian or Ubuntu: apt install $$package" >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$found --version); the first time takes a minute or more"; \
 	$$found -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -53,7 +58,7 @@ demo: $(READY)
 # Bytecode is kept, also where the environment says otherwise: the tests start many interpreters
 unexport PYTHONDONTWRITEBYTECODE
 # Three for two cores, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
-WORKERS ?= $(shell python3 -c 'import os; print(-(-3 * os.cpu_count() // 2))')
+WORKERS ?= $(shell $(BIN)/python -c 'import os; print(-(-3 * os.cpu_count() // 2))')
 SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
