@@ -59,7 +59,7 @@ demo: $(READY)
 unexport PYTHONDONTWRITEBYTECODE
 # Three for two cores, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
 WORKERS ?= $(shell $(BIN)/python -c 'import os; print(-(-3 * os.cpu_count() // 2))')
-SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -rs -m 'not slow and not vllm and not extras'

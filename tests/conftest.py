@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -70,6 +71,28 @@ def no_calibration(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Plans know nothing of what `cohort plan --calibrate` has measured on this machine."""
     if request.module.__name__.startswith(("test_plan", "test_check")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("tmp_path") / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def same_state() -> Iterator[None]:
+    """No test leaves gradients off, another dtype, autocast on, or signals with another handler."""
+    before = _state()
+    yield
+    assert _state() == before
+
+
+def _state() -> dict[str, object]:
+    """State of the thread that torch computes with, and of the process's signals."""
+    handlers = {name.name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"gradients": True, "dtype": "torch.float32", "autocast": False, "inference": False} | handlers
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "dtype": str(torch.get_default_dtype()),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "inference": torch.is_inference_mode_enabled(),
+    } | handlers
 
 
 @pytest.fixture(autouse=True, scope="module")

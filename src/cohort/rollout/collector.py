@@ -1,18 +1,21 @@
-"""Collect groups: run one coroutine per group member on an event loop in the thread of the training loop.
+"""Collect groups: run one coroutine per group member on an event loop in a thread of its own.
 
 The event loop only runs while the training loop waits for groups; an engine's own threads and processes run all the
-time. When no coroutine can run, the engine works on all waiting calls.
+time. When no coroutine can run, the engine works on all waiting calls, in the training thread.
 """
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from cohort import stopping
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
+from cohort.rollout.environments.handle import UserThread
 from cohort.rollout.environments.single_turn import answer_prompt
 
 T = TypeVar("T")
@@ -60,6 +63,8 @@ class RolloutCollector:
         self._close_environments = close_environments
         self._selector = _Selector()
         self._loop = _Loop(self._selector)
+        # the caller's thread may have a running loop, as in a notebook
+        self._thread = UserThread("rollouts")
         self._loop.set_exception_handler(self._callback_failed)
         self._failures: list[BaseException] = []  # exceptions of callbacks
         self._selector.on_idle = self._loop.stop
@@ -144,6 +149,7 @@ class RolloutCollector:
                 self._run(_TICK_S)
         finally:
             with ExitStack() as at_the_end:
+                at_the_end.callback(self._thread.close)
                 at_the_end.callback(self._loop.close)
                 at_the_end.callback(self._engine.close)
                 at_the_end.callback(self._close_environments)
@@ -154,12 +160,22 @@ class RolloutCollector:
         If none can run at once, wait up to `max_wait_s` for I/O and timers. Re-raises exceptions of callbacks.
         """
         self._selector.max_wait_s = max_wait_s
-        tick = self._loop.call_later(_TICK_S, self._loop.stop)
-        with self._loop.clock_running(), _no_running_loop():
-            self._loop.run_forever()
-        tick.cancel()
+        paused: Future[None] = Future()
+        self._thread.start(self._run_until_paused, {}, lambda _, error: _finish(paused, error))
+        try:
+            paused.result()
+        finally:
+            if not paused.done():  # Ctrl-C: when this raises, no coroutine may run
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                wait_for([paused])
         if self._failures:
             raise self._failures.pop(0)
+
+    def _run_until_paused(self) -> None:
+        tick = self._loop.call_later(_TICK_S, self._loop.stop)
+        with self._loop.clock_running():
+            self._loop.run_forever()
+        tick.cancel()
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Keep the exception of a callback, which nobody awaits; log other reports of the event loop."""
@@ -218,15 +234,11 @@ class _Selector(selectors.DefaultSelector):
         return events
 
 
-@contextmanager
-def _no_running_loop() -> Iterator[None]:
-    """Allow an event loop to run inside another one, as in a notebook, which it blocks."""
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
+def _finish(future: Future[None], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _num_done(tasks: Sequence[asyncio.Task[Any]]) -> int:

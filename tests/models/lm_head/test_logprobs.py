@@ -13,6 +13,7 @@ from cohort.models import Policy, attention
 from cohort.models.attention import cascade
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate
+from cohort.rollout.engines.local.kv_cache import cache_argument
 from tiny import (
     SIZES,
     VOCAB_SIZE,
@@ -105,9 +106,9 @@ def test_calls_without_segments_are_the_librarys_own():
         assert torch.equal(first.logits, second.logits)
         mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
         kwargs = {"attention_mask": mask} if kwargs else {}
+        name = cache_argument(own)
         first, second = (
-            m(input_ids=ids[:, :1], past_key_values=out.past_key_values, **kwargs)
-            for m, out in ((own, first), (model, second))
+            m(input_ids=ids[:, :1], **{name: out[name]}, **kwargs) for m, out in ((own, first), (model, second))
         )
         assert torch.equal(first.logits, second.logits)
 

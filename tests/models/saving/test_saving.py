@@ -10,17 +10,31 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cohort.atomic_files import write_folder_atomically
+from cohort.checkpoint import TrainerState, save_checkpoint
+from cohort.config import AdapterConfig, ModelConfig
 from cohort.config.sizes import parse_size
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
-from cohort.models import SaveOptions, TensorSpec, save_policy
+from cohort.models import LoadRequest, SaveOptions, TensorSpec, load_policy, save_policy, stream_weights
 from cohort.models.loading.safetensors_files import INDEX, SINGLE, stored_weights
 from cohort.models.saving.save_model import plan_files
+from cohort.packing import collate
 from configs import MINIMAL, message
 from live_bytes import LiveBytes
-from tiny import make_model, make_policy, make_tokenizer, policy_of
+from tiny import make_model, make_policy, make_tokenizer, policy_of, random_sequences, save_model_folder
 
 TOKENIZER = make_tokenizer()
+STATE = TrainerState(
+    steps_done=1,
+    data={},
+    pending=[],
+    num_tokens=1,
+    seconds=1.0,
+    micro_batch_tokens=64,
+    micro_batch_tokens_wanted=64,
+    processes=1,
+    control={},
+)
 
 
 def spec(name: str, num_bytes: int) -> TensorSpec:
@@ -104,6 +118,46 @@ def test_an_interrupt_in_a_file_leaves_what_there_was(tmp_path):
             tmp_path / "step-1", lambda folder: save_policy(policy, TOKENIZER, folder, save_options=save_options)
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "checkpoint", "weights for a server"])
+def test_training_goes_on_after_a_save_that_was_cut_off(tmp_path, monkeypatch, kind):
+    """Also while its traceback is alive, as in a notebook, and with it the generator that was cut off."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def save() -> None:
+        options = SaveOptions(on_progress=interrupt)
+        if kind == "checkpoint":
+            state = {"updates_done": 1, "moments": torch.arange(3.0)}
+            save_checkpoint(
+                tmp_path,
+                policy=policy,
+                tokenizer=TOKENIZER,
+                engine_state=state,
+                state=STATE,
+                keep=1,
+                save_options=options,
+            )
+        elif kind == "weights for a server":
+            for _ in stream_weights(policy, torch.bfloat16):
+                interrupt()
+        else:
+            save_policy(policy, TOKENIZER, tmp_path / "saved", save_options=options)
+
+    policy = make_policy()
+    if kind == "adapter":
+        path = str(save_model_folder(tmp_path / "base"))
+        config = ModelConfig(path=path, dtype="float32", adapter=AdapterConfig())
+        policy = load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=TOKENIZER))
+        monkeypatch.setattr("safetensors.torch.save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt) as cut_off:
+        save()
+    batch = collate(random_sequences([(4, [3, 5])]), share_prompts=True)
+    policy.logprobs(batch, temperature=1.0)[0].sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in policy.model.parameters())
+    assert cut_off.tb is not None
 
 
 def test_progress_is_told_in_bytes_to_the_end(tmp_path):

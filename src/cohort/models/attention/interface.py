@@ -32,7 +32,7 @@ Backend = Literal["cascade", "varlen", "flex"]
 _BACKENDS: Mapping[Backend, Callable[..., Tensor]] = {"cascade": cascade, "varlen": varlen, "flex": flex}
 # Arguments that layers pass to attention and that have no effect without a KV cache.
 _IGNORED_ARGUMENTS = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "layer_idx"}
+    {"position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "cache", "layer_idx"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
 )
 _chosen: list[Backend] = []  # set by `backend`, innermost last

@@ -31,6 +31,7 @@ def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[Tenso
     return specs
 
 
+@torch.no_grad()  # not a `with` block: a consumer that fails leaves the generator suspended, and gradients off
 def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every full weight by its name in a saved model folder, tied ones once. Exhaust it on every rank.
 
@@ -40,12 +41,11 @@ def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator
         policy: source of the weights.
         dtype: cast floating-point weights to it before gathering; None keeps the dtype of the (master) weights.
     """
-    with torch.no_grad():
-        for group in _groups(policy, dtype):
-            made = _as_saved(policy, {name: _full_tensor(tensor, dtype) for name, tensor in group})
-            while made:  # drop each one as soon as it has been consumed
-                name = next(iter(made))
-                yield name, made.pop(name)
+    for group in _groups(policy, dtype):
+        made = _as_saved(policy, {name: _full_tensor(tensor, dtype) for name, tensor in group})
+        while made:  # drop each one as soon as it has been consumed
+            name = next(iter(made))
+            yield name, made.pop(name)
 
 
 def saved_bytes(policy: Policy) -> int:

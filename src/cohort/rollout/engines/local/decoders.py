@@ -16,7 +16,7 @@ from cohort.models import Policy
 from cohort.models.attention import KVCache
 from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
 from cohort.records import IntArray
-from cohort.rollout.engines.local.kv_cache import make_cache
+from cohort.rollout.engines.local.kv_cache import cache_argument, make_cache
 
 _PREFILL_TOKENS = 8192  # maximum prompt tokens prefilled in one row (more for a longer prompt); bounds memory
 
@@ -125,6 +125,7 @@ class CacheDecoder:
     def __init__(self, policy: Policy):
         """Decode with any policy whose model has a cache."""
         self._policy = policy
+        self._cache_argument = cache_argument(policy.model.base_model) or "cache"
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Implement `Decoder.start`; nothing may be in flight."""
@@ -155,6 +156,7 @@ class CacheDecoder:
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 
     def _next_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        cache = {self._cache_argument: self._cache}
         return self._policy.next_token_logits(
-            input_ids=input_ids, attention_mask=self._mask, position_ids=position_ids, past_key_values=self._cache
+            input_ids=input_ids, attention_mask=self._mask, position_ids=position_ids, **cache
         )

@@ -3,6 +3,7 @@
 N rows, K key/value heads, S positions, D head dimension.
 """
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -69,3 +70,9 @@ def make_cache(model_config: Any) -> Cache:
     cache = DynamicCache(config=model_config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def cache_argument(model: Any) -> str | None:
+    """Return the name of a model's cache argument (`cache` from transformers 5.24 on), or None if it takes no cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)

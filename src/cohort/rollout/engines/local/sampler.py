@@ -4,7 +4,6 @@ A request's context is prefilled once. Completions that have ended leave the bat
 N completions.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.rollout.engines.base import Completion, SampleRequest
 from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
+from cohort.rollout.engines.local.kv_cache import cache_argument
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
@@ -49,7 +49,7 @@ class Sampler:
         Raises:
             UserError: the model has no KV cache.
         """
-        if "past_key_values" not in inspect.signature(policy.model.base_model.forward).parameters:
+        if cache_argument(policy.model.base_model) is None:
             raise UserError(
                 f"rollout.engine: 'local' needs a model with a key/value cache; {type(policy.model).__name__} has none"
             )
