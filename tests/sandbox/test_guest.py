@@ -1,6 +1,7 @@
 """Code that is right passes, whatever part of Python it uses: the guest runs it as the interpreter would."""
 
 import json
+import sys
 from functools import cache
 
 import pytest
@@ -47,7 +48,8 @@ def test_a_program_that_exits_with_an_error_fails():
 
 def test_annotations_mean_what_they_mean_in_python():
     undefined = "def f(x: Undefined) -> Nonsense:\n    return x + 1\n"
-    assert graded(sandbox(), undefined, ["assert f(1) == 2"]) == 0.0
+    evaluates_them = sys.version_info < (3, 14)  # from then on only when they are read (PEP 649)
+    assert graded(sandbox(), undefined, ["assert f(1) == 2"]) == float(not evaluates_them)
     evaluated = "def f(x):\n    def g(a: int): pass\n    return g.__annotations__['a'].__name__\n"
     assert graded(sandbox(), evaluated, ["assert f(1) == 'int'"]) == 1.0
 

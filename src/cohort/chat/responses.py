@@ -137,7 +137,9 @@ class ResponseParser:
             try:
                 parsed = [_read_call(call) for call in self._parse_calls(source, tools)]
             except Exception as error:  # the model may have written anything
-                reason = error.__cause__ or error  # the JSON decoder's, which is shorter
+                reason: object = error.__cause__ or error  # the JSON decoder's, which is shorter
+                if isinstance(reason, RecursionError):
+                    reason = "it is nested too deeply"
                 errors.append(f"The tool call cannot be parsed: {reason}. It was: {source:.{_MAX_SHOWN}}")
                 malformed.append(source)
                 continue

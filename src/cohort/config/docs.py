@@ -1,5 +1,6 @@
 """Write `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
 
+import inspect
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -41,7 +42,7 @@ def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
     if not optional:
         title += ", required"
     head = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-    lines = [title, "", (section.__doc__ or "").strip(), "", head]
+    lines = [title, "", inspect.cleandoc(section.__doc__ or ""), "", head]
     for key, field in section.model_fields.items():
         meaning = (field.description or "").replace("|", "\\|")
         if section is AlgorithmConfig and (components := components_reading(key)):
