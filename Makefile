@@ -27,7 +27,7 @@ help:
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
-	@echo "make docs      write docs/config.md, algorithms.md and check.md, and README's table, from the code; and the page's words"
+	@echo "make docs      write docs/config.md and the tables of other pages from the code; and the page's words"
 	@echo "make bench     the benchmarks of docs/benchmarks.md"
 	@echo "make clean     remove .venv and caches"
 
@@ -113,7 +113,7 @@ check: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m cohort.config.docs > docs/config.md
-	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md README.md
+	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md docs/gpu.md README.md
 	@$(BIN)/python -m cohort.check.docs docs/check.md
 	@$(BIN)/python -m cohort.view.metric_docs docs/metrics.md > src/cohort/view/metrics.toml
 

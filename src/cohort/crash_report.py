@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cohort.provenance import command, versions
+from cohort.provenance import command
+from cohort.versions import untested_versions, versions
 
 CODE = 70  # exit code: EX_SOFTWARE of sysexits.h
 
@@ -44,10 +45,11 @@ def report_crash(*others: type[Exception]) -> Iterator[None]:
 def _message(error: Exception, file: Path | None) -> str:
     last = traceback.format_exception_only(error)[-1].strip()
     where = f"The traceback is in {file}" if file else "--debug shows the traceback"
-    return (
+    message = (
         f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please open an issue with the "
         f"traceback, the command and the configuration"
     )
+    return "\n".join([message, *untested_versions()])
 
 
 def _write(error: Exception) -> Path | None:

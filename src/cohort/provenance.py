@@ -1,28 +1,13 @@
-"""Where a run comes from: command, versions of packages, commit."""
+"""Where a run comes from: command and commit."""
 
 import os
-import platform
 import shlex
 import subprocess
 import sys
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 from cohort.redaction import hide_in_arguments
-
-_PACKAGES = {"cohort": "cohort-rl", "torch": "torch", "transformers": "transformers", "vllm": "vllm"}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that matter to a run."""
-    found = {"python": platform.python_version()}
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def command(launcher: int | None = None) -> str:

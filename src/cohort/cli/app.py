@@ -24,6 +24,7 @@ from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
 from cohort.startup import print_loading_notice
 from cohort.stopping import dedicate_process
+from cohort.versions import untested_versions
 
 
 class _Commands(TyperGroup):
@@ -37,7 +38,7 @@ class _Commands(TyperGroup):
             if "--debug" in sys.argv:
                 traceback.print_exc()
             else:
-                typer.echo(f"error: {error}", err=True)
+                typer.echo("\n".join([f"error: {error}", *untested_versions()]), err=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)

@@ -1,6 +1,6 @@
-"""Write the tables of algorithms in `docs/algorithms.md` and `README.md` from the catalogue.
+"""Write the tables of algorithms and of tested versions in pages such as `README.md`.
 
-`python -m cohort.config.algorithm_docs docs/algorithms.md README.md`
+`python -m cohort.config.algorithm_docs docs/algorithms.md docs/gpu.md README.md`
 """
 
 import re
@@ -12,6 +12,7 @@ from typing import Any
 
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Parameter
+from cohort.versions import tested_table
 
 _MARKED = re.compile(r"(<!-- table of (\w+), made by `make docs` -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -85,7 +86,7 @@ def _link(sources: str) -> str:
     return re.sub(r"doi:(\S+)", r"[doi:\1](https://doi.org/\1)", sources)
 
 
-_TABLES: dict[str, Callable[[], list[str]]] = {"names": _summary, "algorithms": _algorithms}
+_TABLES: dict[str, Callable[[], list[str]]] = {"names": _summary, "algorithms": _algorithms, "versions": tested_table}
 _TABLES |= {kind: partial(_components, kind) for kind in COMPONENTS}
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from typing import Any
 
 from cohort import stopping
 from cohort.display.events import Display, StepReport
-from cohort.provenance import command, commit, versions
+from cohort.provenance import command, commit
 from cohort.records import ScoredGroup
 from cohort.redaction import hide_in_text
+from cohort.versions import versions
 
 EVENTS, STATUS = "events.jsonl", "status.json"
 _STATUS_EVERY_S = 0.2  # minimum time between two writes

@@ -190,7 +190,8 @@ class Sharding:
         for group in self._groups():
             for parameter in group.fsdp_params:
                 grad_dtype = parameter.sharded_param.grad_dtype
-                if grad_dtype != parameter.orig_dtype:  # keep gradients in the dtype of the reduction
+                # keep gradients in the dtype of the reduction; newer versions of torch follow `grad_dtype` by themselves
+                if grad_dtype != parameter.orig_dtype and hasattr(group, "_orig_dtype"):
                     group._orig_dtype = grad_dtype
 
     def reset(self) -> None:
@@ -204,7 +205,6 @@ class Sharding:
         self.model.reset_iter_state()
         for group in self._groups():
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 

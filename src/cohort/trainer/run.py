@@ -30,6 +30,7 @@ from cohort.trainer.setup import (
 )
 from cohort.trainer.token_budget import initial_budget
 from cohort.trainer.worker_group import WorkerGroup
+from cohort.versions import untested_versions
 
 
 def train(
@@ -102,7 +103,8 @@ def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]
     """Watch for reward functions that end the process, and return messages for the start."""
     inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
     crash = marker.last_crash()
-    return [*([] if crash is None else [crash]), *inputs.notes(config.rollout.max_prompt_tokens)]
+    notes = inputs.notes(config.rollout.max_prompt_tokens)
+    return [*([] if crash is None else [crash]), *untested_versions(), *notes]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:

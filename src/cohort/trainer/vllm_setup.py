@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
+from cohort.versions import newer_than_tested
 
 
 class VllmSetup(ServersSetup):
@@ -72,14 +73,20 @@ class VllmSetup(ServersSetup):
         self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
         """Return functions that connect and publish: adapters if one is trained, else all weights."""
-        policy = workers.local.policy
+        policy, notify_once = workers.local.policy, cache(notify)
         if policy.adapter is not None:
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
             share = partial(send_adapter, save=save, folder=folder / ADAPTERS)
-            return partial(_connect_adapter, self.config, self.secret), share
+            return partial(_connect_adapter, self.config, self.secret, notify=notify_once), share
         ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(
-            _connect, self.config, self.secret, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, notify=notify
+            _connect,
+            self.config,
+            self.secret,
+            policy.device,
+            sleeps=self.shares_gpus,
+            ipc_gpus=ipc_gpus,
+            notify=notify_once,
         )
         return connect, partial(_publish, workers, self.dtype, notify)
 
@@ -106,7 +113,7 @@ def _connect(
     """
     timeout_s = config.hardware.timeout_s / 8  # a hanging server uses up several, while the other ranks wait
     with closing(VllmApi(url, secret=secret, timeout_s=timeout_s)) as api:
-        check_version(api.version(), f"rollout.urls: {url}")  # known already for the run's own servers
+        _check_version(api, url, notify)
         num_workers = api.world_size()
     channel = WeightChannel(
         url,
@@ -126,7 +133,9 @@ def _connect(
     return channel
 
 
-def _connect_adapter(config: Config, secret: Secret | None, url: str) -> AdapterChannel:
+def _connect_adapter(
+    config: Config, secret: Secret | None, url: str, *, notify: Callable[[str], None]
+) -> AdapterChannel:
     """Open a channel that sends adapters to a running server.
 
     Raises:
@@ -135,7 +144,7 @@ def _connect_adapter(config: Config, secret: Secret | None, url: str) -> Adapter
     """
     api = VllmApi(url, secret=secret, timeout_s=config.hardware.timeout_s / 8)
     try:
-        check_version(api.version(), f"rollout.urls: {url}")
+        _check_version(api, url, notify)
         if POLICY_NAME in (names := api.model_names()) and f"{POLICY_NAME}-base" not in names:
             raise UserError(
                 f"rollout.urls: {url} serves the model without an adapter, but this run trains one; start it with "
@@ -145,6 +154,14 @@ def _connect_adapter(config: Config, secret: Secret | None, url: str) -> Adapter
         api.close()
         raise
     return AdapterChannel(api)
+
+
+def _check_version(api: VllmApi, url: str, notify: Callable[[str], None]) -> None:
+    """Refuse a vLLM that is too old, which the run's own servers are known not to be, and name one that is too new."""
+    version = api.version()
+    check_version(version, f"rollout.urls: {url}")
+    if (note := newer_than_tested("vllm", version)) is not None:
+        notify(note)
 
 
 def _publish(

@@ -107,7 +107,7 @@ def test_a_server_without_room_for_an_adapter_is_refused(tmp_path: Path):
     server.start()
     try:
         with pytest.raises(UserError, match=r"rollout.urls: http\S+ serves the model without an adapter"):
-            vllm_setup._connect_adapter(config, Secret(SECRET), server.url)
+            vllm_setup._connect_adapter(config, Secret(SECRET), server.url, notify=print)
     finally:
         server.stop()
 

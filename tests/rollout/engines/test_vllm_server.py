@@ -113,16 +113,16 @@ def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("version", "known"), [("0.32.0", True), ("0.32.9", True), ("0.33.0", False), ("0.3.2", False)]
+    ("version", "known"), [("0.32.0", True), ("0.32.9", True), ("0.35.0", True), ("0.31.2", False), ("0.3.2", False)]
 )
-def test_only_one_line_of_vllm_is_known(tmp_path: Path, version: str, known: bool):
+def test_a_vllm_older_than_any_that_was_tested_is_refused(tmp_path: Path, version: str, known: bool):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {version}\n")
     python.chmod(0o755)
     if known:
         assert check_vllm(str(python)) == version
     else:
-        with pytest.raises(UserError, match=rf"has vLLM {version}, but Cohort supports only 0\.32\.\*"):
+        with pytest.raises(UserError, match=rf"has vLLM {version}, but Cohort needs 0\.32 or newer"):
             check_vllm(str(python))
 
 

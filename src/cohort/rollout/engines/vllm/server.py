@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,8 +15,8 @@ from typing import IO, Any, Literal
 from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import Secret
+from cohort.versions import TESTED, release
 
-VLLM_LINE = "0.32"
 POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"
 SECRET_VARIABLE = "COHORT_SECRET_FILE"  # file from which a server reads the secret that it demands
@@ -25,7 +24,8 @@ _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
 _MAX_LOG_BYTES = 4 << 20
-_ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
+_OLDEST, _NEWEST = (version.rpartition(".")[0] for version in TESTED["vllm"])
+_ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={_NEWEST}.*')"
 # Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
 # expandable segments. An API key would be demanded in place of the secret.
 _NOT_INHERITED = {
@@ -153,17 +153,17 @@ def check_vllm(python: str) -> str:
 
 
 def check_version(version: str, where: str) -> None:
-    """Check that Cohort supports a version of vLLM.
+    """Check that a version of vLLM is not too old.
 
     Args:
         version: a version such as 0.32.0.
         where: key and value to name in the error.
 
     Raises:
-        UserError: the version is not supported.
+        UserError: it is older than any that Cohort was tested with.
     """
-    if not re.match(rf"{re.escape(VLLM_LINE)}(\.|$)", version):
-        raise UserError(f"{where} has vLLM {version}, but Cohort supports only {VLLM_LINE}.*; {_ADVICE}")
+    if release(version) < release(_OLDEST):
+        raise UserError(f"{where} has vLLM {version}, but Cohort needs {_OLDEST} or newer; {_ADVICE}")
 
 
 def start_guarded(
