@@ -289,9 +289,11 @@ def test_a_server_elsewhere_says_how_many_workers_the_weights_have_to_reach():
     assert connect_to(num_workers=1).meeting["world_size"] == 2
 
 
-def test_another_vllm_elsewhere_is_refused():
-    with pytest.raises(UserError, match=r"rollout.urls: http://127.0.0.1:\d+ has vLLM 0.33.1, but .* only 0.32.\*"):
-        connect_to(vllm_version="0.33.1")
+def test_an_older_vllm_elsewhere_is_refused_and_a_newer_one_named(capsys):
+    with pytest.raises(UserError, match=r"rollout.urls: http://127.0.0.1:\d+ has vLLM 0.31.1, but .* 0.32 or newer"):
+        connect_to(vllm_version="0.31.1")
+    connect_to(vllm_version="0.99.1")
+    assert "vLLM 0.99.1 is newer than 0.32.0, which Cohort was tested with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class Sharding:
         for group in self._groups():
             for parameter in group.fsdp_params:
                 grad_dtype = parameter.sharded_param.grad_dtype
-                # keep gradients in the dtype of the reduction; newer versions of torch follow `grad_dtype` by themselves
+                # keep gradients in the dtype of the reduction; newer versions of torch follow `grad_dtype` themselves
                 if grad_dtype != parameter.orig_dtype and hasattr(group, "_orig_dtype"):
                     group._orig_dtype = grad_dtype
 
