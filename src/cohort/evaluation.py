@@ -74,7 +74,8 @@ def evaluate(
         f"pass@{k}": float(success_PK[intact_PK.any(axis=1)].any(axis=1).mean()),
     }
     metrics |= {"num_dropped_overlong": evaluation.num_dropped_overlong, **rollout_metrics(groups)}
-    return EvalResult(accuracy=accuracy, metrics={f"eval/{n}": v for n, v in metrics.items()}, groups=groups)
+    own = {f"eval/{name}": value for name, value in metrics.items()}
+    return EvalResult(accuracy=accuracy, metrics=rewards.take_logged(own, prefix="eval/"), groups=groups)
 
 
 def success(groups: Sequence[ScoredGroup], reward: str, threshold: float) -> np.ndarray:

@@ -136,6 +136,11 @@ class RunFolder:
         rows, _ = read_metrics(self.path / "metrics.jsonl")
         return {row["step"]: row[name] for row in rows if row.get(name) is not None}
 
+    def last_metrics(self, count: int) -> list[dict[str, float]]:
+        """Return the metrics of the last `count` steps and evaluations, each with its "step"."""
+        rows, _ = read_metrics(self.path / "metrics.jsonl")
+        return [{name: v for name, v in row.items() if isinstance(v, int | float)} for row in rows[-count:]]
+
     def write_completions(
         self, name: str, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
     ) -> None:

@@ -15,7 +15,8 @@ from cohort.errors import UserError, suggest
 
 _PACKAGE = Path(__file__).parent
 _MACHINERY = tuple(
-    str(_PACKAGE / name) for name in ("user_code.py", "rewards/call.py", "algorithms/custom_functions.py")
+    str(_PACKAGE / name)
+    for name in ("user_code.py", "rewards/call.py", "rewards/returned.py", "algorithms/custom_functions.py")
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -42,16 +43,27 @@ def load_function(use: str, *, field: str) -> Callable[..., Any]:
 
 def load_callable(use: str, *, field: str) -> Callable[..., Any]:
     """Return the function or class named by `use`. Arguments and errors are those of `load_function`."""
-    where, _, name = use.rpartition(":")
+    where, _, path = use.rpartition(":")
     is_file = where.endswith(".py") or "/" in where
-    module = _module_of_file(where, use, field) if is_file else _module(where, use, field)
-    if not hasattr(module, name):
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{field}: {use!r}: {where} has no {name!r}{suggest(name, public, 'Callable in it')}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
+    found: Any = _module_of_file(where, use, field) if is_file else _module(where, use, field)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            public = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n, None))]
+            raise UserError(f"{field}: {use!r}: {where} has no {path!r}{suggest(name, public, 'Callable in it')}")
+        found = getattr(found, name)
+        where = f"{where}:{name}" if ":" not in where else f"{where}.{name}"
+    if not callable(found):
+        advice = ""
+        if isinstance(found, list | tuple) and found and all(map(callable, found)):
+            advice = "; make an entry for each of its functions"
+        raise UserError(f"{field}: {use!r} is not callable, it is {found!r:.200} ({type(found).__name__}){advice}")
+    function: Callable[..., Any] = found
     return function
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a file is neither Cohort's nor of an installed package."""
+    return not file.startswith(("<", str(_PACKAGE), *_LIBRARIES))
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str | None:
@@ -81,21 +93,36 @@ def _module_of_file(path: str, use: str, field: str) -> ModuleType:
         beside = sorted(file.name for file in found.parent.glob("*.py"))
         raise UserError(f"{field}: {use!r}: no such file: {found}{suggest(found.name, beside, 'Files there')}")
     # Import each file once, so that two functions from one file share its state.
-    module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
+    importable(found.parent)
+    module_name = _module_name(found)
     if module_name in sys.modules:
         return sys.modules[module_name]
-    importable(found.parent)
     spec = importlib.util.spec_from_file_location(module_name, found)
     if spec is None or spec.loader is None:
         raise UserError(f"{field}: {use!r}: {found} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    arguments, sys.argv = sys.argv, [str(found)]  # a file that parses them must not read Cohort's
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[module_name]
         raise _import_error(error, use, field) from error
+    finally:
+        sys.argv = arguments
     return module
+
+
+def _module_name(file: Path) -> str:
+    """Return the file's name, by which other processes can import it, unless another module has that name."""
+    importlib.invalidate_caches()  # the file may be new
+    try:
+        known = importlib.util.find_spec(file.stem)
+    except (ImportError, ValueError):
+        known = None
+    if known is not None and known.origin is not None and Path(known.origin).resolve() == file:
+        return file.stem
+    return f"cohort_user_file_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
 
 
 def _module(name: str, use: str, field: str) -> ModuleType:
@@ -115,7 +142,10 @@ def _module(name: str, use: str, field: str) -> ModuleType:
 def _import_error(error: BaseException, use: str, field: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    return UserError(f"{field}: {use!r} does not import: {describe_error(error)} (at {error_location(error)})")
+    advice = ""
+    if isinstance(error, SystemExit):
+        advice = "; move what only its own command needs, such as parse_args(), below `if __name__ == '__main__':`"
+    return UserError(f"{field}: {use!r} does not import: {describe_error(error)} (at {error_location(error)}){advice}")
 
 
 def importable(folder: Path) -> None:

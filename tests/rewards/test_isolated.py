@@ -108,10 +108,11 @@ def test_a_crash_is_not_judged_and_the_next_batch_has_a_new_process(path: Path):
     [
         ("exit", [None, None], "ended with exit code 3"),
         ("sys.exit", [None, None], "it called SystemExit: 4"),
-        ("hang", [None, None], "did not return within 2 s (rewards[i].timeout_s)"),
-        ("number", [None, None], "it returned 1.0 (float) for 2 completions"),
-        ("short", [None, None], "it returned 3 values for 2 completions"),
-        ("text", [1.0, None], "it returned 'two' (str)"),
+        (
+            "hang",
+            [None, None],
+            "its deadline of 2 s (at {path}:{line}), reading completion 1 of 2, 'hang'",
+        ),
         ("none", [None, 0.5], None),
     ],
 )
@@ -120,18 +121,38 @@ def test_what_is_not_judged(path: Path, word: str, expected: list[float | None],
     shown: list[str] = []
     runner.notify = shown.append
     assert values(runner, word, "b") == expected
-    assert runner.counts() == ({} if why is None else {"score/not_judged": 1 if word == "text" else 2})
+    assert runner.counts() == ({} if why is None else {"score/not_judged": 2})
     assert all(f"scoring ['{word}', 'b']" in text for text in shown)
-    assert [why in text for text in shown] == [True] * (why is not None)
+    line = MODULE.splitlines().index("        time.sleep(1000)") + 1
+    assert [why.format(path=path, line=line) in text for text in shown] == [True] * (why is not None)
+
+
+@slow("each needs a process")
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("number", "reward 'score' returned 1.0 (float); it must return a list"),
+        ("short", "reward 'score' returned 3 values for 2 completions"),
+        ("text", "reward 'score' returned 'two' (str) at position 1"),
+    ],
+)
+def test_values_that_are_no_numbers_are_errors_as_without_isolate(path: Path, word: str, message: str):
+    with pytest.raises(UserError) as raised:
+        values(runner_of(path), word, "b")
+    assert str(raised.value).startswith(message)
 
 
 @slow("each needs a process")
 def test_an_exception_ends_the_run_and_names_the_line_of_the_function(path: Path):
+    runner = runner_of(path)
+    runner.log_folder = path.parent / "logs"
     with pytest.raises(UserError) as raised:
-        values(runner_of(path), "raise", "b")
+        values(runner, "raise", "b")
     text = str(raised.value)
-    assert text.startswith("reward 'score': raised LookupError: no such word (at ") and f"{path}:" in text
-    assert 'raise LookupError("no such word")' in text and "In the child process:" in text
+    assert text.startswith(f"reward 'score': raised LookupError: no such word (at {path}:")
+    assert "reading completion 1 of 2, 'raise'" in text
+    saved = (path.parent / "logs" / "reward-score.txt").read_text()
+    assert "in the child process:" in saved and 'raise LookupError("no such word")' in saved
 
 
 @slow("each needs a process")

@@ -1,14 +1,21 @@
 """Rewards: what functions get, what they may return, and that nothing they do can hang or silently zero a run."""
 
 import asyncio
+import itertools
+import math
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
+import pandas
 import pytest
+import sympy
+import torch
 
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
@@ -35,6 +42,8 @@ def test_one_call_gets_every_completion_of_the_step_in_order():
         return [0.0] * 3
 
     RewardRunner([reward(f)]).score([group("p", ["a", "b"], answer=1), group("q", ["c"], level=2)])
+    assert [calls[0].pop(name) is not None for name in ("trainer_state", "log_metric", "log_extra")] == [True] * 3
+    assert type(calls[0]["completions"]) is list
     assert calls == [
         {
             "prompts": ["p", "p", "q"],
@@ -131,10 +140,38 @@ def test_weighted_sum_over_the_parts_that_scored():
         (True, 2, 0.5),
         np.array([1.0, 2.0, 0.5], dtype=np.float32),
         [np.bool_(True), np.int64(2), np.array(0.5)],
+        [True, Fraction(2), Decimal("0.5")],
+        {"a": 1, "b": 2.0, "c": 0.5}.values(),
+        np.array([[1.0], [2.0], [0.5]]),
+        torch.tensor([[1.0], [2.0], [0.5]], dtype=torch.bfloat16),
+        [torch.tensor([1.0]), torch.tensor(2), sympy.Integer(1) / 2],
+        pandas.Series([1, 2, 0.5], index=[5, 6, 7]),
     ],
 )
 def test_numbers_of_every_kind(returned):
     assert score_texts(lambda completions: returned, ["a", "b", "c"]) == [1.0, 2.0, 0.5]
+
+
+def test_generators_and_maps_are_lists_and_raise_within_the_function():
+    assert score_texts(lambda completions: (len(c) for c in completions), ["a", "bcd"]) == [1.0, 3.0]
+    assert score_texts(lambda completions: map(len, completions), ["a", "bcd"]) == [1.0, 3.0]
+
+    def f(completions):
+        for completion in completions:
+            yield {}[completion]
+
+    line = f.__code__.co_firstlineno + 2
+    assert f"raised KeyError: 'one' (at {__file__}:{line}, reading completion 1 of 2, 'one')" in fails(f)
+
+
+def test_nan_is_not_scored_counted_and_told_once():
+    runner, told = RewardRunner([reward(lambda completions: [1.0, math.nan, np.float32("nan")], name="mine")]), []
+    runner.notify = told.append
+    for _ in range(2):
+        (scored,) = runner.score([group("p", ["a", "b", "c"])], during="step 3")
+        np.testing.assert_array_equal(scored.rewards, [1.0, math.nan, math.nan])
+        assert runner.counts() == {"mine/nan": 2}
+    assert told == ["reward 'mine' returned NaN for 2 of 3 completions, which counts as not scored, like None (step 3)"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +184,8 @@ def test_numbers_of_every_kind(returned):
         (None, ["returned None (NoneType)", "a list"]),
         ("ab", ["'ab' (str)", "a list"]),
         ({"a": 1, "b": 2}, ["(dict)", "a list"]),
-        ([1.0, float("nan")], ["nan (float) at position 1", "'two'"]),
+        ({1.0, 2.0}, ["(set)", "a list"]),
+        (itertools.count(), ["returned 3 values for 2 completions"]),
         ([float("-inf"), 1.0], ["-inf (float) at position 0", "'one'"]),
         ([1.0, "0.5"], ["'0.5' (str) at position 1", "'two'"]),
         ([1.0, [2.0]], ["[2.0] (list) at position 1", "'two'"]),
@@ -219,13 +257,13 @@ def test_a_hung_function_is_an_error_with_its_deadline_and_line():
 
 
 def test_a_function_that_keeps_the_interpreter_lock_ends_the_process(tmp_path):
-    """No thread can watch a regular expression that backtracks for ever; the timer outside of the interpreter can."""
+    """No thread can watch an extension that keeps it; the timer outside of the interpreter can."""
     program = """
-        import re
+        import ctypes
         from cohort.rewards import RewardFunction, call
         call._INTERPRETER_GRACE_S = 0.3
         def stuck(completions):
-            return re.match("(a+)+$", "a" * 60 + "b")
+            return ctypes.PyDLL(None).sleep(600)
         call.call_sync(RewardFunction(name="stuck", function=stuck, timeout_s=0.2), {"completions": []})
     """
     file = tmp_path / "program.py"

@@ -8,11 +8,13 @@ from cohort.rewards.function import RewardFunction
 from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward, read_trajectories
 from cohort.rewards.marker import RewardCrashMarker
 from cohort.rewards.runner import RewardRunner
+from cohort.rewards.trl_arguments import TrainerProgress
 
 __all__ = [
     "RewardCrashMarker",
     "RewardFunction",
     "RewardRunner",
+    "TrainerProgress",
     "build_rewards",
     "check_columns",
     "load_reward",

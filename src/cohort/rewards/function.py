@@ -1,7 +1,7 @@
 """Reward functions with their settings and signatures."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,9 +57,9 @@ class KeywordParameters:
     positional_only: tuple[str, ...]  # required parameters that cannot be passed by keyword
     has_var_keyword: bool  # has **kwargs
 
-    def accepts(self, name: str) -> bool:
-        """Whether `name` may be passed."""
-        return self.has_var_keyword or name in self.names
+    def accepts(self, name: str, *, unless: Collection[str] = ()) -> bool:
+        """Whether `name` may be passed. Names in `unless` are only passed if the function names them."""
+        return name in self.names or (self.has_var_keyword and name not in unless)
 
 
 def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:

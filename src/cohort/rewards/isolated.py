@@ -2,14 +2,18 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import isolated_child
+from cohort.rewards.caught import Caught
 from cohort.rewards.function import ON_REQUEST
+from cohort.rewards.returned import NotANumber
+from cohort.rewards.trl_arguments import TRL_NAMES, TrainerProgress
 from cohort.rollout.environments.child_process import START_TIMEOUT_S, ChildError, ChildProcess, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure
@@ -22,10 +26,12 @@ _MAX_MESSAGES = 3  # in the summary
 class IsolatedReward:
     """An asynchronous reward function that calls the user's function in a child process.
 
-    Completions are not judged (None), and counted by `last_counts`, if the process ends, misses the deadline, or the
-    function returns anything but a number or None for them. The next call starts a new process. Exceptions of the
-    function end the run as those of other functions do.
+    Completions are not judged (None), and counted by `last_counts`, if the process ends or misses the deadline. The
+    next call starts a new process. Exceptions of the function, and values that are not numbers, end the run as those of
+    other functions do.
     """
+
+    calls_user_code = True  # it takes TRL's arguments
 
     def __init__(self, config: RewardConfig, *, field: str) -> None:
         """Start the child process, load the function, and read its signature.
@@ -40,10 +46,12 @@ class IsolatedReward:
         self.warnings: list[str] = []  # for the run's summary
         self.last_warnings: list[str] = []  # of the last call
         self.last_counts: dict[str, int] = {}
+        self.last_caught: Caught | None = None  # of the first call in a process
         self._timeout_s = config.timeout_s
         self._use = config.use
+        self._name = config.name or config.use
         self._code = UserCode(
-            name=f"reward {config.name or config.use!r}",
+            name=f"reward {self._name!r}",
             key=f"{field}.use",
             functions={name: f"{_CHILD_MODULE}:{name}" for name in ("describe", "score")},
         )
@@ -70,36 +78,52 @@ class IsolatedReward:
         """Seconds that a call may take in all: of the function, and to start a process before it."""
         return START_TIMEOUT_S + self._timeout_s + _GRACE_S
 
-    async def __call__(self, completions: Sequence[Any], **arguments: Any) -> list[float | None]:
-        """Return one reward per completion.
+    async def __call__(
+        self,
+        completions: Sequence[Any],
+        *,
+        trainer_state: TrainerProgress,
+        log_metric: Callable[[str, float], None],
+        log_extra: Callable[[str, Sequence[Any]], None],
+        **arguments: Any,
+    ) -> Any:
+        """Return one reward per completion, as the function returned it.
 
         Raises:
             UserError: the function raised an exception, or does not load anymore.
         """
-        self.last_warnings = []
-        given = {**arguments, "completions": completions} if self._takes_completions else arguments
+        self.last_warnings, self.last_caught, self.last_counts = [], None, {}
+        content = {
+            "name": self._name,
+            "arguments": {**arguments, "completions": completions} if self._takes_completions else arguments,
+            "count": len(completions),
+            "progress": trainer_state,
+            "timeout_s": self._timeout_s,
+        }
         try:
-            returned = await self._in_child("score", given, timeout_s=self._timeout_s)
-        except DeadlineMissed as missed:
-            return self._not_judged(completions, f"it {missed} (rewards[i].timeout_s){self._output()}")
+            returned = await self._in_child("score", content, timeout_s=self._timeout_s + _GRACE_S)
+        except DeadlineMissed:
+            late = f"it did not return within {self._timeout_s:g} s (rewards[i].timeout_s)"
+            return self._not_judged(completions, f"{late}{self._output()}")
         except EnvironmentFailure as failure:
             return self._not_judged(completions, str(failure))
+        if "late" in returned:
+            late = str(returned["late"]).replace(f"reward {self._name!r}", "it", 1)
+            return self._not_judged(completions, f"{late}{self._output()}")
         if "exited" in returned:
             return self._not_judged(completions, f"it called {returned['exited']}{self._output()}")
         if "error" in returned:
-            raise UserError(f"{returned['error']}\n\nIn the child process:\n{returned['traceback']}")
-        values: list[Any] | None = returned["values"]
-        if values is None or len(values) != len(completions):
-            what = returned["kind"] if values is None else f"{len(values)} values"
-            return self._not_judged(
-                completions, f"it returned {what} for {len(completions)} completions{self._output()}"
-            )
-        rewards = [value if isinstance(value, float) else None for value in values]
-        wrong = [value for value in values if isinstance(value, str)]
-        if wrong:
-            self._end()
-        self._count(len(wrong), f"it returned {wrong[0]}{self._output()}" if wrong else "")
-        return rewards
+            error = UserError(str(returned["error"]).removeprefix(f"reward {self._name!r} "))
+            raise error from RuntimeError(f"in the child process:\n\n{returned['traceback']}")
+        for name, values in returned["metrics"].items():
+            for value in values:
+                log_metric(name, value)
+        for column, texts in returned["details"].items():
+            log_extra(column, texts)
+        self.last_caught = Counter({(kind, line): number for kind, line, number in returned["caught"]})
+        if returned["values"] is None:
+            return NotANumber(returned["kind"])
+        return [NotANumber(v["kind"]) if isinstance(v, dict) else v for v in returned["values"]]
 
     def _describe_now(self, field: str) -> Mapping[str, Any]:
         """Describe the function, also where an event loop runs, as in a notebook."""
@@ -125,7 +149,7 @@ class IsolatedReward:
         """Call a function of `isolated_child`. Raises as `ChildProcess.call` does."""
         if self._child is None or not self._child.is_alive:
             self._child = await ChildProcess.start(self._code)
-        content = {"use": self._use, "field": self._code.key, "arguments": dict(arguments)}
+        content = {"use": self._use, "field": self._code.key, **arguments}
         try:
             return await self._child.call(name, content, timeout_s=timeout_s)
         except ChildError as error:  # of the child's program itself
@@ -141,21 +165,17 @@ class IsolatedReward:
 
     def _not_judged(self, completions: Sequence[Any], why: str) -> list[float | None]:
         self._end()
-        self._count(len(completions), why)
+        self.last_counts = {"not_judged": len(completions)}
+        text = f"warning: {self._code.name} did not judge {len(completions)} completions: {why}"
+        self.last_warnings.append(text)
+        if len(self.warnings) < _MAX_MESSAGES:
+            self.warnings.append(text)
         return [None] * len(completions)
-
-    def _count(self, number: int, why: str) -> None:
-        self.last_counts = {"not_judged": number} if number else {}
-        if number:
-            text = f"warning: {self._code.name} did not judge {number} completions: {why}"
-            self.last_warnings.append(text)
-            if len(self.warnings) < _MAX_MESSAGES:
-                self.warnings.append(text)
 
 
 def _signature(described: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of the user's function, with `completions`, by which the values are counted."""
-    by_name = dict.fromkeys(described["names"], None) | {"completions": None}
+    """Return the signature of the user's function, with `completions`, by which the values are counted, and TRL's."""
+    by_name = dict.fromkeys([*described["names"], "completions", *TRL_NAMES])
     required = {*described["required"], "completions"}
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in described["positional_only"]

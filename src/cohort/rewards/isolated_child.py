@@ -1,21 +1,25 @@
 """What runs in the child process of an isolated reward: load the user's function, call it, and return plain values."""
 
-import inspect
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from cohort.errors import UserError
-from cohort.rewards.describe import excerpt
-from cohort.rewards.function import ChecksArguments, keyword_parameters
-from cohort.user_code import describe_error, error_location, load_function
+from cohort.rewards.call import MissedDeadline, call_sync, function_error
+from cohort.rewards.caught import Caught, caught_exceptions
+from cohort.rewards.function import ChecksArguments, RewardFunction, is_async, keyword_parameters
+from cohort.rewards.returned import as_list, as_number, describe_value
+from cohort.rewards.trl_arguments import RewardLog, TrainerProgress
+from cohort.user_code import describe_error, load_function
 
-_MAX_TRACEBACK_CHARACTERS = 4000
+_MAX_TRACEBACK_CHARACTERS = 20_000
+_called: set[str] = set()  # functions that have been called before
 
 
-def describe(use: str, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def describe(use: str, field: str) -> dict[str, Any]:
     """Load the function and describe its signature; `error` if it cannot be used."""
     with suppress(OSError):  # if memory runs out, the kernel ends this process before the run's
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -38,35 +42,86 @@ def describe(use: str, field: str, arguments: Mapping[str, Any]) -> dict[str, An
     }
 
 
-async def score(use: str, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the function, which may be asynchronous, and return its values: numbers, None, or text on others."""
-    try:
-        returned = load_function(use, field=field)(**arguments)
-        if inspect.isawaitable(returned):
-            returned = await returned
-    except (SystemExit, KeyboardInterrupt) as error:
-        return {"exited": describe_error(error)}
-    except BaseException as error:
-        frames = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARACTERS:]
-        return {"error": f"raised {describe_error(error)} (at {error_location(error)})", "traceback": frames}
-    values = returned
-    with suppress(Exception):  # arrays of NumPy or PyTorch
-        values = returned.tolist()
-    if not isinstance(values, list | tuple):
-        return {"values": None, "kind": _kind(returned)}
-    return {"values": [_plain(value) for value in values]}
+def score(
+    use: str,
+    field: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    count: int,
+    progress: TrainerProgress,
+    timeout_s: float,
+) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+    """Call the function and return its values: numbers, None, or a description of anything else.
+
+    Args:
+        use: path of the function.
+        field: name of the path in messages.
+        name: name of the reward in messages.
+        arguments: what the run passes to it, less TRL's.
+        count: number of completions.
+        progress: TRL's `trainer_state`.
+        timeout_s: deadline of the call. A function that is asynchronous, or cannot be interrupted, is ended by the run.
+    """
+    function = load_function(use, field=field)
+    parameters, log = keyword_parameters(function), RewardLog()
+    given = {n: value for n, value in log.arguments(progress).items() if parameters.accepts(n)}
+    reward = RewardFunction(name=name, function=function, timeout_s=timeout_s)
+    call = _Call(reward, {**arguments, **given}, count, log)
+    return call.run_async() if is_async(function) else call.run()
 
 
-def _plain(value: Any) -> float | str | None:
-    """Return a number or None; text that describes anything else."""
-    number = value
-    if not isinstance(value, bool | int | float):
-        with suppress(Exception):  # scalars of NumPy or PyTorch
-            number = value.item()
-    if isinstance(number, bool | int | float) and abs(number) <= 1e30:
-        return float(number)
-    return None if value is None else _kind(value)
+class _Call:
+    """One call, and what the run learns of it."""
+
+    def __init__(self, reward: RewardFunction, arguments: dict[str, Any], count: int, log: RewardLog):
+        self._reward = reward
+        self._arguments = arguments
+        self._count = count
+        self._log = log
+        first = reward.name not in _called
+        _called.add(reward.name)
+        self._watch: AbstractContextManager[Caught] = caught_exceptions() if first else nullcontext(Counter())
+
+    def run(self) -> dict[str, Any]:
+        """Call a synchronous function, in the main thread."""
+        try:
+            with self._watch as caught:
+                return self._result(call_sync(self._reward, self._arguments), caught)
+        except MissedDeadline as error:
+            return {"late": str(error)}
+        except UserError as error:
+            return self._failure(error)
+
+    async def run_async(self) -> dict[str, Any]:
+        """Await an asynchronous function."""
+        try:
+            with self._watch as caught:
+                returned = as_list(await self._reward.function(**self._arguments), self._count)
+            return self._result(returned, caught)
+        except BaseException as error:
+            return self._failure(function_error(self._reward, error, self._arguments))
+
+    def _result(self, returned: Any, caught: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+        values = [_plain(value) for value in returned] if isinstance(returned, list) else None
+        return {
+            "values": values,
+            "kind": describe_value(returned) if values is None else "",
+            "metrics": self._log.metrics,
+            "details": self._log.details(self._count),
+            "caught": [[*key, number] for key, number in caught.items()],
+        }
+
+    def _failure(self, error: UserError) -> dict[str, Any]:
+        cause = error.__cause__
+        if isinstance(cause, SystemExit | KeyboardInterrupt):
+            return {"exited": describe_error(cause)}
+        frames = "".join(traceback.format_exception(cause or error))[-_MAX_TRACEBACK_CHARACTERS:]
+        return {"error": str(error), "traceback": frames}
 
 
-def _kind(value: Any) -> str:
-    return f"{excerpt(value)} ({type(value).__name__})"
+def _plain(value: Any) -> float | dict[str, str] | None:
+    """Return a number or None; for anything else its description."""
+    if value is None:
+        return None
+    number = as_number(value)
+    return {"kind": describe_value(value)} if number is None else number

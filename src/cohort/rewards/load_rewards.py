@@ -18,8 +18,11 @@ from cohort.rewards.function import (
     reward_arguments,
 )
 from cohort.rewards.registry import BUILTINS, RewardContext
+from cohort.rewards.trl_arguments import TRL_NAMES
 from cohort.sandbox import SharedSandbox
 from cohort.user_code import load_function
+
+_MAX_COLUMNS = 10  # in messages
 
 
 def build_rewards(
@@ -177,7 +180,7 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
     own = reward_arguments(reward.function)
     allowed = own or parameters.names - set(ROLLOUT_NAMES)
     for arg in reward.args:
-        if arg in ROLLOUT_NAMES:
+        if arg in (*ROLLOUT_NAMES, *TRL_NAMES):
             raise UserError(f"{field}.args: {arg!r} is always passed to reward {name!r}; remove it")
         if arg in columns and arg not in own:
             raise UserError(
@@ -202,12 +205,16 @@ def _check_required(
         except (ValueError, TypeError) as error:
             raise UserError(f"{field}.args: reward {reward.name!r}: {error}") from error
         required += [(column, f"the column {column!r}") for column in needed]
-    available = {*ROLLOUT_NAMES, *ON_REQUEST, *columns, *reward.args}
+    available = {*ROLLOUT_NAMES, *ON_REQUEST, *TRL_NAMES, *columns, *reward.args}
     for parameter, described in required:
         if parameter not in available:
+            names = sorted(columns)
+            shown = ", ".join(names[:_MAX_COLUMNS]) or "none"
+            more = f" and {len(names) - _MAX_COLUMNS} more" if len(names) > _MAX_COLUMNS else ""
             raise UserError(
                 f"{field}: reward {reward.name!r} needs {described}, which is neither a column of the dataset nor in "
-                f"{field}.args{suggest(parameter, columns, 'Columns')}; also available: {', '.join(ROLLOUT_NAMES)}"
+                f"{field}.args{did_you_mean(parameter, available) or '.'} Columns: {shown}{more}; also available: "
+                f"{', '.join((*ROLLOUT_NAMES, *TRL_NAMES))}"
             )
 
 

@@ -6,9 +6,12 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 import dataclasses
 import math
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
+from cohort.rewards.caught import Caught, caught_exceptions, describe_caught
 from cohort.rewards.compose import GatedParts, stages
 from cohort.rewards.describe import excerpt
 from cohort.rewards.function import (
@@ -28,6 +32,8 @@ from cohort.rewards.function import (
     reward_arguments,
 )
 from cohort.rewards.marker import RewardCrashMarker
+from cohort.rewards.returned import as_number, describe_value
+from cohort.rewards.trl_arguments import RewardLog, TrainerProgress, mean_metrics
 
 UNSCORED = math.nan
 MAX_ABS_REWARD = 1e30  # squares of larger rewards overflow on the way to the loss
@@ -37,8 +43,9 @@ class RewardRunner:
     """Calls each reward function once per step, on all completions of all groups.
 
     A function gets the keyword arguments in its signature, or everything if it has `**kwargs`: `prompts`,
-    `completions`, `completion_ids` and the dataset columns, each with one entry per completion, and its own `args`.
-    One that names `trajectories` or `environments` gets the `Trajectory` records or the environment instances.
+    `completions`, `completion_ids` and the dataset columns, each with one entry per completion, its own `args`, and
+    TRL's `trainer_state`, `log_metric`, `log_extra` and, in runs with environments, `environments`. One that names
+    `trajectories` gets the `Trajectory` records.
     """
 
     def __init__(
@@ -70,6 +77,16 @@ class RewardRunner:
         self.notify: Callable[[str], None] | None = None  # shows `last_warnings` of functions that have them
         # called with a function's name, its verdicts that are done, and all of the call
         self.on_progress: Callable[[str, int, int], None] = lambda name, done, total: None
+        self.trainer_progress: Callable[[], TrainerProgress] = (
+            TrainerProgress  # for functions that take `trainer_state`
+        )
+        self.log_folder: Path | None = None  # for the tracebacks of functions
+        self._logs: dict[str, RewardLog] = {}  # by function, of its last call
+        self._logged: list[Mapping[str, Sequence[float]]] = []  # metrics since the last `take_logged`
+        self._num_nan: Counter[str] = Counter()  # completions for which a function returned NaN, in the last `score`
+        self._told_of_nan: set[str] = set()
+        self._not_called: set[str] = {f.name for f in self.functions if not _is_builtin(f)}  # the user's own
+        self._caught: dict[str, Caught] = {}  # exceptions that a function caught in its first call
         self.seconds: dict[str, float] = {}  # wall time of each function that the last `score` called
         self.num_judged: dict[str, int] = {}  # its completions, for functions that report progress
 
@@ -122,12 +139,31 @@ class RewardRunner:
 
     def counts(self) -> dict[str, int]:
         """Return `reward name/event` -> completions of the last step, from functions with `last_counts`."""
-        return {
+        counted = {
             f"{f.name}/{kind}": number
             for f in self.functions
             if f.name in self.seconds
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
+        return counted | {f"{name}/nan": number for name, number in self._num_nan.items()}
+
+    def take_logged(self, own: Mapping[str, float], *, prefix: str = "") -> dict[str, float]:
+        """Return `own` and the means of what functions logged by `log_metric` since the last call.
+
+        Args:
+            own: the run's metrics.
+            prefix: of the names that functions log.
+
+        Raises:
+            UserError: a function logs a metric of the run.
+        """
+        logged = {f"{prefix}{name}": value for name, value in mean_metrics(self._logged).items()}
+        self._logged = []
+        if taken := sorted(logged.keys() & own.keys()):
+            raise UserError(
+                f"log_metric({taken[0].removeprefix(prefix)!r}, ...): the run itself has a metric of this name"
+            )
+        return {**own, **logged}
 
     def _reasons(self) -> str:
         """Describe what the rewards counted, for an error; "" if nothing."""
@@ -146,24 +182,61 @@ class RewardRunner:
         """Return the values of each function, stage by stage: behind a gate it only sees what the gate lets through."""
         self.seconds, self.num_judged = {}, {}
         self._details = {}
+        self._logs, self._num_nan = {}, Counter()
         parts = GatedParts([prompt for prompt, _ in samples])
         for stage in stages(self.functions):
             chosen = {f.name: [samples[i] for i in np.flatnonzero(parts.to_score(f)).tolist()] for f in stage}
             called = [f for f in stage if chosen[f.name]]
             returned = self._call_all(called, chosen, during)
             for warning in (w for f in called for w in getattr(f.function, "last_warnings", ())):
-                if self.notify is not None:
-                    self.notify(f"{warning}{during and f' ({during})'}")
+                self._notify(warning, during)
             for f in called:
-                if (of_chosen := getattr(f.function, "last_details", None)) is not None:
-                    ids = [id(trajectory) for _, trajectory in chosen[f.name]]
-                    for name, values in _named_details(f.name, of_chosen).items():
-                        of_sample = dict(zip(ids, values, strict=True))
-                        self._details[name] = [of_sample.get(id(trajectory)) for _, trajectory in samples]
+                ids = [id(trajectory) for _, trajectory in chosen[f.name]]
+                for name, values in self._details_of(f, len(ids)).items():
+                    of_sample = dict(zip(ids, values, strict=True))
+                    self._details[name] = [of_sample.get(id(trajectory)) for _, trajectory in samples]
             for f in stage:
-                parts.add(f, _checked(f, returned.get(f.name, []), chosen[f.name]))
+                values_N = _checked(f, returned.get(f.name, []), chosen[f.name])
+                self._tell_of_nan(f, returned.get(f.name, []), during)
+                self._tell_of_caught(f, values_N, during)
+                parts.add(f, values_N)
             parts.close_gates(stage)
+        self._logged += [log.metrics for log in self._logs.values()]
         return parts.values
+
+    def _notify(self, text: str, during: str) -> None:
+        if self.notify is not None:
+            self.notify(f"{text}{during and f' ({during})'}")
+
+    def _details_of(self, reward: RewardFunction, count: int) -> dict[str, Sequence[str | None]]:
+        """Return what a function tells of each of its `count` completions, by column."""
+        details: dict[str, Sequence[str | None]] = {}
+        if (of_function := getattr(reward.function, "last_details", None)) is not None:
+            details |= _named_details(reward.name, of_function)
+        try:
+            return details | self._logs[reward.name].details(count)
+        except UserError as error:
+            raise UserError(f"reward {reward.name!r}: {error}") from error
+
+    def _tell_of_nan(self, reward: RewardFunction, returned: Sequence[Any], during: str) -> None:
+        """Count values that are NaN, and say once that they are not scores."""
+        number = sum(value is not None and math.isnan(as_number(value) or 0.0) for value in returned)
+        if number:
+            self._num_nan[reward.name] = number
+            if reward.name not in self._told_of_nan:
+                self._told_of_nan.add(reward.name)
+                text = f"reward {reward.name!r} returned NaN for {number} of {len(returned)} completions"
+                self._notify(f"{text}, which counts as not scored, like None", during)
+
+    def _tell_of_caught(self, reward: RewardFunction, values_N: FloatArray, during: str) -> None:
+        """After a function's first call: if all values are equal, say which exceptions it caught."""
+        caught = self._caught.pop(reward.name, None) or getattr(reward.function, "last_caught", None)
+        if (
+            caught
+            and len(values_N) > 1
+            and np.array_equal(values_N, values_N[:1].repeat(len(values_N)), equal_nan=True)
+        ):
+            self._notify(describe_caught(reward.name, caught, len(values_N), float(values_N[0])), during)
 
     def _call_all(
         self,
@@ -175,25 +248,48 @@ class RewardRunner:
         returned = {}
         for f in functions:
             if not is_async(f.function):
-                with self._marked(f"reward {f.name!r}", during, len(chosen[f.name])) as watched:
-                    arguments = self._arguments(f, chosen[f.name])
-                    if "completions" in arguments:
-                        arguments["completions"] = watched(arguments["completions"])
-                    start = time.perf_counter()
-                    with self._reporting([f], chosen):
-                        returned[f.name] = call_sync(f, arguments)
-                    self.seconds[f.name] = time.perf_counter() - start
-        together = [(f, self._arguments(f, chosen[f.name])) for f in functions if is_async(f.function)]
-        if together:
-            names = " or ".join(repr(f.name) for f, _ in together)
-            most = max(len(chosen[f.name]) for f, _ in together)
-            with self._marked(f"reward {names}", during, most):
-                start = time.perf_counter()
-                with self._reporting([f for f, _ in together], chosen):
-                    values = self._async_caller.call_all(together)
-                self.seconds |= {f.name: time.perf_counter() - start for f, _ in together}  # they ran together
-            returned |= {f.name: value for (f, _), value in zip(together, values, strict=True)}
+                arguments = self._arguments(f, chosen[f.name])
+                with self._calling([f], chosen, during):
+                    returned[f.name] = call_sync(f, arguments)
+        if together := [f for f in functions if is_async(f.function)]:
+            calls = [(f, self._arguments(f, chosen[f.name])) for f in together]
+            with self._calling(together, chosen, during):
+                values = self._async_caller.call_all(calls)
+            returned |= {f.name: value for f, value in zip(together, values, strict=True)}
         return returned
+
+    @contextmanager
+    def _calling(
+        self,
+        functions: Sequence[RewardFunction],
+        chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
+        during: str,
+    ) -> Iterator[None]:
+        """Watch a call of functions: its time, its progress, the crash marker, and its traceback if it fails."""
+        names = " or ".join(repr(f.name) for f in functions)
+        marked = nullcontext() if self.marker is None else self.marker.mark(f"reward {names}{_in(during)}")
+        own = self._not_called.intersection(f.name for f in functions)
+        self._not_called -= own
+        watched: AbstractContextManager[Caught | None] = caught_exceptions() if own else nullcontext()
+        start = time.perf_counter()
+        try:
+            with marked, self._reporting(functions, chosen), watched as caught:
+                yield
+        except UserError as error:
+            self._save_traceback(functions, error)
+            raise
+        self.seconds |= {f.name: time.perf_counter() - start for f in functions}  # async functions ran together
+        if caught is not None and len(functions) == 1:  # else they cannot be told apart
+            self._caught[functions[0].name] = caught
+
+    def _save_traceback(self, functions: Sequence[RewardFunction], error: UserError) -> None:
+        """Write the traceback of an exception in user code to the log folder."""
+        if self.log_folder is not None and error.__cause__ is not None and not isinstance(error.__cause__, UserError):
+            names = "-".join("".join(c if c.isalnum() else "_" for c in f.name) for f in functions)
+            with suppress(OSError):
+                self.log_folder.mkdir(exist_ok=True)
+                text = "".join(traceback.format_exception(error.__cause__))
+                (self.log_folder / f"reward-{names}.txt").write_text(text, encoding="utf-8", errors="replace")
 
     @contextmanager
     def _reporting(
@@ -212,13 +308,6 @@ class RewardRunner:
                 self.on_progress(name, size, size)
         self.num_judged |= sizes
 
-    def _marked(
-        self, name: str, during: str, num_completions: int
-    ) -> AbstractContextManager[Callable[[list[Any]], list[Any]]]:
-        if self.marker is None:
-            return nullcontext(lambda items: items)
-        return self.marker.mark(f"{name}{_in(during)}", num_completions)
-
     def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
@@ -227,14 +316,20 @@ class RewardRunner:
         arguments: dict[str, Any] = {
             name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
             for name in column_names
-            if parameters.accepts(name) and name not in own
+            if parameters.accepts(name, unless=_ONE_EACH) and name not in own
         }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
                 arguments[name] = [of_rollout(prompt, completion) for prompt, completion in samples]
         for name, of_trajectory in _TRAJECTORY_ARGUMENTS.items():
-            if name in parameters.names and name not in arguments:
-                arguments[name] = [of_trajectory(trajectory) for _, trajectory in samples]
+            values = [of_trajectory(trajectory) for _, trajectory in samples]
+            is_given = name == "environments" and any(value is not None for value in values)
+            if name not in arguments and (parameters.accepts(name) if is_given else name in parameters.names):
+                arguments[name] = values
+        log = self._logs[reward.name] = RewardLog()
+        if not _is_builtin(reward):
+            trl = log.arguments(self.trainer_progress())
+            arguments |= {name: value for name, value in trl.items() if parameters.accepts(name)}
         return arguments | dict(reward.args)
 
     def _weighted_sum(self, parts: Mapping[str, FloatArray], *, require_scores: bool) -> FloatArray:
@@ -253,6 +348,12 @@ class RewardRunner:
         if not (np.abs(sums_N) <= MAX_ABS_REWARD).all():
             raise UserError(f"rewards: the weighted sum of the rewards exceeds {MAX_ABS_REWARD:g}; use smaller weights")
         return np.where(scored_N, sums_N, UNSCORED)
+
+
+def _is_builtin(reward: RewardFunction) -> bool:
+    """Whether a function is Cohort's own: no exceptions to explain, and none of TRL's arguments."""
+    module = getattr(reward.function, "__module__", None) or type(reward.function).__module__
+    return module.startswith("cohort.") and not getattr(reward.function, "calls_user_code", False)
 
 
 def _named_details(
@@ -294,6 +395,11 @@ def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
     return trajectory.sampled_token_ids.tolist()
 
 
+_ONE_EACH = (
+    "prompt",
+    "completion",
+    "completion_ids",
+)  # names of columns that only functions which name them get, as in TRL
 _ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
     zip(ROLLOUT_NAMES, (_prompt, _completion, _completion_ids), strict=True)
 )
@@ -318,27 +424,24 @@ def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunct
 
 def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:
     """Validate and convert to one float64 per completion, NaN for None."""
-    values = returned
-    with suppress(Exception):  # a user's class may raise anything; then it is not a list
-        values = returned.tolist()
-    if not isinstance(values, list | tuple):
+    if not isinstance(returned, list):
         raise UserError(
-            f"reward {reward.name!r} returned {_kind(returned)}; it must return a list with one number or None for "
-            f"each of the {len(samples)} completions"
+            f"reward {reward.name!r} returned {describe_value(returned)}; it must return a list with one number or "
+            f"None for each of the {len(samples)} completions"
         )
-    if len(values) != len(samples):
+    if len(returned) != len(samples):
         raise UserError(
-            f"reward {reward.name!r} returned {len(values)} values for {len(samples)} completions; it must return one "
-            f"number or None for each{_odd_one_out(values, samples)}"
+            f"reward {reward.name!r} returned {len(returned)} values for {len(samples)} completions; it must return "
+            f"one number or None for each{_odd_one_out(returned, samples)}"
         )
     parts_N = np.empty(len(samples))
-    for i, value in enumerate(values):
-        number = UNSCORED if value is None else _as_float(value)
-        if number is None or (value is not None and not abs(number) <= MAX_ABS_REWARD):
+    for i, value in enumerate(returned):
+        number = as_number(value)
+        if number is None or abs(number) > MAX_ABS_REWARD:
             prompt, trajectory = samples[i]
             raise UserError(
-                f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
-                f"completion {excerpt(trajectory.text)}; it must be a number from "
+                f"reward {reward.name!r} returned {describe_value(value)} at position {i} (prompt {prompt.id}), for "
+                f"the completion {excerpt(trajectory.text)}; it must be a number from "
                 f"{-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}, or None for not scored"
             )
         parts_N[i] = number
@@ -354,20 +457,3 @@ def _odd_one_out(values: Sequence[Any], samples: Sequence[tuple[Prompt, Trajecto
     return f". The first one too many is position {i}, {excerpt(values[i])}; the last completion is " + excerpt(
         samples[-1][1].text
     )
-
-
-def _as_float(value: Any) -> float | None:
-    """Convert a number, or anything with a scalar `.item()`, to a float; None if it is not a number."""
-    if not isinstance(value, bool | int | float):
-        with suppress(Exception):  # several numbers, or an object's own `item`
-            value = value.item()
-    if not isinstance(value, bool | int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _kind(value: Any) -> str:
-    return f"{excerpt(value)} ({type(value).__name__})"

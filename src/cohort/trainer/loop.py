@@ -1,6 +1,8 @@
 """The training loop: one line per stage."""
 
+import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -14,7 +16,8 @@ from cohort.display import Display, StepReport
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, RewardWatch
 from cohort.records import ForwardOnlyOutputs, TrainSequence
-from cohort.run_folder import RunFolder
+from cohort.rewards import TrainerProgress
+from cohort.run_folder import LOGS, RunFolder
 from cohort.run_result import RunResult
 from cohort.trainer.checkpointer import Checkpointer
 from cohort.trainer.collect_groups import StepGroups
@@ -25,6 +28,8 @@ from cohort.trainer.step_warnings import StepWarnings
 from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
 from cohort.trainer.worker_calls import run_forward_only, with_first_pass
+
+_HISTORY_LENGTH = 500  # steps and evaluations whose metrics reward functions see
 
 
 class Trainer:
@@ -44,10 +49,13 @@ class Trainer:
         self.started = time.perf_counter()
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
         self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, display=display)
-        self.first_step = self.checkpointer.first_step
+        self.first_step = self.steps_done = self.checkpointer.first_step
         rewards = components.inputs.rewards
         rewards.notify = display.notify
         rewards.on_progress = display.reward_progress
+        rewards.trainer_progress = self._progress
+        rewards.log_folder = folder.path / LOGS
+        self.log_history = deque(folder.last_metrics(_HISTORY_LENGTH), maxlen=_HISTORY_LENGTH)
         self.warnings = StepWarnings(
             rollout=config.rollout,
             worker=worker,
@@ -119,9 +127,11 @@ class Trainer:
         values = value_metrics(sequences, outputs.values)
         performance = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
+        metrics = self.inputs.rewards.take_logged(metrics)
         self._log(step + 1, metrics)
         self.warnings.metrics(step + 1, metrics)
         self.checkpointer.finish_step(self._state(step + 1))
+        self.steps_done = step + 1
         self.display.step(StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
         self._evaluate_if_due(step + 1)
         if self.plan.saves_at(step + 1):
@@ -156,6 +166,18 @@ class Trainer:
         self.folder.check_is_there()
         with disk_errors(self.folder.path / "metrics.jsonl"):
             self.metrics.write(steps_done, metrics, kind=kind)
+        self.log_history.append({"step": steps_done, **metrics})
+
+    def _progress(self) -> TrainerProgress:
+        """Return how far the run is, for reward functions."""
+        plan, steps_done = self.plan, self.steps_done
+        return TrainerProgress(
+            global_step=steps_done * plan.updates_per_rollout,
+            max_steps=plan.num_steps * plan.updates_per_rollout,
+            epoch=steps_done / plan.steps_per_epoch,
+            num_train_epochs=math.ceil(plan.num_steps / plan.steps_per_epoch),
+            log_history=tuple(self.log_history),
+        )
 
     def _state(self, steps_done: int) -> TrainerState:
         return TrainerState(

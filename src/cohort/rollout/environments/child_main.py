@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,11 @@ def _guard(worker: int) -> None:
 
 
 class Host:
-    """Runs user code, one call at a time, in the main thread: some libraries need it, others one thread for all."""
+    """Runs user code, one call at a time, in the main thread: some libraries need it, others one thread for all.
+
+    Functions are called between runs of the event loop, so that a synchronous one may use `asyncio.run`. The loop runs
+    while asynchronous ones do, and while the parent asks for nothing.
+    """
 
     def __init__(self, channel: socket.socket):
         """Create a host; `run` starts it."""
@@ -80,12 +85,19 @@ class Host:
         self._close: Callable[[], Any] = lambda: None
         self._num_requests = 0
         self._requests: dict[int, asyncio.Future[Any]] = {}  # to the model, unanswered
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: deque[tuple[str, bytes]] = deque()  # kind and content
+        self._is_idle = False  # whether a call may stop the loop
 
     def run(self) -> None:
         """Answer calls forever."""
+        asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._read, name="channel", daemon=True).start()
-        self._loop.run_forever()
+        while True:
+            self._is_idle = True
+            self._loop.run_forever()
+            self._is_idle = False
+            while self._calls:
+                self._call(*self._calls.popleft())
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to the parent.
@@ -139,11 +151,11 @@ class Host:
             if answer is not None and not answer.done():
                 _settle(answer, content)
             return
-        task = self._loop.create_task(self._call(kind, content))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._calls.append((kind, content))
+        if self._is_idle:
+            self._loop.stop()
 
-    async def _call(self, kind: str, content: bytes) -> None:
+    def _call(self, kind: str, content: bytes) -> None:
         result: Any = None
         try:
             if kind == "load":
@@ -157,7 +169,7 @@ class Host:
             else:
                 result = self._start(**pickle.loads(content))
             if inspect.isawaitable(result):
-                result = await result
+                result = self._loop.run_until_complete(_wait_for(result))
             self._answer(result)
         except BaseException as error:  # SystemExit too: it would end the process as if its code were to blame
             name = type(error).__name__
@@ -264,6 +276,10 @@ class Model:
     async def _request(self, method: str, arguments: Mapping[str, Any]) -> Any:
         result, self.turns_left = await self._host.request(method, arguments)
         return result
+
+
+async def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def _settle(answer: asyncio.Future[Any], content: bytes) -> None:
