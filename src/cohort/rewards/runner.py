@@ -197,7 +197,7 @@ class RewardRunner:
                     self._details[name] = [of_sample.get(id(trajectory)) for _, trajectory in samples]
             for f in stage:
                 values_N = _checked(f, returned.get(f.name, []), chosen[f.name])
-                self._tell_of_nan(f, returned.get(f.name, []), during)
+                self._tell_of_nan(f, values_N, returned.get(f.name, []), during)
                 self._tell_of_caught(f, values_N, during)
                 parts.add(f, values_N)
             parts.close_gates(stage)
@@ -218,9 +218,9 @@ class RewardRunner:
         except UserError as error:
             raise UserError(f"reward {reward.name!r}: {error}") from error
 
-    def _tell_of_nan(self, reward: RewardFunction, returned: Sequence[Any], during: str) -> None:
+    def _tell_of_nan(self, reward: RewardFunction, values_N: FloatArray, returned: Sequence[Any], during: str) -> None:
         """Count values that are NaN, and say once that they are not scores."""
-        number = sum(value is not None and math.isnan(as_number(value) or 0.0) for value in returned)
+        number = int(np.isnan(values_N).sum()) - sum(value is None for value in returned)
         if number:
             self._num_nan[reward.name] = number
             if reward.name not in self._told_of_nan:

@@ -1,0 +1,89 @@
+"""What calling a reward function costs a step: a function that does nothing, in the main thread and in a child.
+
+    python bench/reward_calls.py [--quick]
+
+Scores 16 groups of 16 completions of 1,000 characters with 4 columns, again and again.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cohort.config import RewardConfig
+from cohort.records import ModelCall, Prompt, RolloutGroup, Trajectory
+from cohort.rewards import RewardRunner, build_rewards
+from harness import machine, markdown
+
+NOTHING = """
+import asyncio
+
+def plain(completions):
+    return [0.0] * len(completions)
+
+def with_all(completions, **kwargs):
+    return [0.0] * len(completions)
+
+async def later(completions):
+    return [0.0] * len(completions)
+"""
+COLUMNS = ("answer", "level", "source", "number")
+
+
+def group(number: int) -> RolloutGroup:
+    """A group of 16 completions of 300 tokens."""
+    columns = {name: f"{name} of row {number}" for name in COLUMNS}
+    tokens = np.arange(300)
+    prompt = Prompt(id=number, epoch=0, content="What is 6 * 7?", token_ids=tokens[:20], columns=columns)
+    call = ModelCall(
+        context_ids=prompt.token_ids,
+        token_ids=tokens,
+        sampling_logprobs=np.zeros(300),
+        finish_reason="stop",
+        policy_version=0,
+    )
+    text = "x" * 1000
+    message = {"role": "assistant", "content": text}
+    return RolloutGroup(
+        prompt=prompt,
+        trajectories=tuple(Trajectory(calls=(call,), messages=(message,), text=text, end="answer") for _ in range(16)),
+    )
+
+
+def milliseconds(runner: RewardRunner, groups: list[RolloutGroup], times: int) -> list[float]:
+    """Milliseconds of each call but the first, which imports and starts what it needs."""
+    taken = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        runner.score(groups)
+        taken.append((time.perf_counter() - start) * 1000)
+    return taken[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the calls: to see that it runs")
+    times = 20 if parser.parse_args().quick else 200
+    print(machine(), flush=True)
+    rows = []
+    groups = [group(number) for number in range(16)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "nothing.py"
+        file.write_text(NOTHING)
+        for name in ("plain", "with_all", "later"):
+            for isolate in (False, True):
+                config = RewardConfig(use=f"{file}:{name}", isolate=isolate)
+                functions = build_rewards([config], columns=COLUMNS, max_completion_tokens=300)
+                taken = milliseconds(RewardRunner(functions, columns=COLUMNS), groups, times)
+                place = "child" if isolate else "event loop" if name == "later" else "main thread"
+                rows.append(
+                    [name, place, f"{statistics.median(taken):.2f}", f"{statistics.quantiles(taken, n=20)[-1]:.2f}"]
+                )
+    print(markdown(["function", "where", "median ms", "95th percentile ms"], rows))
+
+
+if __name__ == "__main__":
+    main()
