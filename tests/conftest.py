@@ -83,7 +83,8 @@ def same_state() -> Iterator[None]:
 
 def _state() -> dict[str, object]:
     """State of the thread that torch computes with, and of the process's signals."""
-    handlers = {name.name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGVTALRM)
+    handlers = {number.name: signal.getsignal(number) for number in signals}
     torch = sys.modules.get("torch")
     if torch is None:
         return {"gradients": True, "dtype": "torch.float32", "autocast": False, "inference": False} | handlers

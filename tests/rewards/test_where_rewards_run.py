@@ -14,10 +14,11 @@ import pytest
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardFunction, RewardRunner, build_rewards
-from commands import set_up
+from commands import set_up, start_command
 from reward_samples import group, reward, score_texts
 from runs import metric
 from selection import slow
+from waiting import PATIENCE_S, until
 
 # Forms that people publish. All of them return the lengths of the completions, or 0.0 where something does not work.
 FORMS = """
@@ -274,3 +275,18 @@ def test_many_short_calls_are_never_interrupted():
     for _ in range(200):
         assert runner.score([group("q", ["a"])])[0].rewards.tolist() == [1.0]
     assert isinstance(runner.functions[0], RewardFunction)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_a_reward_stops_the_run_with_everything_saved(tmp_path, number):
+    started = tmp_path / "started"
+    files = {
+        "own.py": "import pathlib, time\n\ndef f(completions, trainer_state):\n    if trainer_state.global_step == 1:\n"
+        f"        pathlib.Path({str(started)!r}).touch()\n        time.sleep(3600)\n    return [1.0, 0.0, 0.5, 0.2]\n"
+    }
+    process = start_command("train", set_up(tmp_path, files=files, rewards=[{"use": f"{tmp_path}/own.py:f"}]))
+    until(lambda: started.exists() or process.poll() is not None)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number, err
+    assert f"stopped by {signal.Signals(number).name} after step 1: already saved" in out

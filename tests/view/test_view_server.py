@@ -26,6 +26,7 @@ from cohort.view.server.process import ViewStartError, start_beside_run
 from cohort.view.server.runs import Runs, check_is_run, find_run_folders
 from cohort.view.server.serve import ViewServer
 from view_server import Client, make_run, serving
+from waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPa
     with client.stream("/api/runs/run/search?q=a") as events:
         assert next(events)[0] == "progress"
         assert not ended.is_set()
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S)
 
 
 def test_runs_get_names_of_their_own(tmp_path: Path) -> None:

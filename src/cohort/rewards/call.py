@@ -266,7 +266,7 @@ def function_error(reward: RewardFunction, error: BaseException, arguments: Mapp
 
 def _advice(error: BaseException, arguments: Mapping[str, Any]) -> str:
     """Say what the forms of prompts and signals mean for a function, if its error looks like a mistake about them."""
-    text = str(error)
+    text = describe_error(error)
     if isinstance(error, ValueError) and "main thread" in text:
         return (
             "; this reward runs outside of a main thread, where Python allows no signals: make it a plain `def` in a "

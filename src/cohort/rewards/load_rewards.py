@@ -208,7 +208,7 @@ def _check_required(
     available = {*ROLLOUT_NAMES, *ON_REQUEST, *TRL_NAMES, *columns, *reward.args}
     for parameter, described in required:
         if parameter not in available:
-            names = sorted(columns)
+            names = list(columns)
             shown = ", ".join(names[:_MAX_COLUMNS]) or "none"
             more = f" and {len(names) - _MAX_COLUMNS} more" if len(names) > _MAX_COLUMNS else ""
             raise UserError(

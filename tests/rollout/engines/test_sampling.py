@@ -1,5 +1,6 @@
 """Law 3 and the local engine: streams that belong to completions, and logprobs that a plain forward pass confirms."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -210,6 +211,15 @@ def test_no_copy_of_a_prompt_is_made_in_decoding():
         made[type(decoder)] = largest.numel
     assert made[SharedPromptDecoder] < prompt_numel
     assert made[CacheDecoder] >= 4 * prompt_numel  # so it would be seen
+
+
+def test_models_take_their_cache_without_a_warning():
+    """It is called `cache` from transformers 5.24 on, where the old name still works, with a warning."""
+    decoder = CacheDecoder(make_policy())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder.start([prompts([5])[0].token_ids], [2])
+        decoder.step(torch.full((2,), 7))
 
 
 def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.MonkeyPatch):

@@ -79,6 +79,7 @@ def test_eight_wrong_guesses_end_the_game(tmp_path: Path):
 
 
 def test_its_configuration_is_valid():
+    sys.modules.pop("code_breaker", None)  # of other tests
     config = load_config(EXAMPLES / "code_breaker.yaml")
     assert config.rollout.environment.use == GAME
     assert "code_breaker" not in sys.modules

@@ -163,7 +163,9 @@ class Host:
             elif kind == "attributes":
                 result = _attributes(self._target)
             elif kind == "kind":
-                result = [type(self._target).__module__, type(self._target).__qualname__]
+                made = type(self._target)
+                file = getattr(sys.modules.get(made.__module__), "__file__", None)
+                result = [made.__module__, made.__qualname__, file]
             elif kind == "close":
                 result = self._close()
             else:

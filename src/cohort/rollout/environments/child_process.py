@@ -150,11 +150,11 @@ class ChildProcess:
         vars(self.instance).clear()
         vars(self.instance).update(attributes, _name=self._code.name)
 
-    async def kind(self) -> tuple[str, str]:
-        """Return the module and the qualified name of the instance's class. Raises as `call` does."""
+    async def kind(self) -> tuple[str, str, str | None]:
+        """Return the module, the qualified name and the file of the instance's class. Raises as `call` does."""
         async with self._lock:
-            module, name = await self._request("kind", {}, timeout_s=START_TIMEOUT_S)
-        return module, name
+            module, name, file = await self._request("kind", {}, timeout_s=START_TIMEOUT_S)
+        return module, name, file
 
     @property
     def is_alive(self) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def find_source(
     if isinstance(loaded, type):
         kind = loaded
     else:
-        kind = _kind_made_in_child(spec, field) if isolate else _kind_made_by(create, spec.use, field)
+        kind = _kind_made_in_child(spec, field, loaded) if isolate else _kind_made_by(create, spec.use, field)
     return EnvironmentSource(kind=kind, name=kind.__name__, create=create)
 
 
@@ -102,10 +103,10 @@ def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
     return type(instance)
 
 
-def _kind_made_in_child(spec: EnvironmentSpec, field: str) -> type:
+def _kind_made_in_child(spec: EnvironmentSpec, field: str, factory: Callable[..., Any]) -> type:
     """Return the class of what a function makes, which may crash the process that makes it."""
 
-    async def ask() -> tuple[str, str]:
+    async def ask() -> tuple[str, str, str | None]:
         name = spec.use.rpartition(":")[2]
         child = await ChildProcess.start(UserCode(name=name, key=field, use=spec.use, args=spec.args))
         try:
@@ -116,11 +117,13 @@ def _kind_made_in_child(spec: EnvironmentSpec, field: str) -> type:
 
     try:
         with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
-            module, name = thread.submit(asyncio.run, ask()).result()
+            module, name, file = thread.submit(asyncio.run, ask()).result()
     except Exception as error:
         raise UserError(f"{field}.use: {spec.use!r}: {describe_error(error)}") from error
-    try:
-        kind: type = attrgetter(name)(import_module(module))
+    own = sys.modules.get(factory.__module__)
+    try:  # two processes may have different names for one file
+        is_own = own is not None and file is not None and own.__file__ == file
+        kind: type = attrgetter(name)(own if is_own else import_module(module))
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"{field}.use: {spec.use!r} makes a {name} of {module}, which cannot be found by this name; with "

@@ -37,21 +37,20 @@ export function rewardStrip(rows, range, linkOf) {
   );
 }
 
-/** Every reward by name, with the functions' own details folded. */
+const SHOWN_CHARACTERS = 80; // of a detail; its title has more
+
+/** Every reward by name, its detail as a title; then what else functions tell of the completion. */
 export function rewardParts({ rewards, details }) {
   const names = Object.keys(rewards ?? {});
   if (!names.length) return null;
+  const others = Object.keys(details ?? {}).filter((name) => !(name in rewards) && detailText(details[name]) !== null);
+  const part = (name, shown) =>
+    h("div", null, h("dt", null, visibleLine(name)), h("dd", { title: detailText(details?.[name]) }, shown));
   return h(
     "dl",
     { class: "reward-parts" },
-    names.map((name) =>
-      h(
-        "div",
-        null,
-        h("dt", null, visibleLine(name)),
-        h("dd", { title: detailText(details?.[name]) }, rewards[name] === null ? "not scored" : number(rewards[name])),
-      ),
-    ),
+    names.map((name) => part(name, rewards[name] === null ? "not scored" : number(rewards[name]))),
+    others.map((name) => part(name, detailText(details[name]).slice(0, SHOWN_CHARACTERS))),
   );
 }
 
