@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cohort.errors import UserError
+from cohort.host_resources import usable_cores
 
 VERSION = 1  # of the file format; raise it when a number changes its meaning
 
@@ -95,8 +96,7 @@ def cpu_name() -> str:
     except OSError:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model or platform.processor() or platform.machine()}, {cores} cores"
+    return f"{model or platform.processor() or platform.machine()}, {usable_cores()} cores"
 
 
 def _calibrations() -> list[Calibration]:
