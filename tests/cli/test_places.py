@@ -46,7 +46,6 @@ def test_a_model_that_may_not_be_read(cohort, tmp_path: Path, name: str, mode: i
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("run.yaml", "run.yaml: cannot be read"),
         ("model/model.safetensors", "model.path: "),
         ("model/tokenizer.json", "model.path: "),
         ("data.jsonl", "data.path='{}/data.jsonl': cannot be read"),

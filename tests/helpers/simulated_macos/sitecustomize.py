@@ -70,7 +70,9 @@ class _Library(ctypes.CDLL):
 
 
 del select.epoll  # before `selectors` is imported
-import psutil  # noqa: E402  (it chooses the system's calls when it is imported)
+import ctypes.util  # noqa: E402  (both choose the system's calls when they are imported)
+
+import psutil  # noqa: E402
 
 for module, names in _MISSING.items():
     for name in names:
