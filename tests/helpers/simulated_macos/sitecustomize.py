@@ -24,9 +24,10 @@ _MISSING: dict[Any, tuple[str, ...]] = {
         *("sched_getaffinity", "sched_setaffinity", "pidfd_open", "memfd_create", "eventfd", "pipe2", "fdatasync"),
         *("getrandom", "copy_file_range", "splice", "posix_fallocate", "posix_fadvise", "setresuid", "O_TMPFILE"),
     ),
+    select: ("epoll",),
     signal: ("pidfd_send_signal", "sigtimedwait", "sigwaitinfo", "SIGRTMIN", "SIGPWR"),
     socket: (
-        *("SOCK_CLOEXEC", "SOCK_NONBLOCK", "AF_PACKET", "AF_NETLINK", "AF_VSOCK", "AF_ALG", "SO_PEERCRED"),
+        *("SOCK_CLOEXEC", "SOCK_NONBLOCK", "AF_NETLINK", "AF_VSOCK", "AF_ALG", "SO_PEERCRED"),
         *("SO_BINDTODEVICE", "SO_DOMAIN", "SO_PROTOCOL", "TCP_KEEPIDLE", "TCP_USER_TIMEOUT", "MSG_CMSG_CLOEXEC"),
     ),
     resource: ("prlimit", "RUSAGE_THREAD"),
@@ -69,16 +70,15 @@ class _Library(ctypes.CDLL):
         return super().__getattr__(name)
 
 
-del select.epoll  # before `selectors` is imported
+for module, names in _MISSING.items():
+    for name in names:
+        vars(module).pop(name, None)
 import ctypes.util  # noqa: E402  (both choose the system's calls when they are imported)
 
 import psutil  # noqa: E402
 
-for module, names in _MISSING.items():
-    for name in names:
-        vars(module).pop(name, None)
 psutil.PROCFS_PATH = "/./proc"
-for name in ("cpu_affinity", "cpu_num", "io_counters", "ionice", "memory_maps", "rlimit"):
+for name in ("cpu_affinity", "cpu_num", "io_counters", "ionice", "memory_maps"):
     delattr(psutil.Process, name)
 for name in ("listdir", "lstat", "open", "readlink", "scandir", "stat"):
     setattr(os, name, _without_folders(getattr(os, name)))
