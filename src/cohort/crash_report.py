@@ -57,11 +57,12 @@ def _write(error: Exception) -> Path | None:
     name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     packages = [f"{package} {version}" for package, version in versions().items()]
     text = "\n".join([platform.platform(), *packages, f"command: {command()}", "", *traceback.format_exception(error)])
-    run_folder = _run_dir / "logs" if _run_dir is not None and os.path.isdir(_run_dir) else None
-    for find_folder in (lambda: run_folder, lambda: Path(tempfile.gettempdir())):
+    folders = [_run_dir / "logs"] if _run_dir is not None and os.path.isdir(_run_dir) else []
+    with suppress(OSError):  # there is no temporary folder
+        folders.append(Path(tempfile.gettempdir()))
+    for folder in folders:
         with suppress(OSError):
-            if (folder := find_folder()) is not None:
-                folder.mkdir(exist_ok=True)
-                (folder / name).write_text(text, encoding="utf-8", errors="replace")
-                return folder / name
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
+            return folder / name
     return None
