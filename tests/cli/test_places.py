@@ -50,7 +50,7 @@ def test_a_model_that_may_not_be_read(cohort, tmp_path: Path, name: str, mode: i
         ("model/tokenizer.json", "model.path: "),
         ("data.jsonl", "data.path='{}/data.jsonl': cannot be read"),
         ("own.py", "rewards[0].use: '{}/own.py:score' does not import"),
-        ("rewards", "{}/rewards/own.py: permission denied"),
+        ("rewards", "rewards[0].use: '{0}/rewards/own.py:score': {0}/rewards/own.py: cannot be read"),
         ("run", "{}/run/config.yaml: permission denied"),
     ],
 )
