@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cohort.provenance import command
@@ -57,13 +57,12 @@ def _write(error: Exception) -> Path | None:
     name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     packages = [f"{package} {version}" for package, version in versions().items()]
     text = "\n".join([platform.platform(), *packages, f"command: {command()}", "", *traceback.format_exception(error)])
-    run_folder = _run_dir / "logs" if _run_dir is not None and _run_dir.is_dir() else None
-    for folder in (run_folder, Path(tempfile.gettempdir())):
-        try:
-            if folder is not None:
-                folder.mkdir(exist_ok=True)
-                (folder / name).write_text(text, encoding="utf-8", errors="replace")
-                return folder / name
-        except OSError:
-            continue
+    folders = [_run_dir / "logs"] if _run_dir is not None and os.path.isdir(_run_dir) else []
+    with suppress(OSError):  # there is no temporary folder
+        folders.append(Path(tempfile.gettempdir()))
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
+            return folder / name
     return None

@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from cohort.redaction import hide_in_arguments
 
 
@@ -18,8 +20,8 @@ def command(launcher: int | None = None) -> str:
     """
     arguments = sys.orig_argv
     if launcher is not None:
-        with suppress(OSError):  # a system without /proc
-            arguments = Path(f"/proc/{launcher}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        with suppress(psutil.Error):  # it has ended
+            arguments = psutil.Process(launcher).cmdline()
     if len(arguments) > 1 and Path(arguments[1]).name == "cohort":  # the interpreter of an installed script
         arguments = arguments[1:]
     return shlex.join(hide_in_arguments([Path(arguments[0]).name, *arguments[1:]]))

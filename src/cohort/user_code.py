@@ -89,9 +89,15 @@ def describe_error(error: BaseException) -> str:
 
 def _module_of_file(path: str, use: str, field: str) -> ModuleType:
     found = Path(path).resolve()
-    if not found.is_file():
+    try:
+        found.stat()
+    except (FileNotFoundError, NotADirectoryError):
         beside = sorted(file.name for file in found.parent.glob("*.py"))
-        raise UserError(f"{field}: {use!r}: no such file: {found}{suggest(found.name, beside, 'Files there')}")
+        raise UserError(
+            f"{field}: {use!r}: no such file: {found}{suggest(found.name, beside, 'Files there')}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{field}: {use!r}: {found}: cannot be read: {error.strerror}") from error
     # Import each file once, so that two functions from one file share its state.
     importable(found.parent)
     module_name = _module_name(found)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ sys.exit(int(os.environ.get("TRAINING_ENDS_WITH", 0)))
 
 
 # Stands in for `cohort train` on a machine with four GPUs: how they are split.
-SPLITTING_PROBE = """#!{python}
+SPLITTING_PROBE = """
 import json, os, pathlib, sys
 import torch
 from cohort.config import load_config
@@ -37,7 +38,7 @@ assert sys.argv[1] == "train"
 torch.cuda.device_count = lambda: 4
 config = load_config(sys.argv[2], sys.argv[3:])
 split = split_machine(config)
-record = {{"train": split.training_gpus, "sample": split.server_gpus, "restarts": config.hardware.max_restarts}}
+record = {"train": split.training_gpus, "sample": split.server_gpus, "restarts": config.hardware.max_restarts}
 pathlib.Path(os.environ["PROBE_DIR"], "found", "split").write_text(json.dumps(record))
 sys.exit(int(os.environ.get("TRAINING_ENDS_WITH", 0)))
 """
@@ -121,14 +122,14 @@ def test_the_job_ends_where_a_server_cannot_be_started(cluster, rollout_script, 
 def test_one_node_is_split_by_the_run_itself(cluster, monkeypatch, rollout_gpus, train, sample):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     monkeypatch.setenv("TRAINING_ENDS_WITH", "5")
-    (cluster / "tools" / "cohort").write_text(SPLITTING_PROBE.format(python=sys.executable))
+    (cluster / "split.py").write_text(SPLITTING_PROBE)
     (cluster / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
     overrides = ("run.dir=runs/a", VLLM, f"hardware.rollout_gpus={rollout_gpus}")
     text = script(*overrides, config_path="run.yaml", nodes=1, gpus_per_node=4, max_restarts=2)
     assert "# Nodes: 1, with 4 GPUs, which `cohort train` splits between training and vLLM." in text
     assert {"--nodes=1", "--gpus-per-node=4", "--signal=USR1@120"} <= set(directives(text))
     assert "torchrun" not in text and text.count(" cohort train ") == 1
-    result = run_script(text.replace(" cohort train ", f" {cluster / 'tools' / 'cohort'} train "))
+    result = run_script(text.replace(" cohort train ", f" {shlex.quote(sys.executable)} {cluster / 'split.py'} train "))
     assert result.returncode == 5, result.stdout  # which is told to Slurm
     found = json.loads((cluster / "found" / "split").read_text())
     assert found == {"train": train, "sample": sample, "restarts": 2}

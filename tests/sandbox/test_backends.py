@@ -221,7 +221,10 @@ def test_a_supervisor_that_hangs_is_killed(monkeypatch):
         os.close(fd)
 
 
-FAKE_DOCKER = """#!{python}
+# as in test_serve: the path of an interpreter in a #! line has no spaces
+FAKE_DOCKER = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, subprocess, sys
 open({log!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "run":

@@ -1,6 +1,7 @@
 """The `cohort` command and its subcommands train, eval, view, serve, launch and demo."""
 
 import sys
+import tempfile
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -40,9 +41,26 @@ class _Commands(TyperGroup):
             else:
                 typer.echo("\n".join([f"error: {error}", *untested_versions()]), err=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        except OSError as error:
+            if "--debug" in sys.argv or (message := _describe_place(error)) is None:
+                raise
+            typer.echo(f"error: {message}", err=True)
+            raise SystemExit(2) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+def _describe_place(error: OSError) -> str | None:
+    """Say what is wrong with the files and folders here; None if an error has another cause."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: permission denied; give a path that this user may use, or change its permissions"
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as none:
+        if str(error) == str(none):
+            return "no folder for temporary files can be written to; set TMPDIR to one that can"
+    return None
 
 
 class _OutputLostError(OSError):

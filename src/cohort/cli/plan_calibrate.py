@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cohort.errors import TrainingError
+from cohort.host_resources import available_memory_bytes
 from cohort.plan.calibration import Calibration, cpu_name
 
 _CHILD_TIMEOUT_S = 300.0
@@ -66,7 +67,7 @@ def calibrate(device: torch.device | None = None, size: BenchmarkSize | None = N
         memory_bandwidth=_memory_bandwidth(device, size),
         host_bandwidth=_host_bandwidth(device, size) if on_gpu else None,
         collective_bandwidth=collective_bandwidth(device.type, num_devices, size) if num_devices > 1 else None,
-        memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else _available_host_memory(),
+        memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else available_memory_bytes(),
         framework_bytes=_framework_bytes_of_gpu(device) if on_gpu else _framework_bytes_of_cpu(),
     )
 
@@ -140,22 +141,10 @@ def _measure_all_gather(rank: int, device_type: str, num_processes: int, size: B
     dist.destroy_process_group()
 
 
-def _available_host_memory() -> int:
-    """Available memory of this machine or container, in bytes."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8") for name in ("max", "current"))
-        return min(available, int(limit) - int(used))
-    except (OSError, ValueError):  # no such files, or "max"
-        return available
-
-
 _CPU_PROCESS = """
-import cohort.trainer.setup, torch
+import cohort.trainer.setup, psutil, torch
 torch.ones(64, 64) @ torch.ones(64, 64)
-with open("/proc/self/status") as status:
-    print(next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS")))
+print(psutil.Process().memory_info().rss)
 """
 
 _GPU_PROCESS = """

@@ -11,18 +11,36 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo
 
 
+def expand_home(path: str) -> str:
+    """Replace a leading `~` by the user's home folder.
+
+    Raises:
+        ValueError: the user has none.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded == path and path.split("/")[0] == "~":
+        raise ValueError("this user has no home folder for `~`; set HOME, or give a path without it")
+    return expanded
+
+
 def _find(path: str, info: ValidationInfo) -> str:
+    forbidden = None
     for folder in info.context or ():
-        candidate = folder / os.path.expanduser(path)
-        if os.path.exists(candidate):  # Path.exists raises for names that are too long
+        candidate = folder / expand_home(path)
+        try:
+            candidate.stat()
             return str(candidate.resolve())
-    return path
+        except PermissionError:  # whoever reads it reports it
+            forbidden = forbidden or str(candidate.absolute())
+        except (OSError, ValueError):  # missing, or a name that no file can have
+            continue
+    return forbidden or path
 
 
 def _find_or_place(path: str, info: ValidationInfo) -> str:
     """Place a file that may be created later in the first folder."""
     found = _find(path, info)
-    return next((str((folder / os.path.expanduser(found)).absolute()) for folder in info.context or ()), found)
+    return next((str((folder / expand_home(found)).absolute()) for folder in info.context or ()), found)
 
 
 def find_function(use: str, info: ValidationInfo) -> str:
@@ -44,7 +62,7 @@ def find_argument_paths(use: str, args: Mapping[str, Any], info: ValidationInfo)
 
 
 def _find_python(path: str, info: ValidationInfo) -> str:
-    path = os.path.expanduser(path)
+    path = expand_home(path)
     # keep symlinks: a virtual environment's python is a link, and finds its packages by the link's path
     files = (str((folder / path).absolute()) for folder in info.context or () if os.path.isfile(folder / path))
     return next(files, path)

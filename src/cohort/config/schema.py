@@ -13,6 +13,7 @@ from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.hardware import HardwareConfig
 from cohort.config.model import ModelConfig
 from cohort.config.optim import AdamwConfig, OptimConfig
+from cohort.config.paths import expand_home
 from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
@@ -116,7 +117,7 @@ class RunConfig(Section):
             raise ValueError("a path cannot contain a null character; remove it")
         if any(len(os.fsencode(part)) > 255 for part in value.split("/")):
             raise ValueError("a folder name is limited to 255 bytes; use a shorter one")
-        return str(Path(os.path.expanduser(value)).absolute())
+        return str(Path(expand_home(value)).absolute())
 
     @model_validator(mode="after")
     def _check_keys_without_effect(self) -> Self:

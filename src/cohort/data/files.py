@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cohort.config.paths import expand_home
 from cohort.errors import UserError, did_you_mean, suggest
 
 Row = dict[str, Any]
@@ -55,13 +56,18 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
             raise _UnreadableError("has no rows; at least one prompt is needed")
     except _UnreadableError as error:
         raise UserError(f"{field}={path!r}: {error}") from error
+    except PermissionError as error:
+        raise UserError(f"{field}={path!r}: cannot be read: {error.strerror}: {error.filename}") from error
     return rows
 
 
 def _read(path: str, split: str, name: str | None) -> list[Row]:
     if not path.strip():
         raise _UnreadableError(f"is empty; use {_what_works()}")
-    found = Path.cwd() / Path(path).expanduser()
+    try:
+        found = Path.cwd() / expand_home(path)
+    except ValueError as error:
+        raise _UnreadableError(str(error)) from error
     if not found.exists():
         if _is_meant_as_file(path):
             raise _UnreadableError(_missing(found))

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from cohort.engine.loss import PerTokenLoss
 from cohort.engine.train_engine import TrainEngine
+from cohort.host_resources import available_memory_bytes
 from cohort.models import Policy
 from cohort.records import TrainSequence
 
@@ -96,21 +96,7 @@ def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, shard: Wors
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.fits(_trial(longest, shard, engine.policy), per_token_loss)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(_HOST_SHARE * _free_host_bytes() / processes / (sum(kept.values()) / longest))
-
-
-def _free_host_bytes() -> int:
-    """Return the free memory of the system or of this process's control group."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux, or another version of control groups
-    return max(free, 1)
+    return int(_HOST_SHARE * available_memory_bytes() / processes / (sum(kept.values()) / longest))
 
 
 def _trial(tokens: int, shard: WorstCaseShard, policy: Policy) -> tuple[TrainSequence, ...]:

@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from cohort import stopping
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError
+from cohort.host_resources import usable_cores
 from cohort.launch.failure_report import Failure, read_failures
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
@@ -162,7 +163,7 @@ def _last_step(folder: Path) -> int:
 
 def _threads(num_processes: int) -> str:
     """Threads per process: an equal share of the available cores."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // num_processes))
 
 
 def _gpus_of_ranks(config: Config, slots: list[int]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 
 _PROC = Path("/proc/self")
@@ -80,14 +81,14 @@ def reset_resident_peak() -> bool:
 
 
 def resident_now() -> int:
-    """Resident bytes; the peak where the system does not report them."""
-    return resident().get("VmRSS") or _resident_peak()
+    """Resident bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def resident() -> dict[str, int]:
-    """Current (VmRSS) and peak (VmHWM) resident bytes; empty if the system does not report them."""
+    """Current (VmRSS) and resettable peak (VmHWM) resident bytes; empty if the system is not Linux."""
     try:
         status = (_PROC / "status").read_text()
-    except OSError:  # not Linux
+    except OSError:
         return {}
     return {key: 1024 * int(kb) for key, kb in re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", status, re.MULTILINE)}

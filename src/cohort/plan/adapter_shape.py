@@ -156,12 +156,12 @@ def _match_targets(targets: str | tuple[str, ...], known: list[str]) -> tuple[se
 def _saved(path: str) -> RequestedAdapter | None:
     """Read a saved adapter; None if it is not on this machine."""
     file = Path(path) / "adapter_config.json"
-    if not file.is_file():
-        return None
     try:
         saved: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         names = saved["target_modules"]
         targets = names if isinstance(names, str) else tuple(map(str, names))
         return RequestedAdapter(rank=int(saved["r"]), dora=bool(saved.get("use_dora")), targets=targets)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.adapter.path: cannot read {file}: {error!r}") from error

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from cohort.config.paths import expand_home
 from cohort.errors import UserError
+from cohort.host_resources import usable_cores
 
 VERSION = 1  # of the file format; raise it when a number changes its meaning
 
@@ -46,10 +48,13 @@ class Calibration:
         return f"{self.date[:10]} on {self.machine} with torch {self.torch_version}"
 
 
-def calibration_file() -> Path:
-    """Path of the calibration file."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "cohort" / "calibration.json"
+def calibration_file() -> Path | None:
+    """Path of the calibration file; None for a user without a home folder."""
+    try:
+        cache = expand_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    except ValueError:
+        return None
+    return Path(cache) / "cohort" / "calibration.json"
 
 
 def save_calibration(measured: Calibration) -> Path:
@@ -59,9 +64,11 @@ def save_calibration(measured: Calibration) -> Path:
         Path of the file.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: there is no place for the file, or it cannot be written.
     """
     file = calibration_file()
+    if file is None:
+        raise UserError("--calibrate: this user has no home folder to save in; set XDG_CACHE_HOME to a writable folder")
     others = [c for c in _calibrations() if (c.device, c.machine) != (measured.device, measured.machine)]
     text = json.dumps({"version": VERSION, "measured": [asdict(c) for c in [*others, measured]]}, indent=2)
     try:
@@ -95,13 +102,13 @@ def cpu_name() -> str:
     except OSError:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model or platform.processor() or platform.machine()}, {cores} cores"
+    return f"{model or platform.processor() or platform.machine()}, {usable_cores()} cores"
 
 
 def _calibrations() -> list[Calibration]:
+    file = calibration_file()
     try:
-        content = json.loads(calibration_file().read_text(encoding="utf-8"))
+        content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         if content["version"] != VERSION:
             return []
         names = [field.name for field in fields(Calibration)]

@@ -1,6 +1,7 @@
-"""Count the prompts of a data file cheaply, and find missing files."""
+"""Count the prompts of a data file cheaply, and find files that cannot be read."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cohort.config import Config
@@ -9,6 +10,7 @@ from cohort.config import Config
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _BEGINNINGS = ("/", "./", "../", "~")
 _MAX_BYTES = 200 << 20  # do not read larger files
+_FORBIDDEN = "permission denied"
 
 
 def count_prompts(path: str) -> int | None:
@@ -31,21 +33,37 @@ def count_prompts(path: str) -> int | None:
 
 
 def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield each configuration key whose file is missing, with a message.
+    """Yield each configuration key whose file is missing or may not be read, with a message.
 
     Args:
         config: configuration of a run.
         base_dir: folder of the configuration file; relative paths are tried there and in the working directory.
     """
     places = (base_dir, Path.cwd())
+    if _problem(f"{config.model.path}/config.json", places) == _FORBIDDEN:  # missing: perhaps a Hub id
+        yield "model.path", f"model.path: {config.model.path!r}: {_FORBIDDEN}; `cohort train` will not start"
     for field, path in (("data.path", config.data.path), ("eval.path", config.eval.path if config.eval else None)):
         meant = path is not None and (path.endswith(_ENDINGS) or path.startswith(_BEGINNINGS))
-        if path is not None and meant and not any((place / path).exists() for place in places):
-            yield field, f"{field}: {path!r}: no such file; `cohort train` will not start"
+        if path is not None and meant and (problem := _problem(path, places)) is not None:
+            yield field, f"{field}: {path!r}: {problem}; `cohort train` will not start"
     for field, use in _functions(config):
         file, colon, _ = use.partition(":")
-        if colon and file.endswith(".py") and not any((place / file).is_file() for place in places):
-            yield field, f"{field}: {use!r}: no such file; `cohort train` will not start"
+        if colon and file.endswith(".py") and (problem := _problem(file, places)) is not None:
+            yield field, f"{field}: {use!r}: {problem}; `cohort train` will not start"
+
+
+def _problem(path: str, places: Iterable[Path]) -> str | None:
+    """Why a file or folder cannot be read in any of these places; None if it can be."""
+    problem = "no such file"
+    for place in places:
+        try:
+            os.close(os.open(place / path, os.O_RDONLY | os.O_NONBLOCK))
+            return None
+        except PermissionError:
+            problem = _FORBIDDEN
+        except (OSError, ValueError):  # ValueError: a name that no file can have
+            continue
+    return problem
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str]]:

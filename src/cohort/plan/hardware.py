@@ -1,11 +1,12 @@
 """Hardware of a plan: known GPUs, this machine's CPU, and `cohort plan`'s options for them."""
 
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
@@ -92,7 +93,7 @@ def local_cpu(
     """
     name = cpu_name()
     measured = find_calibration(name)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+    there = psutil.virtual_memory().total // processes
     return Hardware(
         gpu_name=name,
         gpu_memory_bytes=there if memory is None else parse_bytes(memory, option="--gpu-memory"),

@@ -127,12 +127,11 @@ def read_shape(path: str) -> ModelShape:
         UserError: no config.json, or an unknown architecture.
     """
     file = Path(path) / "config.json"
-    named = preset_from_hub_id(path) if not file.exists() else None
-    if named is not None:
-        return named
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if (named := preset_from_hub_id(path)) is not None:
+            return named
         raise UserError(
             f"model.path: {path!r} is not a local folder with a config.json, and planning downloads nothing; give the "
             f"model's shape with --model-shape ({', '.join(PRESETS)})"

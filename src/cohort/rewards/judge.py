@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 
+from cohort.config.paths import expand_home
 from cohort.errors import suggest
 from cohort.rewards.conversation import transcript
 from cohort.rewards.describe import excerpt
@@ -249,7 +250,7 @@ def _settings(
         prompt=prompt,
         rubric=rubric,
         sampling={**_SAMPLING, **(sampling or {})},
-        cache=None if cache is None else Path(cache).expanduser(),
+        cache=None if cache is None else Path(expand_home(cache)),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import RewardConfig
+from cohort.config.paths import expand_home
 
 ROLLOUT_PLACEHOLDERS = ("prompt", "completion")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
@@ -43,7 +44,7 @@ def read_prompt(path: object) -> JudgePrompt:
     if not isinstance(path, str) or not path:
         raise ValueError(f"prompt: {path!r} must be a file with the judge's prompt")
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(expand_home(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompt: {path!r} cannot be read: {error}") from error
     prompt = JudgePrompt(text)

@@ -2,6 +2,7 @@
 
 import atexit
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from cohort.config.sandbox import SandboxConfig
@@ -28,6 +29,11 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
     """
     if config.backend == "sandbox_fusion":
         return _open_remote(config)
+    if sys.platform != "linux":
+        raise UserError(
+            f"sandbox.backend: {config.backend!r} runs code on Linux only, also with unsafe_no_sandbox; use a server "
+            f"with sandbox.backend: sandbox_fusion, or run Cohort in a Linux container or virtual machine"
+        )
     folder = new_folder()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     interpreter = find_interpreter(config.packages, folder)

@@ -3,7 +3,6 @@
 import json
 import marshal
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cohort import stopping
+from cohort.host_resources import usable_cores
 from cohort.sandbox.backends import Backend
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.process import Conversation, Ending, ProcessResult
@@ -134,7 +134,7 @@ class Sandbox:
 
 def default_concurrency() -> int:
     """Return two for each CPU that this process may use: part of a verdict's time is spent waiting."""
-    return 2 * len(os.sched_getaffinity(0))
+    return 2 * usable_cores()
 
 
 def _records(output: bytes) -> Iterator[Mapping[str, Any]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+import psutil
+
 from cohort.config.yaml_text import read_yaml
 from cohort.redaction import hide
 from cohort.run_files import format_line_numbers
@@ -322,25 +324,12 @@ def _is_alive(status: Status) -> bool:
 
 
 def _process_start(pid: int) -> float | None:
-    """Return when a process began, in Unix seconds; None if it is gone, -inf if the system does not say."""
+    """Return when a process began, in Unix seconds; None if it has ended, even if its parent has not collected it."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        if fields[0] in "ZX":  # ended, and not yet collected by its parent
-            return None
-        with open("/proc/stat", encoding="utf-8") as file:
-            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
-        return boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, StopIteration):
-        pass
-    if Path("/proc/self/stat").exists() or pid <= 0:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except (psutil.Error, ValueError):  # none has this number, or could have it
         return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return -math.inf
 
 
 def _reason(error: Exception) -> str:

@@ -6,6 +6,7 @@ Everything here works on a meta-device model, so errors are found before any wei
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ def saved_rank(path: str) -> int:
 
 def is_adapter_folder(path: str | Path) -> bool:
     """Whether a folder holds an adapter rather than a model."""
-    return (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / "config.json").is_file()
+    return os.path.isfile(Path(path) / CONFIG_FILE) and not os.path.isfile(Path(path) / "config.json")
 
 
 def with_base(config: ModelConfig) -> ModelConfig:

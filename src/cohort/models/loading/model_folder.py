@@ -1,6 +1,7 @@
 """Check model folders before loading weights, and load tokenizers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,41 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
     """Check a local model folder without loading it. Hub ids pass.
 
     Raises:
-        UserError: the folder does not exist, lacks config.json, weights or a tokenizer, or has a weights file that is
-            damaged, judging by header and size.
+        UserError: the folder does not exist, cannot be read, lacks config.json, weights or a tokenizer, or has a
+            weights file that is damaged, judging by header and size.
     """
     folder = Path(path)
-    if not folder.exists():
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, ValueError):  # ValueError: a name that no folder can have
         looks_like_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
         if looks_like_id:
             return
-        raise UserError(f"{field}: {path!r}: no such folder; give a model folder, or a Hugging Face id like org/name")
-    if not folder.is_dir():
-        raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
+        raise UserError(
+            f"{field}: {path!r}: no such folder; give a model folder, or a Hugging Face id like org/name"
+        ) from None
+    except NotADirectoryError:
+        raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json") from None
+    except OSError as error:
+        raise UserError(f"{field}: {path!r} cannot be read: {error.strerror}") from error
     if is_adapter_folder(folder):
         raise UserError(
             f"{field}: {path!r} is an adapter, not a model; give its base model, and this folder as model.adapter.path"
         )
-    if not (folder / "config.json").is_file():
-        inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    if "config.json" not in names:
+        inside = ", ".join(names[:8]) or "nothing"
         raise UserError(f"{field}: {path!r} is not a model folder: it has no config.json. It contains: {inside}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{field}: {path}/config.json cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{field}: {path}/config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{field}: {path}/config.json is not a model config: it must be a JSON object")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+    if not any(name.endswith((".safetensors", ".bin")) for name in names):
         raise UserError(f"{field}: {path!r} has no weights (*.safetensors)")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any(name in names for name in _TOKENIZER_FILES):
         raise UserError(
             f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer files "
             f"into it (tokenizer.save_pretrained)"
