@@ -29,7 +29,7 @@ from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
 from cohort.trainer.worker_calls import run_forward_only, with_first_pass
 
-_HISTORY_LENGTH = 500  # steps and evaluations whose metrics reward functions see
+_HISTORY_LENGTH = 100  # steps and evaluations whose metrics reward functions see; isolated ones get a copy at each call
 
 
 class Trainer:
