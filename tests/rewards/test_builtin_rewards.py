@@ -7,12 +7,13 @@ import pytest
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError
-from cohort.rewards import build_rewards
+from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.choice import ChoiceReward
 from cohort.rewards.exact_set import ExactSetReward
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.regex import RegexReward
+from reward_samples import group
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,41 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch, package, extra, 
         UserError, match=rf"needs the package {package}; install it with `pip .* 'cohort-rl\[{extra}\]'"
     ):
         build_rewards([config], columns=["answer", "metadata"], max_completion_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("use", "args", "column", "values", "texts", "expected"),
+    [
+        ("choice", {"answer_column": "pattern"}, "pattern", ["A", "B"], ["B", "B"], [0.0, 1.0]),
+        ("number", {"answer_column": "abs_tol"}, "abs_tol", [7, 8], ["8", "8"], [0.0, 1.0]),
+        ("exact", {"answer_column": "pattern"}, "pattern", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact", {"answer_column": "completions"}, "completions", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact", {"answer_column": "completion"}, "completion", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact_set", {"answer_column": "separator"}, "separator", ["a", "b"], ["b", "b"], [0.0, 1.0]),
+        ("math", {"answer_column": "deadline_s"}, "deadline_s", [7, 8], ["8", "8"], [0.0, 1.0]),
+        (
+            "open_r1.code_format",
+            {"language_column": "language"},
+            "language",
+            ["c", "java"],
+            ["<think>\nx\n</think>\n<answer>\n```java\n1```\n</answer>"] * 2,
+            [0.0, 1.0],
+        ),
+        pytest.param(
+            "json_schema",
+            {"schema_column": "schema"},
+            "schema",
+            [{"type": "array"}, {"type": "number"}],
+            ["1", "1"],
+            [0.0, 1.0],
+            marks=pytest.mark.extras,
+        ),
+    ],
+)
+def test_a_column_may_have_the_name_of_an_argument(use, args, column, values, texts, expected):
+    functions = build_rewards([RewardConfig(use=use, args=args)], columns=[column], max_completion_tokens=8)
+    groups = [group("q", [text], **{column: value}) for text, value in zip(texts, values, strict=True)]
+    assert [scored.rewards[0] for scored in RewardRunner(functions, columns=[column]).score(groups)] == expected
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -154,6 +154,17 @@ def test_replies_without_a_score(settings, reply, message):
         rubric.scores(reply)
 
 
+def test_a_placeholder_may_have_the_name_of_an_argument(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("{model}: {completion}")
+    with serving(lambda body: chat_reply("Score: 1")) as server:
+        args = {"url": server.url, "model": "judge", "prompt": str(file)}
+        built = build_rewards([RewardConfig(use="judge", args=args)], columns=["model"], max_completion_tokens=8)
+        [scored] = RewardRunner(built).score([group("q", ["a"], model="Ford T")])
+        assert scored.rewards.tolist() == [1.0]
+        assert sent(server.bodies[0]) == "Ford T: a"
+
+
 def test_placeholders_are_filled_in_once():
     assert JudgePrompt("{a}{b} {{a}} {} {1} {x y}").render({"a": "{b}", "b": "B"}) == "{b}B {a} {} {1} {x y}"
     assert JudgePrompt("{b}{a}{b}{{c}}").names == ["b", "a"]

@@ -7,6 +7,7 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.arguments import check_number
 from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 _LETTERS = "ABCDEFGHIJ"
@@ -61,7 +62,7 @@ class ChoiceReward:
         regex = _stated_answer(letters) if pattern is None else compile_pattern(pattern, num_groups=1)
         alone = re.compile(rf"\(?([{letters}{letters.lower()}])\)?[.:]?|\(?([{letters}])[).:].*", re.DOTALL)
         rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[answer_column], strict=True):
+        for completion, gold in zip(completions, column_values(columns, answer_column), strict=True):
             if gold is None:
                 rewards.append(None)
                 continue

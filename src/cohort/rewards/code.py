@@ -11,6 +11,7 @@ from cohort.errors import UserError
 from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code_verdict import Verdict, job_request, judge
 from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
 from cohort.sandbox.limits import Limits
 
@@ -99,10 +100,11 @@ class CodeReward:
         """
         name, commands = _language(language)
         missing = [None] * len(completions)
-        optional = (columns.get(column, missing) for column in (entry_point_column, setup_column))
-        rows = list(zip(columns[tests_column], *optional, strict=True))
+        optional = (column_values(columns, column, missing) for column in (entry_point_column, setup_column))
+        values = column_values(columns, tests_column)
+        rows = list(zip(values, *optional, strict=True))
         tests = [_tests(*row, setup=setup, max_tests=max_tests) for row in rows]
-        self._check_readable(tests, columns[tests_column], tests_column)
+        self._check_readable(tests, values, tests_column)
         options = {
             **commands,
             "case_s": case_s,

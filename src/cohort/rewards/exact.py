@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cohort.rewards.describe import completion_text
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 
@@ -37,7 +38,7 @@ class ExactReward:
         regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
         return [
             None if answer is None else float(_extract(completion_text(completion), regex) == str(answer).strip())
-            for completion, answer in zip(completions, columns[answer_column], strict=True)
+            for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
         ]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from cohort.rewards.arguments import check_flag
 from cohort.rewards.describe import completion_text
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 
@@ -54,7 +55,7 @@ class ExactSetReward:
             return {text.casefold() for text in texts} if ignore_case else texts
 
         rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[answer_column], strict=True):
+        for completion, gold in zip(completions, column_values(columns, answer_column), strict=True):
             text: str | None = completion_text(completion).rpartition("</think>")[2]
             if regex is not None:
                 text = ([match[1] for match in regex.finditer(text or "")] or [None])[-1]

@@ -85,6 +85,25 @@ def reward_arguments(function: Callable[..., Any]) -> frozenset[str]:
     return keyword_parameters(function.required_columns).names if isinstance(function, ChecksArguments) else frozenset()
 
 
+def column_keyword(name: str, taken: Collection[str]) -> str:
+    """Return the keyword under which a reward gets a column: its name, or `column:NAME` if that is taken."""
+    return f"column:{name}" if name in taken else name
+
+
+def column_values(
+    columns: Mapping[str, Sequence[Any]], name: str, default: Sequence[Any] | None = None
+) -> Sequence[Any]:
+    """Return the values of a column among a reward's `**columns`, under either keyword (see `column_keyword`).
+
+    Raises:
+        KeyError: there is no such column, and no default.
+    """
+    values = columns.get(f"column:{name}", columns.get(name, default))
+    if values is None:
+        raise KeyError(name)
+    return values
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling `function` returns a coroutine: `async def`, a partial of one, or an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -9,6 +9,7 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.arguments import require_package
 from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.function import column_values
 
 _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
 
@@ -51,7 +52,7 @@ class JsonSchemaReward:
         if schema_column is None:
             given: Sequence[Any] = [schema] * len(completions)
         else:
-            given = columns[schema_column]
+            given = column_values(columns, schema_column)
         schemas = [value if value is None or isinstance(value, str) else json.dumps(value) for value in given]
         rewards: list[float | None] = []
         for completion, text in zip(completions, schemas, strict=True):

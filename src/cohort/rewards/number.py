@@ -8,6 +8,7 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.arguments import check_number
 from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 # A fraction, or a decimal with thousands separators and an exponent. The bounds keep exact arithmetic cheap. A minus
@@ -69,7 +70,7 @@ class NumberReward:
         regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
         relative, absolute = Fraction(str(rel_tol)), Fraction(str(abs_tol))  # 0.1 is a tenth
         rewards: list[float | None] = []
-        for completion, answer in zip(completions, columns[answer_column], strict=True):
+        for completion, answer in zip(completions, column_values(columns, answer_column), strict=True):
             if answer is None:
                 rewards.append(None)
                 continue

@@ -27,6 +27,7 @@ from cohort.rewards.function import (
     ROLLOUT_NAMES,
     ReportsProgress,
     RewardFunction,
+    column_keyword,
     is_async,
     keyword_parameters,
     reward_arguments,
@@ -311,12 +312,13 @@ class RewardRunner:
     def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
-        own = reward_arguments(reward.function)  # these are not filled from columns of the same name
+        own = reward_arguments(reward.function)
+        taken = {*own, *ROLLOUT_NAMES, *_ONE_EACH} if own else own
         parameters = self._parameters[reward.name]
         arguments: dict[str, Any] = {
-            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
+            keyword: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
             for name in column_names
-            if parameters.accepts(name, unless=_ONE_EACH) and name not in own
+            if parameters.accepts(keyword := column_keyword(name, taken), unless=_ONE_EACH)
         }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
