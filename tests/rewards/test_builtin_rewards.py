@@ -1,6 +1,8 @@
 """The rewards choice, number, exact_set, regex and json_schema on literal cases."""
 
+import dataclasses
 import json
+import pickle
 import sys
 
 import pytest
@@ -9,11 +11,12 @@ from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.choice import ChoiceReward
+from cohort.rewards.describe import completion_text
 from cohort.rewards.exact_set import ExactSetReward
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.regex import RegexReward
-from reward_samples import group
+from reward_samples import MESSAGES, group, reward
 
 
 @pytest.mark.parametrize(
@@ -209,6 +212,59 @@ def test_a_column_may_have_the_name_of_an_argument(use, args, column, values, te
     functions = build_rewards([RewardConfig(use=use, args=args)], columns=[column], max_completion_tokens=8)
     groups = [group("q", [text], **{column: value}) for text, value in zip(texts, values, strict=True)]
     assert [scored.rewards[0] for scored in RewardRunner(functions, columns=[column]).score(groups)] == expected
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 40}}}]}
+RESULT = {"role": "tool", "content": "42"}
+
+
+@pytest.mark.parametrize(
+    ("use", "gold", "final"),
+    [
+        ("math", 42, "So 42."),
+        ("number", 42, "So 42."),
+        ("exact", "42", "42"),
+        ("exact_set", ["42"], "42"),
+        ("trl.accuracy", "42", r"\boxed{42}"),
+        ("open_r1.accuracy", "42", r"\boxed{42}"),
+    ],
+)
+@pytest.mark.parametrize("content", ["What is 40 + 2?", MESSAGES])
+def test_what_a_tool_returns_is_not_the_answer(use, gold, final, content):
+    """A limit may end a trajectory after a tool's message."""
+    config = RewardConfig(use=use, args={"answer_column": "gold"})
+    functions = build_rewards([config], columns=["gold"], max_completion_tokens=8)
+    answered = [CALL, RESULT, {"role": "assistant", "content": final}]
+    [scored] = RewardRunner(functions).score([turns(content, [CALL, RESULT], answered, gold=gold)])
+    assert scored.rewards.tolist() == [0.0, 1.0]
+
+
+def turns(content, *transcripts, **columns):
+    """A group of trajectories of several turns."""
+    made = group(content, ["a"] * len(transcripts), **columns)
+    trajectories = [
+        dataclasses.replace(
+            trajectory,
+            messages=tuple(messages),
+            text="\n".join(m["content"] or '<call>{"a": 42}</call>' for m in messages if m["role"] == "assistant"),
+        )
+        for trajectory, messages in zip(made.trajectories, transcripts, strict=True)
+    ]
+    return dataclasses.replace(made, trajectories=tuple(trajectories))
+
+
+def test_the_text_of_several_turns_is_a_plain_text_to_others():
+    seen = []
+
+    def f(completions):
+        seen.extend(pickle.loads(pickle.dumps(completions)))
+        return [0.0]
+
+    functions = [reward(f, name="f"), reward(RegexReward(), args={"pattern": "<call>"})]
+    [scored] = RewardRunner(functions).score([turns("q", [CALL, RESULT])])
+    assert seen == ['<call>{"a": 42}</call>'] and seen[0].last == "" and scored.rewards.tolist() == [1.0]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}, RESULT]
+    assert [completion_text(c) for c in (parts, [RESULT], [], [{"content": None}])] == ["42", "", "", ""]
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

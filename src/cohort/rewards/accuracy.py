@@ -8,7 +8,7 @@ from typing import Any
 
 from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text
+from cohort.rewards.describe import answer_text, completion_text
 from cohort.rewards.function import column_values
 from cohort.rewards.math_client import Verdict
 
@@ -30,7 +30,7 @@ class GradedReward:
 
     def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Verdict]:
         """Return one verdict per completion; a gold answer of None cannot be parsed."""
-        texts = [completion_text(completion) for completion in completions]
+        texts = [answer_text(completion) for completion in completions]
         return self.grader.grade_all(
             ["" if gold is None else str(gold) for gold in golds], texts, deadline_s=deadline_s
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
 from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
@@ -66,7 +66,7 @@ class ChoiceReward:
             if gold is None:
                 rewards.append(None)
                 continue
-            text = completion_text(completion).rpartition("</think>")[2].strip()
+            text = answer_text(completion).rpartition("</think>")[2].strip()
             stated = [next(filter(None, match.groups()), "") for match in regex.finditer(text)]
             whole = alone.fullmatch(text) if pattern is None else None
             picked = stated[-1] if stated else (whole[1] or whole[2]) if whole else ""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cohort.rewards.describe import completion_text
+from cohort.rewards.describe import answer_text
 from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
@@ -37,7 +37,7 @@ class ExactReward:
         """Return one reward per completion."""
         regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
         return [
-            None if answer is None else float(_extract(completion_text(completion), regex) == str(answer).strip())
+            None if answer is None else float(_extract(answer_text(completion), regex) == str(answer).strip())
             for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
         ]
 

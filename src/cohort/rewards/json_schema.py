@@ -8,7 +8,7 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.arguments import require_package
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
 from cohort.rewards.function import column_values
 
 _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
@@ -60,7 +60,7 @@ class JsonSchemaReward:
                 validator = None if text is None else _validator(text)
             except ValueError as error:
                 raise UserError(f"the column {schema_column!r} holds {excerpt(text)}: {error}") from error
-            rewards.append(None if validator is None else float(_is_valid(validator, completion_text(completion))))
+            rewards.append(None if validator is None else float(_is_valid(validator, answer_text(completion))))
         return rewards
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
 from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
@@ -77,7 +77,7 @@ class NumberReward:
             gold = None if isinstance(answer, bool) else read_number(str(answer))
             if gold is None:
                 raise UserError(f"the column {answer_column!r} holds {excerpt(answer)}, which has no number")
-            text = completion_text(completion).rpartition("</think>")[2]
+            text = answer_text(completion).rpartition("</think>")[2]
             if regex is not None:
                 text = str(([match[1] or "" for match in regex.finditer(text)] or [""])[-1])
             number = read_number(text)

@@ -21,7 +21,7 @@ from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajec
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.caught import Caught, caught_exceptions, describe_caught
 from cohort.rewards.compose import GatedParts, stages
-from cohort.rewards.describe import excerpt
+from cohort.rewards.describe import TurnsText, excerpt, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
@@ -389,8 +389,10 @@ def _prompt(prompt: Prompt, _: Trajectory) -> Any:
 
 
 def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
-    is_text = isinstance(prompt.content, str)
-    return trajectory.text if is_text else [dict(message) for message in trajectory.messages]
+    if not isinstance(prompt.content, str):
+        return [dict(message) for message in trajectory.messages]
+    several = len(trajectory.messages) > 1
+    return TurnsText(trajectory.text, last_text(trajectory.messages)) if several else trajectory.text
 
 
 def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
