@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cohort.config import RewardConfig
+from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.choice import ChoiceReward
@@ -16,7 +16,10 @@ from cohort.rewards.exact_set import ExactSetReward
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.regex import RegexReward
+from cohort.trainer.run_inputs import read_inputs
+from commands import set_up
 from reward_samples import MESSAGES, group, reward
+from tiny import copy_task_rows, write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,9 @@ from reward_samples import MESSAGES, group, reward
         (" (b) ", "B"),
         ("B.", "B"),
         ("B) because it is wet", "B"),
-        ("B because", None),
+        ("B because it is wet", "B"),
+        ("B is wrong", None),
+        ("Answer: A) 3 or B) 4", None),
         (r"So \boxed{C}", "C"),
         (r"So \boxed{\text{c}}.", "C"),
         (r"\boxed{A} or rather \boxed{ (D). }", "D"),
@@ -53,7 +58,7 @@ def test_choice_reads_the_stated_letter(text, picked):
 def test_choice_arguments():
     f = ChoiceReward()
     assert f(["B", "B", "B"], answer=[1, "0", None], first_number=0) == [1.0, 0.0, None]
-    assert f(["B"], gold=[2], answer_column="gold", first_number=1) == [1.0]
+    assert f(["B", "B"], gold=[2, 2.0], answer_column="gold", first_number=1) == [1.0, 1.0]
     assert f(["I pick C; not D", "none"], answer=["C", "C"], pattern=r"pick (\w)") == [1.0, 0.0]
     assert f(["The answer is E"], answer=["D"], letters="ABCD") == [0.0]
     with pytest.raises(UserError, match=r"column 'answer' holds 1, which is none of the choices .*first_number"):
@@ -92,14 +97,15 @@ def test_choice_arguments():
         (r"so $x = \frac{3}{4}$.", 0.75, 1.0),
         (r"<answer>\boxed{\frac{3}{4}}</answer>", 0.75, 1.0),
         (r"\boxed{10^{5}}", 5, 0.0),
+        (r"\boxed{10^{5}}", 100000, 1.0),
         (r"\boxed{2\sqrt{3}}", 3, 0.0),
         (r"\boxed{1{,}234}", 1234, 1.0),
         (r"\boxed{5\text{ cm}^2}", 5, 1.0),
         (r"\boxed{\text{7}}", 7, 1.0),
         (r"\boxed{\$50\%}", 50, 1.0),
         (r"\boxed{90^\circ}", 90, 1.0),
-        ("between 5-7", 7, 1.0),
-        ("10-3", 3, 1.0),
+        ("between 5-7", 7, 0.0),
+        ("10-3", 3, 0.0),
         ("-$5", -5, 1.0),
         (r"\boxed{-\$5}", -5, 1.0),
         ("x=-5", -5, 1.0),
@@ -119,7 +125,7 @@ def test_number_tolerances_are_exact():
     big = 12345678901234567890
     assert f([str(big), str(big + 1)], answer=[str(big)] * 2, rel_tol=0.0) == [1.0, 0.0]
     assert f(["x=3 y=4", "y"], answer=[3, 3], pattern=r"x=(\d)") == [1.0, 0.0]
-    with pytest.raises(UserError, match="column 'answer' holds 'many', which has no number"):
+    with pytest.raises(UserError, match="column 'answer' holds 'many', which is not plainly a number: a number is"):
         f(["1"], answer=["many"])
 
 
@@ -313,3 +319,32 @@ def test_json_schema_fetches_nothing_and_checks_the_schema():
     assert f(["1"], schema=draft_7) == [1.0]
     assert f(['{"type": 1}', "{}"], schema={"$ref": "https://json-schema.org/draft/2020-12/schema"}) == [0.0, 1.0]
     assert f(["1"], schema={"enum": [{"$ref": "#/nowhere"}, 1]}) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "words"),
+    [
+        (
+            {"use": "number"},
+            [{"answer": "3 1/2"}, {"answer": None}, {"answer": r"2\sqrt{3}"}],
+            [r"data.path: row 3: reward 'number': the column 'answer' holds '2\\sqrt{3}'", "use {use: math}"],
+        ),
+        ({"use": "number"}, [{"answer": "5-3"}], ["row 1", "'5-3', which is not plainly a number"]),
+        ({"use": "number", "where": {"kind": "n"}}, [{"answer": "x", "kind": "m"}, {"answer": 4, "kind": "n"}], None),
+        (
+            {"use": "choice", "args": {"letters": "ABCD", "first_number": 0}},
+            [{"answer": 3.0}, {"answer": 4}],
+            ["row 2: reward 'choice': the column 'answer' holds 4, which is none of the choices ABCD"],
+        ),
+    ],
+)
+def test_answers_are_checked_at_the_start(tmp_path, settings, rows, words):
+    write_jsonl(tmp_path / "data.jsonl", [{"question": copy_task_rows(1)[0]["question"], **row} for row in rows])
+    config = load_config(set_up(tmp_path, rewards=[settings]))
+    if words is None:
+        read_inputs(config)
+        return
+    with pytest.raises(UserError) as caught:
+        read_inputs(config)
+    for word in words:
+        assert word in str(caught.value)

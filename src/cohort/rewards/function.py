@@ -39,6 +39,19 @@ class ChecksArguments(Protocol):
 
 
 @runtime_checkable
+class ChecksRows(Protocol):
+    """A reward that can validate the dataset's rows before the run, such as their answers."""
+
+    def check_row(self, row: Mapping[str, Any], **args: Any) -> None:
+        """Check a row with these `args`.
+
+        Raises:
+            UserError: the reward cannot score it; the message names the column, its value and what works.
+        """
+        ...
+
+
+@runtime_checkable
 class ReportsProgress(Protocol):
     """A reward whose calls may take long: they call `on_progress` with the number of verdicts that are done and of all.
 

@@ -4,11 +4,12 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.caught import Caught, caught_exceptions, describe_caught
-from cohort.rewards.compose import GatedParts, stages
+from cohort.rewards.compose import GatedParts, is_for, stages
 from cohort.rewards.describe import TurnsText, excerpt, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
+    ChecksRows,
     ReportsProgress,
     RewardFunction,
     column_keyword,
@@ -95,6 +97,21 @@ class RewardRunner:
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by name."""
         return {f.name: f.weight for f in self.functions}
+
+    def check_rows(self, prompts: Iterable[Prompt], *, field: str) -> None:
+        """Check the rows of prompts with the rewards that are for them and can (`ChecksRows`).
+
+        Raises:
+            UserError: a reward cannot score a row.
+        """
+        checked = [f for f in self.functions if isinstance(f.function, ChecksRows)]
+        for prompt, f in itertools.product(prompts, checked):
+            assert isinstance(f.function, ChecksRows)
+            if is_for(prompt, f):
+                try:
+                    f.function.check_row(prompt.columns, **f.args)
+                except UserError as error:
+                    raise UserError(f"{field}: row {prompt.id + 1}: reward {f.name!r}: {error}") from error
 
     def score(
         self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""
