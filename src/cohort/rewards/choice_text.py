@@ -7,7 +7,8 @@ from cohort.rewards.stated import Mark, find_marks
 # How answers are introduced. Capital letters are choices, so words are matched without their case one by one.
 _CORRECT = r"(?:correct|right|best|final)"
 _NOUN = rf"(?:(?i:(?:the\s)?(?:{_CORRECT}\s)?(?:answer|option|choice|letter))\s?(?:is\s?)?:?\s?){{0,3}}"
-_SURELY = r"(?:(?i:therefore|thus|hence|clearly|definitely|simply|probably|(?:most\s+)?likely|either|both),?\s*)?"
+_SURELY = r"(?:(?i:therefore|thus|hence|clearly|definitely|simply|probably|(?:most\s+)?likely|either|both"
+_SURELY += r"|I\s+(?:think|believe|guess)),?\s*)?"
 _NOT_BUT = r"(?:not\s+\(?[A-Z]\)?,?\s+but\s*)?"
 _BE = r"(?:\s+(?:(?:is|was)|(?:must|should|would|will|has\s+to)\s+be)\b)"
 _ALONE = r"(?=[(\[]?[A-Z][)\]]?\s*(?:[.,;!]|$))"
@@ -15,9 +16,9 @@ _INTRODUCTION = "|".join(
     (
         rf"\b(?i:answer){_BE}?\s*[:=]?\s*{_NOT_BUT}{_SURELY}",
         rf"\b(?i:{_CORRECT})\s+(?i:option|choice|one|letter|statement)(?:{_BE}|\s*:)\s*:?\s*{_SURELY}",
-        r"\b(?i:choose|chose|choosing|pick|picking|select|selecting|go(?:ing)?\s+with)\s+",
+        r"(?<!not )(?<!n't )(?<!n’t )\b(?i:choose|chose|choosing|pick|picking|select|selecting|go(?:ing)?\s+with)\s+",
         rf"\b(?i:it)(?:['’]s|\s+is|\s+must\s+be)\s+{_SURELY}{_ALONE}",
-        rf"^\s*(?i:therefore|thus|hence|so)[,:]?\s+{_ALONE}",
+        rf"(?:^|[.!?])\s*(?i:therefore|thus|hence|so)[,:]?\s+{_ALONE}",
     )
 )
 _RIGHT = r"(?:is|must\s+be)\s+(?:(?:clearly|definitely|therefore|thus)\s+)?(?:the\s+)?(?:correct|right|best|answer)\b"

@@ -15,7 +15,7 @@ class ExactReward:
     Arguments (in `rewards[i].args`):
         answer_column: dataset column with the answer; numbers are compared as text. Default "answer".
         pattern: regular expression with one group, the answer; the last match counts, and no match scores 0.0. Default
-            None: the whole completion, stripped.
+            None: all of the completion behind the last `</think>`, stripped.
     """
 
     __name__ = "exact"
@@ -43,6 +43,7 @@ class ExactReward:
 
 
 def _extract(text: str, regex: re.Pattern[str] | None) -> str | None:
+    text = text.rpartition("</think>")[2]
     if regex is None:
         return text.strip()
     found = regex.findall(text)  # one group: its texts, in order

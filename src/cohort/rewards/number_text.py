@@ -131,10 +131,10 @@ _TO_PLAIN = tuple(
     )
 )
 _FRACTION = re.compile(
-    rf"(\d)?\s*\\[dtc]?frac\s*(?:\{{\s*([-−]?{_DECIMAL})\s*\}}|(\d))\s*(?:\{{\s*({_DECIMAL})\s*\}}|(\d))"
+    rf"(?:(\d)\s*)?\\[dtc]?frac\s*(?:\{{\s*([-−]?{_DECIMAL})\s*\}}|(\d))\s*(?:\{{\s*({_DECIMAL})\s*\}}|(\d))"
 )
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
-_VULGAR = re.compile(r"(\d)?\s?([¼-¾⅐-⅞])")
+_VULGAR = re.compile(r"(?:(\d)\s?)?([¼-¾⅐-⅞])")
 _SUPERSCRIPT = re.compile(r"([\w)])([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+)")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
