@@ -17,6 +17,7 @@ import pytest
 from cohort.config import RewardConfig
 from cohort.config.sandbox import SandboxConfig
 from cohort.rewards import load_reward
+from cohort.rewards.code import extract_code
 from cohort.sandbox import SharedSandbox
 
 FOLDER = Path(__file__).with_name("pairs")
@@ -38,7 +39,7 @@ def expected(pair: Pair) -> float | None:
 
 def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
     """The reward of each pair, with one call for all that have the same arguments."""
-    sandbox = SharedSandbox(SandboxConfig(unsafe_no_sandbox=True)) if name == "code" else None
+    sandbox = SharedSandbox(SandboxConfig(unsafe_no_sandbox=True, cpu_s=1)) if name == "code" else None
     function = load_reward(RewardConfig(use=name), field="use", max_completion_tokens=8, sandbox=sandbox)
     groups = defaultdict(list)
     for i, pair in enumerate(pairs):
@@ -70,11 +71,29 @@ def text_has(text: str, gold: Any, args: Any) -> bool:
     return str(gold) in text
 
 
+def is_json(text: str, gold: Any, args: Any) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_python(text: str, gold: Any, args: Any) -> bool:
+    try:
+        compile(extract_code(text), "code", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 CARELESS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], bool]] = {
     "choice": lambda text, gold, args: re.search(rf"\b{gold}\b", text) is not None,
+    "code": is_python,
     "exact_set": lambda text, gold, args: all(str(item) in text for item in gold or ()),
     "regex": lambda text, gold, args: args["pattern"] in text,
     "format": lambda text, gold, args: "</think>" in text,
+    "json_schema": is_json,
 }
 
 

@@ -11,7 +11,7 @@ from cohort.rewards.arguments import require_package
 from cohort.rewards.describe import answer_text, excerpt
 from cohort.rewards.function import column_values
 
-_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
+_FENCED = re.compile(r"```(?i:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
 
 
 class JsonSchemaReward:

@@ -29,11 +29,15 @@ _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills 
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _OPEN_R1: dict[str, Any] = {"basic_latex": True, "units": True, "equations": True}
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
-_LATEX_WORDS = re.compile(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+")
+_LATEX_WORDS = re.compile(r"\\(?:text\w*|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE = re.compile(r"[A-Za-z]{3,}|\b(?:at|if|in|is|no|of|or|to)\b")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?![\w.]*\w)")
 _EMPHASIS = re.compile(r"(?<![\w*`_^{\\])(\*{1,3}|`|__?)(?=\S)((?:(?!\1)[^\n$\\]){1,200}?)(?<=\S)\1(?![\w*`])")
-_NAMES = ((re.compile(r"\\log_(?:e\b|\{e\})"), r"\\ln "), (re.compile(r"\\varnothing\b"), r"\\emptyset"))
+_NAMES = (
+    (re.compile(r"\\log_(?:e\b|\{e\})"), r"\\ln "),
+    (re.compile(r"\\varnothing\b"), r"\\emptyset"),
+    (re.compile(r"(?<=\d)\\[,!](?=\d{3}(?!\d))"), ""),  # 10\,000
+)
 _CONDITION = re.compile(r"\\text\w*\s*\{[^{}]*\b(?:if|when|where|unless)\b")
 _BASE = re.compile(r"\$?[0-9A-Fa-f]+_\{?(\d+)\}?\$?")
 _LIST = re.compile(r"(?:\\left)?\[.*,.*\]", re.DOTALL)
@@ -139,9 +143,12 @@ def _contradicts(gold: str, text: str, parsed_gold: Any, answer: list[Any]) -> b
 
 
 def _unit(text: str) -> str | None:
-    """Return the unit of the last number that has one, if it is known."""
-    words = [(match[1] or match[2] or match[3]).lower() for match in _UNIT.finditer(text)]
-    return _UNITS.get(words[-1]) or _UNITS.get(words[-1].removesuffix("s")) if words else None
+    """Return the unit of the last number, if it is known."""
+    found = list(_UNIT.finditer(text))
+    if not found or re.search(r"(?<![\^{])\d", text[found[-1].end() :]):  # of another number
+        return None
+    word = next(filter(None, found[-1].groups())).lower()
+    return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"))
 
 
 def _is_false(relation: Any) -> bool:
