@@ -240,3 +240,22 @@ def test_a_score_too_large_for_a_float_is_not_judged():
         (scored,) = runner.score([group("q", ["huge"])])
         assert math.isnan(scored.reward_parts["model"][0]) and scored.rewards.tolist() == [1.0]
         assert runner.counts() == {"model/not_judged": 1, "model/invalid_answer": 1}
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+RESULT = {"role": "tool", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "messages"),
+    [
+        ("2+2?", "4", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]),
+        (MESSAGES, [CALL, RESULT], [*MESSAGES, CALL, RESULT]),
+    ],
+)
+def test_the_exact_messages_that_a_model_is_sent(prompt, completion, messages):
+    with serving(lambda body: {"data": [{"data": [1.0]}]} if "task" in body else {"scores": [1.0]}) as server:
+        assert ModelReward()([prompt], [completion], url=server.url) == [1.0]
+        assert server.bodies[-1]["messages"] == messages
+        assert ModelReward()([prompt], [completion], url=server.url, api="json") == [1.0]
+        assert server.bodies[-1] == {"prompts": [prompt], "completions": [completion]}
