@@ -1,8 +1,8 @@
 """Texts, gold answers and the verdict of a careful person, through the real rewards.
 
 Each line of `pairs/NAME.jsonl` has `text`, `gold` (what the column holds), `verdict` ("right", "wrong" or "unscored"),
-`why`, and `args` of the reward where it needs them. For `open_r1.accuracy` and `trl.accuracy` the verdict is that of the
-packages. With `known_limit` the reward says otherwise, and docs/rewards.md says so.
+`why`, and `args` of the reward where it needs them. For `open_r1.accuracy` and `trl.accuracy` the verdict is that of
+the packages. With `known_limit` the reward says otherwise, and docs/rewards.md says so.
 """
 
 import json
