@@ -30,7 +30,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_MULTIPLIER = re.compile(r"[^\S\n]*\b(hundred|thousand|million|billion|trillion)\b")
+_MULTIPLIER = re.compile(r" *\b(hundred|thousand|million|billion|trillion)\b")
 _FACTORS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 # --- what makes a number part of something else ------------------------------------------------------------------
@@ -49,13 +49,13 @@ _COARSE, _FINE = (  # 2 hours 30 minutes, 5 ft 3 in, 2 million 500 thousand
         "grams? cents? hundred thousand million",
     )
 )
-_H = r"[^\S\n]*"
+_H = r"[ ]*"  # the text is one line with single blanks
 _JOINED_BEFORE = re.compile(
     rf"""(?:
     [×·÷±∓√<≤≥≠^]{_H}[({{]?|!=|[<>]=|[\w)\]}}]{_H}>
     |[\w)\]}}%°!]{_H}[*/+]
     |\d(?::|[ ]+:[ ]+|[ ]+x[ ]+|['’])
-    |\d[%°]?[^\S\n]+                                            # 4 3
+    |\d[%°]?[ ]+                                            # 4 3
     |[\d)\]}}%°∞π…]{_H}[,;]|[(\[{{][^()\[\]{{}}\n]{{0,80}},    # (x, 3
     |\d{_H},?{_H}(?:…|\.\.\.){_H},?
     |[\d)\]}}][(\[{{]?|[A-Za-z]\(|\\[A-Za-z]+{_H}[(\[{{]?
@@ -73,9 +73,9 @@ _JOINED_AFTER = re.compile(
     (?!{_UNIT})[A-Za-z_₀-₉({{\\]|\.\d
     |{_H}(?:[\^√π∞×·÷±∓≠]|!=|\\[A-Za-z])
     |{_H}[*+]{_H}[\w(\\√π∞]|{_H}[-−–/]{_H}(?:{_VARIABLE}|[(\\√π∞])|{_H}[<>≤≥]{_H}\w
-    |[^\S\n]+(?:{_VARIABLE}|(?:pi|sqrt|squared|cubed|factorial|choose|mod|times|plus|minus|divided|multiplied|over)\b)
-    |[^\S\n]+(?:\w+[ ])?and[ ](?:a|one|two|three)[ ](?:half|third|quarter|fourth|fifth|eighth|tenth)
-    |[^\S\n]+or[ ](?:more|less|fewer|greater|higher|lower|larger|smaller|above|below)\b
+    |[ ]+(?:{_VARIABLE}|(?:pi|sqrt|squared|cubed|factorial|choose|mod|times|plus|minus|divided|multiplied|over)\b)
+    |[ ]+(?:\w+[ ])?and[ ](?:a|one|two|three)[ ](?:half|third|quarter|fourth|fifth|eighth|tenth)
+    |[ ]+or[ ](?:more|less|fewer|greater|higher|lower|larger|smaller|above|below)\b
     """,
     re.VERBOSE,
 )
@@ -246,7 +246,7 @@ def _find(text: str, *, strict: bool) -> _Found | None:
 
 def _sign(before: str, sign: str, *, is_spaced: bool, strict: bool) -> int | None:
     """Return the sign of a number behind `before` and `sign`; None if the sign is an operator."""
-    left = before.rstrip(" \t")
+    left = before.rstrip(" ")
     if _OPERAND.search(left):
         return None
     is_dash = is_spaced and (re.search(r"[A-Za-z]$", left) or (not left and not strict))  # answer - 3, and a bullet
@@ -256,12 +256,12 @@ def _sign(before: str, sign: str, *, is_spaced: bool, strict: bool) -> int | Non
 def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of a match; None if it has none, such as 1/0."""
     number, divisor, power = _decimal(match["digits"]), match["divisor"], match["power"]
-    if (divisor is not None and not _decimal(divisor)) or (power is not None and not number):
-        return None
     if divisor is not None:
+        if not _decimal(divisor):
+            return None
         number /= _decimal(divisor)
     elif power is not None:
-        if len(match["digits"]) * abs(_whole(power)) > _MAX_DIGITS:
+        if not number or len(match["digits"]) * abs(_whole(power)) > _MAX_DIGITS:
             return None
         number **= _whole(power)
     else:
