@@ -1,18 +1,25 @@
 """The rewards choice, number, exact_set, regex and json_schema on literal cases."""
 
+import dataclasses
 import json
+import pickle
 import sys
 
 import pytest
 
-from cohort.config import RewardConfig
+from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
-from cohort.rewards import build_rewards
+from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.choice import ChoiceReward
+from cohort.rewards.describe import completion_text
 from cohort.rewards.exact_set import ExactSetReward
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.regex import RegexReward
+from cohort.trainer.run_inputs import read_inputs
+from commands import set_up
+from reward_samples import MESSAGES, group, reward
+from tiny import copy_task_rows, write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,9 @@ from cohort.rewards.regex import RegexReward
         (" (b) ", "B"),
         ("B.", "B"),
         ("B) because it is wet", "B"),
-        ("B because", None),
+        ("B because it is wet", "B"),
+        ("B is wrong", None),
+        ("Answer: A) 3 or B) 4", None),
         (r"So \boxed{C}", "C"),
         (r"So \boxed{\text{c}}.", "C"),
         (r"\boxed{A} or rather \boxed{ (D). }", "D"),
@@ -49,7 +58,7 @@ def test_choice_reads_the_stated_letter(text, picked):
 def test_choice_arguments():
     f = ChoiceReward()
     assert f(["B", "B", "B"], answer=[1, "0", None], first_number=0) == [1.0, 0.0, None]
-    assert f(["B"], gold=[2], answer_column="gold", first_number=1) == [1.0]
+    assert f(["B", "B"], gold=[2, 2.0], answer_column="gold", first_number=1) == [1.0, 1.0]
     assert f(["I pick C; not D", "none"], answer=["C", "C"], pattern=r"pick (\w)") == [1.0, 0.0]
     assert f(["The answer is E"], answer=["D"], letters="ABCD") == [0.0]
     with pytest.raises(UserError, match=r"column 'answer' holds 1, which is none of the choices .*first_number"):
@@ -88,14 +97,15 @@ def test_choice_arguments():
         (r"so $x = \frac{3}{4}$.", 0.75, 1.0),
         (r"<answer>\boxed{\frac{3}{4}}</answer>", 0.75, 1.0),
         (r"\boxed{10^{5}}", 5, 0.0),
+        (r"\boxed{10^{5}}", 100000, 1.0),
         (r"\boxed{2\sqrt{3}}", 3, 0.0),
         (r"\boxed{1{,}234}", 1234, 1.0),
         (r"\boxed{5\text{ cm}^2}", 5, 1.0),
         (r"\boxed{\text{7}}", 7, 1.0),
         (r"\boxed{\$50\%}", 50, 1.0),
         (r"\boxed{90^\circ}", 90, 1.0),
-        ("between 5-7", 7, 1.0),
-        ("10-3", 3, 1.0),
+        ("between 5-7", 7, 0.0),
+        ("10-3", 3, 0.0),
         ("-$5", -5, 1.0),
         (r"\boxed{-\$5}", -5, 1.0),
         ("x=-5", -5, 1.0),
@@ -115,7 +125,7 @@ def test_number_tolerances_are_exact():
     big = 12345678901234567890
     assert f([str(big), str(big + 1)], answer=[str(big)] * 2, rel_tol=0.0) == [1.0, 0.0]
     assert f(["x=3 y=4", "y"], answer=[3, 3], pattern=r"x=(\d)") == [1.0, 0.0]
-    with pytest.raises(UserError, match="column 'answer' holds 'many', which has no number"):
+    with pytest.raises(UserError, match="column 'answer' holds 'many', which is not plainly a number: a number is"):
         f(["1"], answer=["many"])
 
 
@@ -175,6 +185,94 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch, package, extra, 
         build_rewards([config], columns=["answer", "metadata"], max_completion_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("use", "args", "column", "values", "texts", "expected"),
+    [
+        ("choice", {"answer_column": "pattern"}, "pattern", ["A", "B"], ["B", "B"], [0.0, 1.0]),
+        ("number", {"answer_column": "abs_tol"}, "abs_tol", [7, 8], ["8", "8"], [0.0, 1.0]),
+        ("exact", {"answer_column": "pattern"}, "pattern", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact", {"answer_column": "completions"}, "completions", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact", {"answer_column": "completion"}, "completion", ["x", "y"], ["y", "y"], [0.0, 1.0]),
+        ("exact_set", {"answer_column": "separator"}, "separator", ["a", "b"], ["b", "b"], [0.0, 1.0]),
+        ("math", {"answer_column": "deadline_s"}, "deadline_s", [7, 8], ["8", "8"], [0.0, 1.0]),
+        (
+            "open_r1.code_format",
+            {"language_column": "language"},
+            "language",
+            ["c", "java"],
+            ["<think>\nx\n</think>\n<answer>\n```java\n1```\n</answer>"] * 2,
+            [0.0, 1.0],
+        ),
+        pytest.param(
+            "json_schema",
+            {"schema_column": "schema"},
+            "schema",
+            [{"type": "array"}, {"type": "number"}],
+            ["1", "1"],
+            [0.0, 1.0],
+            marks=pytest.mark.extras,
+        ),
+    ],
+)
+def test_a_column_may_have_the_name_of_an_argument(use, args, column, values, texts, expected):
+    functions = build_rewards([RewardConfig(use=use, args=args)], columns=[column], max_completion_tokens=8)
+    groups = [group("q", [text], **{column: value}) for text, value in zip(texts, values, strict=True)]
+    assert [scored.rewards[0] for scored in RewardRunner(functions, columns=[column]).score(groups)] == expected
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 40}}}]}
+RESULT = {"role": "tool", "content": "42"}
+
+
+@pytest.mark.parametrize(
+    ("use", "gold", "final"),
+    [
+        ("math", 42, "So 42."),
+        ("number", 42, "So 42."),
+        ("exact", "42", "42"),
+        ("exact_set", ["42"], "42"),
+        ("trl.accuracy", "42", r"\boxed{42}"),
+        ("open_r1.accuracy", "42", r"\boxed{42}"),
+    ],
+)
+@pytest.mark.parametrize("content", ["What is 40 + 2?", MESSAGES])
+def test_what_a_tool_returns_is_not_the_answer(use, gold, final, content):
+    """A limit may end a trajectory after a tool's message."""
+    config = RewardConfig(use=use, args={"answer_column": "gold"})
+    functions = build_rewards([config], columns=["gold"], max_completion_tokens=8)
+    answered = [CALL, RESULT, {"role": "assistant", "content": final}]
+    [scored] = RewardRunner(functions).score([turns(content, [CALL, RESULT], answered, gold=gold)])
+    assert scored.rewards.tolist() == [0.0, 1.0]
+
+
+def turns(content, *transcripts, **columns):
+    """A group of trajectories of several turns."""
+    made = group(content, ["a"] * len(transcripts), **columns)
+    trajectories = [
+        dataclasses.replace(
+            trajectory,
+            messages=tuple(messages),
+            text="\n".join(m["content"] or '<call>{"a": 42}</call>' for m in messages if m["role"] == "assistant"),
+        )
+        for trajectory, messages in zip(made.trajectories, transcripts, strict=True)
+    ]
+    return dataclasses.replace(made, trajectories=tuple(trajectories))
+
+
+def test_the_text_of_several_turns_is_a_plain_text_to_others():
+    seen = []
+
+    def f(completions):
+        seen.extend(pickle.loads(pickle.dumps(completions)))
+        return [0.0]
+
+    functions = [reward(f, name="f"), reward(RegexReward(), args={"pattern": "<call>"})]
+    [scored] = RewardRunner(functions).score([turns("q", [CALL, RESULT])])
+    assert seen == ['<call>{"a": 42}</call>'] and seen[0].last == "" and scored.rewards.tolist() == [1.0]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}, RESULT]
+    assert [completion_text(c) for c in (parts, [RESULT], [], [{"content": None}])] == ["42", "", "", ""]
+
+
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -221,3 +319,32 @@ def test_json_schema_fetches_nothing_and_checks_the_schema():
     assert f(["1"], schema=draft_7) == [1.0]
     assert f(['{"type": 1}', "{}"], schema={"$ref": "https://json-schema.org/draft/2020-12/schema"}) == [0.0, 1.0]
     assert f(["1"], schema={"enum": [{"$ref": "#/nowhere"}, 1]}) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "words"),
+    [
+        (
+            {"use": "number"},
+            [{"answer": "3 1/2"}, {"answer": None}, {"answer": r"2\sqrt{3}"}],
+            [r"data.path: row 3: reward 'number': the column 'answer' holds '2\\sqrt{3}'", "use {use: math}"],
+        ),
+        ({"use": "number"}, [{"answer": "5-3"}], ["row 1", "'5-3', which is not plainly a number"]),
+        ({"use": "number", "where": {"kind": "n"}}, [{"answer": "x", "kind": "m"}, {"answer": 4, "kind": "n"}], None),
+        (
+            {"use": "choice", "args": {"letters": "ABCD", "first_number": 0}},
+            [{"answer": 3.0}, {"answer": 4}],
+            ["row 2: reward 'choice': the column 'answer' holds 4, which is none of the choices ABCD"],
+        ),
+    ],
+)
+def test_answers_are_checked_at_the_start(tmp_path, settings, rows, words):
+    write_jsonl(tmp_path / "data.jsonl", [{"question": copy_task_rows(1)[0]["question"], **row} for row in rows])
+    config = load_config(set_up(tmp_path, rewards=[settings]))
+    if words is None:
+        read_inputs(config)
+        return
+    with pytest.raises(UserError) as caught:
+        read_inputs(config)
+    for word in words:
+        assert word in str(caught.value)

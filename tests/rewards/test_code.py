@@ -96,6 +96,14 @@ def test_setup_runs_before_the_code_in_every_form():
     assert files["files"]["solution.py"] == "from typing import *\nz"
 
 
+def test_columns_with_the_names_of_arguments():
+    backend, code = made([READY, BEGUN, {"case": 0, "value": 3}])
+    f = reward(code, args={"setup_column": "setup", "tests_column": "score"})
+    [scored] = RewardRunner([f]).score([group("q", ["x"], setup="import math", score=["assert add(1, 2) == 3"])])
+    assert backend.requests[0]["parts"]["before"] == "import math"
+    assert scored.rewards.tolist() == [1.0]
+
+
 def test_a_sandbox_that_does_not_start_is_tried_again_and_judges_nothing():
     backend, code = made([], [])
     assert code(["x", "x"], tests=[MBPP, MBPP]) == [None, None]

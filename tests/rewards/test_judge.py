@@ -23,7 +23,7 @@ from cohort.rewards.judge_prompt import JudgePrompt
 from cohort.rewards.reply_cache import ReplyCache
 from cohort.rewards.rubric import read_rubric
 from json_server import chat_reply, serving
-from reward_samples import group, reward
+from reward_samples import MESSAGES, group, reward
 from waiting import free_port, until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "rewards"
@@ -152,6 +152,45 @@ def test_replies_without_a_score(settings, reply, message):
     rubric = read_rubric(**{"pattern": None, "range": None, "values": None, "criteria": None, **settings})
     with pytest.raises(ValueError, match=message):
         rubric.scores(reply)
+
+
+def test_a_placeholder_may_have_the_name_of_an_argument(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("{model}: {completion}")
+    with serving(lambda body: chat_reply("Score: 1")) as server:
+        args = {"url": server.url, "model": "judge", "prompt": str(file)}
+        built = build_rewards([RewardConfig(use="judge", args=args)], columns=["model"], max_completion_tokens=8)
+        [scored] = RewardRunner(built).score([group("q", ["a"], model="Ford T")])
+        assert scored.rewards.tolist() == [1.0]
+        assert sent(server.bodies[0]) == "Ford T: a"
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+
+
+@pytest.mark.parametrize(
+    ("question", "completion", "expected"),
+    [
+        ("2+2?", "4", "Q: 2+2?\nA: 4\nReference: r {answer} {json: 1}"),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
+            [CALL, {"role": "tool", "content": "4"}],
+            "Q: system: Be brief.\n\nuser: 2+2?\n"
+            'A: assistant: {"function": {"name": "add", "arguments": {"a": 2}}}\n\ntool: 4\n'
+            "Reference: r {answer} {json: 1}",
+        ),
+        (
+            MESSAGES,
+            [{"role": "assistant", "content": "{prompt}"}],
+            "Q: 2+2?\nA: {prompt}\nReference: r {answer} {json: 1}",
+        ),
+    ],
+)
+def test_the_exact_text_that_a_judge_is_sent(prompt, question, completion, expected):
+    with serving(lambda body: chat_reply("Score: 1")) as server:
+        args = {"url": server.url, "model": "judge", "prompt": prompt}
+        assert asyncio.run(JudgeReward()([question], [completion], answer=["r"], **args)) == [1.0]
+        assert server.bodies[-1]["messages"] == [{"role": "user", "content": expected}]
 
 
 def test_placeholders_are_filled_in_once():

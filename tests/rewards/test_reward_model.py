@@ -231,3 +231,31 @@ def test_a_server_that_fails_later_is_not_judged():
         server.faults = [(404, {})]  # the server restarts behind a proxy
         runner.score([group("q", ["a"])])
         assert runner.counts() == {"model/not_judged": 1, "model/http_404": 1}
+
+
+def test_a_score_too_large_for_a_float_is_not_judged():
+    with serving(lambda body: {"scores": [10**400 if body["completions"] == ["huge"] else 1.0]}) as server:
+        (built,) = checked(url=server.url, api="json", retries=0)
+        runner = RewardRunner([built, reward(lambda completions: [1.0] * len(completions), name="other")])
+        (scored,) = runner.score([group("q", ["huge"])])
+        assert math.isnan(scored.reward_parts["model"][0]) and scored.rewards.tolist() == [1.0]
+        assert runner.counts() == {"model/not_judged": 1, "model/invalid_answer": 1}
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+RESULT = {"role": "tool", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "messages"),
+    [
+        ("2+2?", "4", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]),
+        (MESSAGES, [CALL, RESULT], [*MESSAGES, CALL, RESULT]),
+    ],
+)
+def test_the_exact_messages_that_a_model_is_sent(prompt, completion, messages):
+    with serving(lambda body: {"data": [{"data": [1.0]}]} if "task" in body else {"scores": [1.0]}) as server:
+        assert ModelReward()([prompt], [completion], url=server.url) == [1.0]
+        assert server.bodies[-1]["messages"] == messages
+        assert ModelReward()([prompt], [completion], url=server.url, api="json") == [1.0]
+        assert server.bodies[-1] == {"prompts": [prompt], "completions": [completion]}

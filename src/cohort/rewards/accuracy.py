@@ -8,7 +8,8 @@ from typing import Any
 
 from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text
+from cohort.rewards.describe import answer_text, completion_text
+from cohort.rewards.function import column_values
 from cohort.rewards.math_client import Verdict
 
 
@@ -29,7 +30,7 @@ class GradedReward:
 
     def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Verdict]:
         """Return one verdict per completion; a gold answer of None cannot be parsed."""
-        texts = [completion_text(completion) for completion in completions]
+        texts = [answer_text(completion) for completion in completions]
         return self.grader.grade_all(
             ["" if gold is None else str(gold) for gold in golds], texts, deadline_s=deadline_s
         )
@@ -57,7 +58,7 @@ class AccuracyReward(GradedReward):
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return one reward per completion."""
-        verdicts = self.grade(completions, columns[answer_column], deadline_s=deadline_s)
+        verdicts = self.grade(completions, column_values(columns, answer_column), deadline_s=deadline_s)
         return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
@@ -99,7 +100,8 @@ class ReasoningAccuracyReward(GradedReward):
         ends = [next((end for end in reasoning_delimiters if end in text), None) for text in texts]
         finished = [i for i, end in enumerate(ends) if end is not None]
         answers = [texts[i].rpartition(ends[i] or "")[2] for i in finished]
-        golds = [columns[answer_column][i] for i in finished]
+        solutions = column_values(columns, answer_column)
+        golds = [solutions[i] for i in finished]
         rewards: list[float | None] = [0.0] * len(texts)
         for i, verdict in zip(finished, self.grade(answers, golds, deadline_s=deadline_s), strict=True):
             rewards[i] = VERDICT_REWARDS[verdict]

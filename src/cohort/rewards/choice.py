@@ -1,12 +1,14 @@
 """The `choice` reward: 1.0 if the completion picks the right letter of a multiple-choice question."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.choice_text import ChoiceReader
+from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 _LETTERS = "ABCDEFGHIJ"
@@ -15,12 +17,13 @@ _LETTERS = "ABCDEFGHIJ"
 class ChoiceReward:
     """1.0 for the right letter, 0.0 for another or none; None if the row has no answer.
 
-    The letter is the last one in a box, in answer tags or after "answer is" or "answer:", behind the last `</think>`.
-    Without any of these, a text that is a letter, or starts with one followed by a dot, colon or bracket, counts.
+    The letter is in the last box, answer tags or sentence such as "the answer is B", "I choose B" or "B is correct",
+    behind the last `</think>`; without any of these, it is the text itself, its beginning ("B) 4 cm") or its last line.
+    "A or B" picks none.
 
     Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the letter, such as `B`, `(b)` or `B.`, or the number of the choice. Default
-            "answer".
+        answer_column: dataset column with the letter, such as `B`, `(b)` or `B.`, or the number of the choice (1, or
+            1.0). Default "answer".
         letters: the choices. Default "ABCDEFGHIJ".
         first_number: number of the first choice, for columns with numbers; 0 in MMLU. Default None: letters only.
         pattern: regular expression with one group, the letter; the last match counts. Default None: as above.
@@ -43,6 +46,19 @@ class ChoiceReward:
             compile_pattern(pattern, num_groups=1)
         return (answer_column,)
 
+    def check_row(
+        self,
+        row: Mapping[str, Any],
+        *,
+        answer_column: str = "answer",
+        letters: str = _LETTERS,
+        first_number: int | None = None,
+        pattern: str | None = None,
+    ) -> None:
+        """See `ChecksRows`."""
+        if row.get(answer_column) is not None:
+            _gold_letter(row[answer_column], letters, first_number, answer_column)
+
     def __call__(
         self,
         completions: Sequence[Any],
@@ -58,30 +74,20 @@ class ChoiceReward:
         Raises:
             UserError: a value of the answer column is not a choice.
         """
-        regex = _stated_answer(letters) if pattern is None else compile_pattern(pattern, num_groups=1)
-        alone = re.compile(rf"\(?([{letters}{letters.lower()}])\)?[.:]?|\(?([{letters}])[).:].*", re.DOTALL)
+        regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
+        reader = ChoiceReader(letters)
         rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[answer_column], strict=True):
+        for completion, gold in zip(completions, column_values(columns, answer_column), strict=True):
             if gold is None:
                 rewards.append(None)
                 continue
-            text = completion_text(completion).rpartition("</think>")[2].strip()
-            stated = [next(filter(None, match.groups()), "") for match in regex.finditer(text)]
-            whole = alone.fullmatch(text) if pattern is None else None
-            picked = stated[-1] if stated else (whole[1] or whole[2]) if whole else ""
-            rewards.append(float(picked.strip().upper() == _gold_letter(gold, letters, first_number, answer_column)))
+            text = answer_text(completion).rpartition("</think>")[2]
+            if regex is None:
+                picked = reader.read(text)
+            else:
+                picked = str(([match[1] or "" for match in regex.finditer(text)] or [""])[-1]).strip().upper()
+            rewards.append(float(picked == _gold_letter(gold, letters, first_number, answer_column)))
         return rewards
-
-
-def _stated_answer(letters: str) -> re.Pattern[str]:
-    """Return a pattern with one group for each way to state an answer."""
-    either = letters + letters.lower()
-    return re.compile(
-        rf"\\boxed\{{\s*(?:\\text\w*\{{\s*)?\(?([{either}])\)?\.?\s*\}}"
-        rf"|<answer>\s*\(?([{either}])\)?[.:]?\s*</answer>"
-        rf"|\b[Aa](?i:nswer)(?:\s+is)?(?:\s+not\s+\(?[{letters}]\)?,?\s+but)?[\s:*]*"
-        rf"(?:\(([{either}])\)|\(?([{letters}])(?![A-Za-z']|\s+(?:bit|few|little|lot)\b))"
-    )
 
 
 def _gold_letter(gold: Any, letters: str, first_number: int | None, column: str) -> str:
@@ -89,8 +95,8 @@ def _gold_letter(gold: Any, letters: str, first_number: int | None, column: str)
     match = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
     if match and match[1].upper() in letters:
         return match[1].upper()
-    if first_number is not None and re.fullmatch(r"\d{1,3}", text):
-        index = int(text) - first_number
+    if first_number is not None and re.fullmatch(r"\d{1,3}(\.0)?", text):
+        index = int(float(text)) - first_number
         if 0 <= index < len(letters):
             return letters[index]
     hint = "" if first_number is not None else "; for numbers set args.first_number"

@@ -10,7 +10,8 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code_verdict import Verdict, job_request, judge
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
 from cohort.sandbox.limits import Limits
 
@@ -99,10 +100,11 @@ class CodeReward:
         """
         name, commands = _language(language)
         missing = [None] * len(completions)
-        optional = (columns.get(column, missing) for column in (entry_point_column, setup_column))
-        rows = list(zip(columns[tests_column], *optional, strict=True))
+        optional = (column_values(columns, column, missing) for column in (entry_point_column, setup_column))
+        values = column_values(columns, tests_column)
+        rows = list(zip(values, *optional, strict=True))
         tests = [_tests(*row, setup=setup, max_tests=max_tests) for row in rows]
-        self._check_readable(tests, columns[tests_column], tests_column)
+        self._check_readable(tests, values, tests_column)
         options = {
             **commands,
             "case_s": case_s,
@@ -122,7 +124,7 @@ class CodeReward:
                 continue
             if commands["run"] is not None and not isinstance(of_row, ProgramTests):
                 raise UserError(f"args.language: {name} needs stdin tests, but {tests_column!r} tests Python functions")
-            code = extract_code(completion_text(completion), name)
+            code = extract_code(answer_text(completion), name)
             key = json.dumps([code, row], default=str)
             keys.append(key)
             if (problem := _too_large(of_row, self.sandbox.limits)) is not None:

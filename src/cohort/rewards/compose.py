@@ -44,7 +44,7 @@ class GatedParts:
                 self._passed_N = np.where(self._is_for(reward) & (self._passed_N == 1), result_N, self._passed_N)
 
     def _is_for(self, reward: RewardFunction) -> BoolArray:
-        return np.array([_matches(prompt, reward) for prompt in self._prompts], dtype=bool)
+        return np.array([is_for(prompt, reward) for prompt in self._prompts], dtype=bool)
 
 
 def stages(functions: Sequence[RewardFunction]) -> list[list[RewardFunction]]:
@@ -67,7 +67,8 @@ def scaled(reward: RewardFunction, values_N: FloatArray) -> FloatArray:
     return values_N if reward.clip is None else np.clip(values_N, *reward.clip)
 
 
-def _matches(prompt: Prompt, reward: RewardFunction) -> bool:
+def is_for(prompt: Prompt, reward: RewardFunction) -> bool:
+    """Whether a reward's `where` selects a prompt's row."""
     return all(
         any(_is_same(prompt.columns.get(column), value) for value in (wanted if _is_list(wanted) else [wanted]))
         for column, wanted in reward.where.items()

@@ -28,10 +28,16 @@ def transcript(conversation: Any) -> str:
     return "\n\n".join(f"{message.get('role')}: {_content(message)}" for message in conversation)
 
 
-def _content(message: Message) -> str:
-    """Return the text of a message, and its tool calls as JSON; other parts are left out."""
+def message_text(message: Message) -> str:
+    """Return the text of a message; "" if there is none. Parts that are not text are left out."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return str(content) if content else ""
+
+
+def _content(message: Message) -> str:
+    """Return the text of a message, and its tool calls as JSON."""
+    text = message_text(message)
     calls = [json.dumps(call) for call in message.get("tool_calls") or ()]
-    return "\n".join([str(content)] * bool(content) + calls)
+    return "\n".join([text] * bool(text) + calls)

@@ -1,15 +1,42 @@
 """Text of completions and excerpts of values, for messages."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from cohort.rewards.conversation import Message, message_text
+
+
+class TurnsText(str):
+    """Text of all turns of a trajectory."""
+
+    last: str  # text of its last assistant message
+
+    def __new__(cls, text: str, last: str = "") -> "TurnsText":
+        """Create the text of several turns."""
+        self = super().__new__(cls, text)
+        self.last = last
+        return self
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion, given as a string or a list of messages.
+    """Return the text of a completion: as it is, or of the last assistant message.
 
     Args:
-        completion: argument of a reward function: a string, or `[{"role": "assistant", "content": text}]`.
+        completion: argument of a reward function: a string, or messages such as
+            `[{"role": "assistant", "content": text}]`. The last one may be a tool's.
     """
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    return completion if isinstance(completion, str) else last_text(completion)
+
+
+def answer_text(completion: Any) -> str:
+    """Return the text that may hold the answer: of the last assistant message, also in a `TurnsText`."""
+    return completion.last if isinstance(completion, TurnsText) else completion_text(completion)
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """Return the text of the last assistant message; "" if there is none, or it has no text."""
+    own = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return message_text(own[-1]) if own else ""
 
 
 def excerpt(value: object, limit: int = 80) -> str:

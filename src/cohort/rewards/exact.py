@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cohort.rewards.describe import completion_text
+from cohort.rewards.describe import answer_text
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 
@@ -14,7 +15,7 @@ class ExactReward:
     Arguments (in `rewards[i].args`):
         answer_column: dataset column with the answer; numbers are compared as text. Default "answer".
         pattern: regular expression with one group, the answer; the last match counts, and no match scores 0.0. Default
-            None: the whole completion, stripped.
+            None: all of the completion behind the last `</think>`, stripped.
     """
 
     __name__ = "exact"
@@ -36,12 +37,13 @@ class ExactReward:
         """Return one reward per completion."""
         regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
         return [
-            None if answer is None else float(_extract(completion_text(completion), regex) == str(answer).strip())
-            for completion, answer in zip(completions, columns[answer_column], strict=True)
+            None if answer is None else float(_extract(answer_text(completion), regex) == str(answer).strip())
+            for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
         ]
 
 
 def _extract(text: str, regex: re.Pattern[str] | None) -> str | None:
+    text = text.rpartition("</think>")[2]
     if regex is None:
         return text.strip()
     found = regex.findall(text)  # one group: its texts, in order

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cohort.rewards.arguments import check_flag
-from cohort.rewards.describe import completion_text
+from cohort.rewards.describe import answer_text
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 
@@ -54,8 +55,8 @@ class ExactSetReward:
             return {text.casefold() for text in texts} if ignore_case else texts
 
         rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[answer_column], strict=True):
-            text: str | None = completion_text(completion).rpartition("</think>")[2]
+        for completion, gold in zip(completions, column_values(columns, answer_column), strict=True):
+            text: str | None = answer_text(completion).rpartition("</think>")[2]
             if regex is not None:
                 text = ([match[1] for match in regex.finditer(text or "")] or [None])[-1]
             rewards.append(None if gold is None else float(text is not None and items(text) == items(gold)))

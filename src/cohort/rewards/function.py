@@ -39,6 +39,19 @@ class ChecksArguments(Protocol):
 
 
 @runtime_checkable
+class ChecksRows(Protocol):
+    """A reward that can validate the dataset's rows before the run, such as their answers."""
+
+    def check_row(self, row: Mapping[str, Any], **args: Any) -> None:
+        """Check a row with these `args`.
+
+        Raises:
+            UserError: the reward cannot score it; the message names the column, its value and what works.
+        """
+        ...
+
+
+@runtime_checkable
 class ReportsProgress(Protocol):
     """A reward whose calls may take long: they call `on_progress` with the number of verdicts that are done and of all.
 
@@ -83,6 +96,25 @@ def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
 def reward_arguments(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a reward's own `args` if it implements `ChecksArguments`; else none."""
     return keyword_parameters(function.required_columns).names if isinstance(function, ChecksArguments) else frozenset()
+
+
+def column_keyword(name: str, taken: Collection[str]) -> str:
+    """Return the keyword under which a reward gets a column: its name, or `column:NAME` if that is taken."""
+    return f"column:{name}" if name in taken else name
+
+
+def column_values(
+    columns: Mapping[str, Sequence[Any]], name: str, default: Sequence[Any] | None = None
+) -> Sequence[Any]:
+    """Return the values of a column among a reward's `**columns`, under either keyword (see `column_keyword`).
+
+    Raises:
+        KeyError: there is no such column, and no default.
+    """
+    values = columns.get(f"column:{name}", columns.get(name, default))
+    if values is None:
+        raise KeyError(name)
+    return values
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.arguments import require_package
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.function import column_values
 
-_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
+_FENCED = re.compile(r"```(?i:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
 
 
 class JsonSchemaReward:
@@ -51,7 +52,7 @@ class JsonSchemaReward:
         if schema_column is None:
             given: Sequence[Any] = [schema] * len(completions)
         else:
-            given = columns[schema_column]
+            given = column_values(columns, schema_column)
         schemas = [value if value is None or isinstance(value, str) else json.dumps(value) for value in given]
         rewards: list[float | None] = []
         for completion, text in zip(completions, schemas, strict=True):
@@ -59,7 +60,7 @@ class JsonSchemaReward:
                 validator = None if text is None else _validator(text)
             except ValueError as error:
                 raise UserError(f"the column {schema_column!r} holds {excerpt(text)}: {error}") from error
-            rewards.append(None if validator is None else float(_is_valid(validator, completion_text(completion))))
+            rewards.append(None if validator is None else float(_is_valid(validator, answer_text(completion))))
         return rewards
 
 

@@ -13,7 +13,7 @@ from cohort.errors import suggest
 from cohort.rewards.conversation import transcript
 from cohort.rewards.describe import excerpt
 from cohort.rewards.endpoint import Endpoint, Failure, check_endpoint_arguments
-from cohort.rewards.function import keyword_parameters
+from cohort.rewards.function import column_values, keyword_parameters
 from cohort.rewards.judge_prompt import ROLLOUT_PLACEHOLDERS, JudgePrompt, read_prompt
 from cohort.rewards.reply_cache import ReplyCache, content_key
 from cohort.rewards.rubric import Rubric, read_rubric
@@ -106,17 +106,10 @@ class JudgeReward:
     ) -> Sequence[str]:
         """See `ChecksArguments`. Asks the server once which models it has."""
         settings = self._settings({name: value for name, value in locals().items() if name != "self"})
-        columns = [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
-        for name in columns:
-            if name in keyword_parameters(self.required_columns).names:
-                raise ValueError(
-                    f"prompt: {prompt!r}: the placeholder {{{name}}} has the name of an argument of this reward; "
-                    "rename the column"
-                )
         if settings.endpoint != self._found:
             _check_server(settings)
             self._found = settings.endpoint
-        return columns
+        return [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns_and_args: Any
@@ -131,7 +124,8 @@ class JudgeReward:
         if settings.endpoint == self._found:
             settings = replace(settings, endpoint=self._found)  # it knows whether it has answered
         self._found = settings.endpoint
-        columns = {name: columns_and_args[name] for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS}
+        placeholders = [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
+        columns = {name: column_values(columns_and_args, name) for name in placeholders}
         requests = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             values = {name: column[i] for name, column in columns.items()}

@@ -8,6 +8,7 @@ from cohort.rewards.accuracy import GradedReward
 from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
 from cohort.rewards.arguments import check_number
 from cohort.rewards.describe import completion_text
+from cohort.rewards.function import column_values
 
 
 class CosineReward(GradedReward):
@@ -79,7 +80,7 @@ class CosineReward(GradedReward):
         else:
             progress = [len(completion_text(completion)) / longest for completion in completions]
         rewards: list[float | None] = []
-        verdicts = self.grade(completions, columns[answer_column], deadline_s=deadline_s)
+        verdicts = self.grade(completions, column_values(columns, answer_column), deadline_s=deadline_s)
         for verdict, share in zip(verdicts, progress, strict=True):
             correct = VERDICT_REWARDS[verdict]
             # the reward at the schedule's end and at its start
@@ -123,7 +124,7 @@ class LengthReward(GradedReward):
             self.grader.last_counts = {}
             return [0.0] * len(lengths)
         rewards: list[float | None] = []
-        verdicts = self.grade(completions, columns[answer_column], deadline_s=deadline_s)
+        verdicts = self.grade(completions, column_values(columns, answer_column), deadline_s=deadline_s)
         for verdict, length in zip(verdicts, lengths, strict=True):
             value = 0.5 - (length - shortest) / (longest - shortest)
             if verdict in ("correct", "gold_unparsable"):

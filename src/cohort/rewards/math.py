@@ -11,7 +11,8 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.answer_grader import VERDICT_REWARDS, AnswerGrader
 from cohort.rewards.arguments import check_number
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.function import column_values
 from cohort.rewards.math_client import MathWorker, Verdict
 
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
@@ -67,8 +68,8 @@ class MathReward:
         Raises:
             UserError: a gold answer is neither text nor a number, or the worker does not start.
         """
-        golds = [gold_text(answer, answer_column) for answer in columns[answer_column]]
-        texts = [completion_text(completion) for completion in completions]
+        golds = [gold_text(answer, answer_column) for answer in column_values(columns, answer_column)]
+        texts = [answer_text(completion) for completion in completions]
         return [VERDICT_REWARDS[verdict] for verdict in self._grader.grade_all(golds, texts, deadline_s=deadline_s)]
 
     def close(self) -> None:

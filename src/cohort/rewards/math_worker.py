@@ -19,6 +19,9 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import And, Eq, Float, MatrixBase, Mul, Set, Tuple, UnevaluatedExpr
+
+from cohort.rewards.stated import find_marks
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
@@ -26,9 +29,29 @@ _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills 
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _OPEN_R1: dict[str, Any] = {"basic_latex": True, "units": True, "equations": True}
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
-_LATEX_WORDS = re.compile(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+")
+_LATEX_WORDS = re.compile(r"\\(?:text\w*|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE = re.compile(r"[A-Za-z]{3,}|\b(?:at|if|in|is|no|of|or|to)\b")
-_SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?![\w.]*\w)")
+_EMPHASIS = re.compile(r"(?<![\w*`_^{\\])(\*{1,3}|`|__?)(?=\S)((?:(?!\1)[^\n$\\]){1,200}?)(?<=\S)\1(?![\w*`])")
+_NAMES = (
+    (re.compile(r"\\log_(?:e\b|\{e\})"), r"\\ln "),
+    (re.compile(r"\\varnothing\b"), r"\\emptyset"),
+    (re.compile(r"(?<=\d)\\[,!](?=\d{3}(?!\d))"), ""),  # 10\,000
+)
+_CONDITION = re.compile(r"\\text\w*\s*\{[^{}]*\b(?:if|when|where|unless)\b")
+_BASE = re.compile(r"\$?[0-9A-Fa-f]+_\{?(\d+)\}?\$?")
+_LIST = re.compile(r"(?:\\left)?\[.*,.*\]", re.DOTALL)
+_UNIT_NAMES = (  # each name of a unit is one unit
+    "mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche, ft foot "
+    "feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, min minute, "
+    "h hr hour, day, week, month, year, ml milliliter millilitre, l liter litre, dollar, cent, degree, radian rad"
+)
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(",") for name in names.split()}
+_UNIT = re.compile(  # a single letter may be a variable, unless it is in \text or ends the answer
+    r"[\d}]\s*(?:\\[,;: ]|~)*\s*(?:"
+    r"\\(?:text\w*|mathrm|mbox)\s*\{\s*(?:(?:square|cubic)\s+)?([A-Za-z]+)\b"
+    r"|(?:(?:square|cubic)\s+)?([A-Za-z]{2,})\b(?!\s+[a-z]))|\d\s([A-Za-z])\s*\.?\s*$"
+)
 
 
 def main() -> None:
@@ -58,13 +81,86 @@ def grade(gold: str, text: str) -> str:
     Returns:
         "correct", "wrong", "answer_unparsable" or "gold_unparsable".
     """
-    parsed_gold = parse(latex_of_gold(gold), extraction_mode="first_match", parsing_timeout=None)
+    parsed_gold = _parse(latex_of_gold(_renamed(gold)), extraction_mode="first_match")
     if not any(not isinstance(part, str) for part in parsed_gold):
         return "gold_unparsable"
-    answer = parse(after_thinking(text), _ANSWER_CONFIG, extraction_mode="first_match", parsing_timeout=None)
+    text = readable(after_thinking(text))
+    answer = _parse(text, _ANSWER_CONFIG, extraction_mode="first_match")
     if not answer:
         return "answer_unparsable"
-    return "correct" if verify(parsed_gold, answer, timeout_seconds=None) else "wrong"
+    if _is_percentage(answer[0]) and not _is_percentage(parsed_gold[0]):
+        answer = [answer[0].doit()]  # math-verify takes 7% for 7, too
+    if _contradicts(gold, text, parsed_gold[0], answer):
+        return "wrong"
+    is_equal = verify(parsed_gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
+    return "correct" if is_equal else "wrong"
+
+
+def readable(text: str) -> str:
+    """Rewrite what math-verify misreads: emphasis around an answer, boxes left open, `1e2`, some names."""
+    text = _close_box(_EMPHASIS.sub(r"\2", text))
+    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", _renamed(text))
+
+
+def _close_box(text: str) -> str:
+    """Close the last box at the end of its line, if nothing closes it."""
+    start, depth = text.rfind(r"\boxed{"), 0
+    for brace in re.finditer(r"[{}]", text[start:] if start >= 0 else ""):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            break
+    if depth == 0:
+        return text
+    line = re.split(r"\n|(?<!\\)\$", text[start:], maxsplit=1)[0]
+    end = start + len(line)
+    return f"{text[:end]}{'}' * (line.count('{') - line.count('}'))}{text[end:]}"
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in _NAMES:
+        text = pattern.sub(name, text)
+    return text
+
+
+def _is_percentage(parsed: Any) -> bool:
+    return isinstance(parsed, Mul) and any(isinstance(factor, UnevaluatedExpr) for factor in parsed.args)
+
+
+def _contradicts(gold: str, text: str, parsed_gold: Any, answer: list[Any]) -> bool:
+    """Whether the answer says something else, in a way that math-verify does not look at."""
+    stated = str(answer[-1])
+    base = _BASE.fullmatch(gold)
+    boxes = [mark.content for mark in find_marks(text) if mark.kind == "box"]
+    units = [_unit(gold), _unit(boxes[-1] if boxes else text)]
+    is_list = _LIST.fullmatch(stated) is not None and not isinstance(parsed_gold, Set | Tuple | MatrixBase)
+    return (
+        is_list  # [7, 7] is not 7
+        or (base is not None and not re.search(rf"_\{{?{base[1]}\b", stated))
+        or (None not in units and units[0] != units[1])
+        or (_CONDITION.search(stated) is not None and not _CONDITION.search(gold))
+        or any(_is_false(part) for part in (answer[0].args if isinstance(answer[0], And) else answer[:1]))
+    )
+
+
+def _unit(text: str) -> str | None:
+    """Return the unit of the last number, if it is known."""
+    found = list(_UNIT.finditer(text))
+    if not found or re.search(r"(?<![\^{])\d", text[found[-1].end() :]):  # of another number
+        return None
+    word = next(filter(None, found[-1].groups())).lower()
+    return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"))
+
+
+def _is_false(relation: Any) -> bool:
+    """Whether this is an equation of two numbers that differ, such as 6 = 7."""
+    if not isinstance(relation, Eq) or relation.free_symbols:
+        return False
+    try:
+        sides = [complex(side.doit().evalf()) for side in relation.args]
+    except (TypeError, ValueError, ArithmeticError, RecursionError):  # no numbers
+        return False
+    tolerance = 0.05 if relation.has(Float) else 1e-9
+    return abs(sides[0] - sides[1]) > tolerance * max(map(abs, sides))
 
 
 def grade_as_trl(gold: str, text: str) -> str:

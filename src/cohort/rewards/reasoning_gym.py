@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cohort.errors import UserError, did_you_mean
 from cohort.rewards.arguments import require_package
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.describe import answer_text, excerpt
 from cohort.sandbox import SharedSandbox
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ReasoningGymReward:
                 _check_name(name)
             except ValueError as error:
                 raise UserError(f"metadata.source_dataset: {error}") from error
-            text = completion_text(completion)
+            text = answer_text(completion)
             given = extract_answer(text) if answer_tags else text.rpartition("</think>")[2].strip()
             answers.append(Answer(name, given, entry))
         rewards = self._scorer().score_all(answers, budget_s=self._budget_s)

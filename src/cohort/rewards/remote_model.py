@@ -4,12 +4,13 @@ The JSON form: `{"prompts": [...], "completions": [...]}`, each text or a list o
 `{"scores": [...]}`, a number or null for each.
 """
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.rewards.conversation import messages_of
+from cohort.rewards.describe import excerpt
 from cohort.rewards.endpoint import Endpoint, Failure
 
 _JSON_ROWS = 16  # completions of a request of the JSON form
@@ -89,8 +90,8 @@ class RemoteModel:
             raise ValueError(f"expected a list of {size} scores")
         for score in scores:
             is_number = isinstance(score, int | float) and not isinstance(score, bool)
-            if score is not None and not (is_number and math.isfinite(score)):
-                raise ValueError(f"the score {score!r} is neither a finite number nor null")
+            if score is not None and not (is_number and abs(score) <= sys.float_info.max):
+                raise ValueError(f"the score {excerpt(score)} is neither a finite number nor null")
         return [None if score is None else float(score) for score in scores]
 
     def _of_outputs(self, outputs: Any) -> Any:

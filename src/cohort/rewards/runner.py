@@ -4,11 +4,12 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,15 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.caught import Caught, caught_exceptions, describe_caught
-from cohort.rewards.compose import GatedParts, stages
-from cohort.rewards.describe import excerpt
+from cohort.rewards.compose import GatedParts, is_for, stages
+from cohort.rewards.describe import TurnsText, excerpt, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
+    ChecksRows,
     ReportsProgress,
     RewardFunction,
+    column_keyword,
     is_async,
     keyword_parameters,
     reward_arguments,
@@ -94,6 +97,21 @@ class RewardRunner:
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by name."""
         return {f.name: f.weight for f in self.functions}
+
+    def check_rows(self, prompts: Iterable[Prompt], *, field: str) -> None:
+        """Check the rows of prompts with the rewards that are for them and can (`ChecksRows`).
+
+        Raises:
+            UserError: a reward cannot score a row.
+        """
+        checked = [f for f in self.functions if isinstance(f.function, ChecksRows)]
+        for prompt, f in itertools.product(prompts, checked):
+            assert isinstance(f.function, ChecksRows)
+            if is_for(prompt, f):
+                try:
+                    f.function.check_row(prompt.columns, **f.args)
+                except UserError as error:
+                    raise UserError(f"{field}: row {prompt.id + 1}: reward {f.name!r}: {error}") from error
 
     def score(
         self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""
@@ -311,12 +329,13 @@ class RewardRunner:
     def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
-        own = reward_arguments(reward.function)  # these are not filled from columns of the same name
+        own = reward_arguments(reward.function)
+        taken = {*own, *ROLLOUT_NAMES, *_ONE_EACH} if own else own
         parameters = self._parameters[reward.name]
         arguments: dict[str, Any] = {
-            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
+            keyword: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
             for name in column_names
-            if parameters.accepts(name, unless=_ONE_EACH) and name not in own
+            if parameters.accepts(keyword := column_keyword(name, taken), unless=_ONE_EACH)
         }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
@@ -387,8 +406,10 @@ def _prompt(prompt: Prompt, _: Trajectory) -> Any:
 
 
 def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
-    is_text = isinstance(prompt.content, str)
-    return trajectory.text if is_text else [dict(message) for message in trajectory.messages]
+    if not isinstance(prompt.content, str):
+        return [dict(message) for message in trajectory.messages]
+    several = len(trajectory.messages) > 1
+    return TurnsText(trajectory.text, last_text(trajectory.messages)) if several else trajectory.text
 
 
 def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:

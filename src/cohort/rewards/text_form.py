@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cohort.rewards.describe import completion_text
+from cohort.rewards.function import column_values
 from cohort.rewards.patterns import compile_pattern
 
 TextScore = Callable[[Sequence[Any]], list[float]]
@@ -60,7 +61,9 @@ class CodeFormatReward:
         **columns: Sequence[Any],
     ) -> list[float]:
         """Return one reward per completion."""
-        languages = [language] * len(completions) if language_column is None else columns[language_column]
+        languages = (
+            [language] * len(completions) if language_column is None else column_values(columns, language_column)
+        )
         bodies = {name: _code_block(compile_pattern(f"```{name}")) for name in set(languages)}
         return [
             float(_answer_position(completion_text(completion), bodies[name]) >= 0)

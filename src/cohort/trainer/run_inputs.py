@@ -123,6 +123,7 @@ def read_inputs(config: Config) -> Inputs:
         field="data.path",
         optional=environments is not None and not environments.plays_prompt,
     )
+    rewards.check_rows(prompts.prompts, field="data.path")
     check_lengths(
         config.model,
         _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
@@ -241,6 +242,7 @@ def read_evaluation(
         field="eval.path",
         optional=environments is not None and not environments.plays_prompt,
     )
+    rewards.check_rows(prompts.prompts, field="eval.path")
     check_lengths(
         config.model,
         _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
