@@ -1,6 +1,7 @@
 """Rewards from names, files and modules: what loads, what is refused; and the built-in ones without a worker."""
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -16,6 +17,7 @@ from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards, check_columns, load_reward
 from cohort.rewards.exact import ExactReward
 from cohort.rewards.format import FormatReward
+from cohort.rewards.function import keyword_parameters, name_of
 from cohort.rewards.math import MathReward
 from cohort.rewards.overlong import OverlongReward
 from reward_samples import group, reward
@@ -155,6 +157,61 @@ def test_check_columns_names_reward_parameter_and_columns():
         check_columns(reward(f, name="f"), ["solution", "answers"], field="rewards[1]")
     for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: solution, answers", "completion_ids"]:
         assert word in str(caught.value)
+
+
+def timed(function):
+    """A decorator for any function."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def batched(score):
+    """A decorator that makes a reward of a function of one text."""
+
+    @functools.wraps(score)
+    def wrapper(completions, **columns):
+        return [score(text) for text in completions]
+
+    return wrapper
+
+
+class Grader:
+    @timed
+    def score(self, completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    __call__ = score
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "has_var_keyword"),
+    [
+        (batched(len), {"completions"}, True),
+        (timed(timed(batched(len))), {"completions"}, True),
+        (timed(lambda completions, answer: []), {"completions", "answer"}, False),
+        (Grader().score, {"completions", "answer"}, False),
+        (Grader(), {"completions", "answer"}, False),
+        (functools.partial(timed(lambda completions, answer: []), answer=1), {"completions", "answer"}, False),
+    ],
+)
+def test_a_function_gets_what_its_outermost_decorator_names(function, names, has_var_keyword):
+    parameters = keyword_parameters(function)
+    assert (parameters.names, parameters.has_var_keyword) == (names, has_var_keyword)
+    check_columns(reward(function), ["answer"], field="rewards[0]")
+
+
+def test_partials_have_the_name_and_the_kind_of_what_they_call():
+    class Judge:
+        async def __call__(self, completions, factor, **columns):
+            return [factor * len(text) for text in completions]
+
+    judge = functools.partial(Judge(), factor=2.0)
+    assert (name_of(judge), name_of(functools.partial(timed)), name_of(Judge())) == ("Judge", "timed", "Judge")
+    assert RewardRunner([reward(judge)]).score([group("p", ["ab"])])[0].rewards.tolist() == [4.0]
 
 
 def test_importing_rewards_imports_no_heavy_library():
