@@ -54,8 +54,9 @@ def load_callable(use: str, *, field: str) -> Callable[..., Any]:
         where = f"{where}:{name}" if ":" not in where else f"{where}.{name}"
     if not callable(found):
         advice = ""
-        if isinstance(found, list | tuple) and found and all(map(callable, found)):
-            advice = "; make an entry for each of its functions"
+        functions = list(found.values()) if isinstance(found, dict) else found
+        if isinstance(functions, list | tuple) and functions and all(map(callable, functions)):
+            advice = "; make an entry for each of its functions, which need names of their own"
         raise UserError(f"{field}: {use!r} is not callable, it is {found!r:.200} ({type(found).__name__}){advice}")
     function: Callable[..., Any] = found
     return function
@@ -151,6 +152,8 @@ def _import_error(error: BaseException, use: str, field: str) -> BaseException:
     advice = ""
     if isinstance(error, SystemExit):
         advice = "; move what only its own command needs, such as parse_args(), below `if __name__ == '__main__':`"
+    elif isinstance(error, ImportError) and "relative import" in str(error):
+        advice = "; it is part of a package: use package.module:name, from the folder that contains the package"
     return UserError(f"{field}: {use!r} does not import: {describe_error(error)} (at {error_location(error)}){advice}")
 
 

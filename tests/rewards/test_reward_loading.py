@@ -1,6 +1,7 @@
 """Rewards from names, files and modules: what loads, what is refused; and the built-in ones without a worker."""
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -16,6 +17,7 @@ from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards, check_columns, load_reward
 from cohort.rewards.exact import ExactReward
 from cohort.rewards.format import FormatReward
+from cohort.rewards.function import keyword_parameters, name_of
 from cohort.rewards.math import MathReward
 from cohort.rewards.overlong import OverlongReward
 from reward_samples import group, reward
@@ -47,7 +49,11 @@ def folder(tmp_path, monkeypatch):
             class Judge:
                 def __call__(self, completions):
                     return [float(len(LOADED)) for _ in completions]
+                def grade(self, completions):
+                    return [float(len(c)) for c in completions]
             judge = Judge()
+            all_of_them = [brevity, judge]
+            by_name = {"brevity": brevity, "level": level}
             constant = 5
             def by_position(completions, /):
                 return []
@@ -75,22 +81,28 @@ def test_builtins_files_and_modules_load(folder):
     assert load("os.path:join") is os.path.join
     Path("in_cwd.py").write_text("def f(completions):\n    return [4.0]\n")
     assert load("in_cwd:f")([]) == [4.0]
+    assert load("my_rewards.py:judge.grade")(["abc"]) == [3.0]
 
 
 def test_loading_errors_say_what_works(folder):
     (folder / "broken.py").write_text("x = 1\ny = 1 / 0\n")
     (folder / "unparsable.py").write_text("def f(:\n")
     (folder / "no_such_import.py").write_text("import no_such_package\n")
+    (folder / "of_a_package.py").write_text("from .utils import x\n")
     for use, words in {
         "maths": ["'maths'", "did you mean math?", "use choice, code, exact, exact_set", "path/to/file.py:function"],
         "my_rewards.py": ["'my_rewards.py:function'"],
         "my_reward.py:brevity": ["no such file", str(folder), "did you mean my_rewards.py?"],
         "my_rewards.py:brevety": ["has no 'brevety'", "did you mean brevity?", "level"],
         "my_rewards.py:constant": ["not callable", "5 (int)"],
+        "my_rewards.py:all_of_them": ["not callable", "(list); make an entry for each of its functions"],
+        "my_rewards.py:by_name": ["not callable", "(dict); make an entry for each of its functions"],
+        "my_rewards.py:judge.graed": ["has no 'judge.graed'", "did you mean grade?"],
         "my_rewards.py:Judge": ["is a class", "Judge()"],
         "broken.py:f": ["ZeroDivisionError: division by zero", f"{folder}/broken.py:2"],
         "unparsable.py:f": ["SyntaxError", f"{folder}/unparsable.py:1"],
         "no_such_import.py:f": ["No module named 'no_such_package'", f"{folder}/no_such_import.py:1"],
+        "of_a_package.py:f": ["relative import", f"{folder}/of_a_package.py:1", "use package.module:name"],
         "no_such_module.sub:f": ["no module 'no_such_module'", "working directory"],
         "os.pth:f": ["no module 'os.pth'"],
         "os.path:joim": ["did you mean join?"],
@@ -98,6 +110,26 @@ def test_loading_errors_say_what_works(folder):
         message = load_error(use)
         for word in [repr(use), *words]:
             assert word in message, (use, message)
+
+
+TRAINS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+arguments = parser.parse_args()
+def score(completions, **kwargs):
+    return [1.0 for _ in completions]
+"""
+
+
+def test_a_file_that_parses_arguments_at_import_shows_its_own_usage(folder, capsys, monkeypatch):
+    (folder / "trains.py").write_text(TRAINS)
+    monkeypatch.setattr(sys, "argv", ["cohort", "train", "--model", "x"])
+    message = load_error("trains.py:score")
+    assert f"does not import: SystemExit: 2 (at {folder}/trains.py:5); move" in message
+    assert "parse_args(), below `if __name__ == '__main__':`" in message
+    assert capsys.readouterr().err.startswith("usage: trains.py [-h] --model MODEL")
+    assert sys.argv == ["cohort", "train", "--model", "x"]
 
 
 def test_build_rewards_names_weights_and_defaults(folder):
@@ -155,6 +187,70 @@ def test_check_columns_names_reward_parameter_and_columns():
         check_columns(reward(f, name="f"), ["solution", "answers"], field="rewards[1]")
     for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: solution, answers", "completion_ids"]:
         assert word in str(caught.value)
+
+
+def test_a_missing_parameter_names_the_nearest_argument_and_ten_columns():
+    columns = [f"column_{i}" for i in range(12)]
+    with pytest.raises(UserError) as caught:
+        check_columns(reward(lambda completions, completions_ids: []), columns, field="rewards[1]")
+    shown = ", ".join(columns[:10])
+    assert f"; did you mean completion_ids? Columns: {shown} and 2 more; also available: prompts, " in str(caught.value)
+    assert "trainer_state, log_metric, log_extra" in str(caught.value)
+
+
+def timed(function):
+    """A decorator for any function."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def batched(score):
+    """A decorator that makes a reward of a function of one text."""
+
+    @functools.wraps(score)
+    def wrapper(completions, **columns):
+        return [score(text) for text in completions]
+
+    return wrapper
+
+
+class Grader:
+    @timed
+    def score(self, completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    __call__ = score
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "has_var_keyword"),
+    [
+        (batched(len), {"completions"}, True),
+        (timed(timed(batched(len))), {"completions"}, True),
+        (timed(lambda completions, answer: []), {"completions", "answer"}, False),
+        (Grader().score, {"completions", "answer"}, False),
+        (Grader(), {"completions", "answer"}, False),
+        (functools.partial(timed(lambda completions, answer: []), answer=1), {"completions", "answer"}, False),
+    ],
+)
+def test_a_function_gets_what_its_outermost_decorator_names(function, names, has_var_keyword):
+    parameters = keyword_parameters(function)
+    assert (parameters.names, parameters.has_var_keyword) == (names, has_var_keyword)
+    check_columns(reward(function), ["answer"], field="rewards[0]")
+
+
+def test_partials_have_the_name_and_the_kind_of_what_they_call():
+    class Judge:
+        async def __call__(self, completions, factor, **columns):
+            return [factor * len(text) for text in completions]
+
+    judge = functools.partial(Judge(), factor=2.0)
+    assert (name_of(judge), name_of(functools.partial(timed)), name_of(Judge())) == ("Judge", "timed", "Judge")
+    assert RewardRunner([reward(judge)]).score([group("p", ["ab"])])[0].rewards.tolist() == [4.0]
 
 
 def test_importing_rewards_imports_no_heavy_library():

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,9 @@ import torch
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
 from cohort.rewards.exact import ExactReward
+from commands import set_up
 from reward_samples import MESSAGES, group, reward, score_texts
+from tiny import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -241,6 +244,44 @@ def test_the_line_is_the_users_even_when_a_library_raises():
         return textwrap.dedent(5)
 
     assert f"{__file__}:{f.__code__.co_firstlineno + 1}" in fails(f)
+
+
+@pytest.mark.parametrize(
+    ("function", "content", "advice"),
+    [
+        (lambda completions: [c[0]["content"] for c in completions], "p", "completions are text too: use `completion`"),
+        (lambda completions: [c.strip() for c in completions], MESSAGES, "its text is `completion[0]['content']`"),
+        (lambda completions: [re.search("a", c) for c in completions], MESSAGES, "`completion[0]['content']`"),
+        (lambda completions: ["<think>" + c for c in completions], MESSAGES, "`completion[0]['content']`"),
+        (lambda completions: [{}[c] for c in completions], "p", None),
+        (lambda completions: [c[5] for c in completions], MESSAGES, None),
+    ],
+)
+def test_a_function_for_the_other_form_of_prompts_is_told_of_it(function, content, advice):
+    with pytest.raises(UserError) as caught:
+        RewardRunner([reward(function)]).score([group(content, ["one", "two"])])
+    assert ("; the prompts are " in str(caught.value)) == (advice is not None)
+    assert advice is None or advice in str(caught.value)
+
+
+RAISES = """
+def score(completions, answer, **kwargs):
+    return [grade(c, a) for c, a in zip(completions, answer)]
+
+def grade(completion, answer):
+    return 1.0 / (answer != "1")
+"""
+
+
+def test_a_run_names_the_completion_and_keeps_the_traceback(tmp_path, cohort):
+    write_jsonl(tmp_path / "data.jsonl", [{"question": "1?", "answer": "1"}] * 2)
+    rewards = [{"use": f"{tmp_path}/raises.py:score", "name": "my.reward"}]
+    ended = cohort("train", set_up(tmp_path, files={"raises.py": RAISES}, rewards=rewards))
+    raised = f"reward 'my.reward' raised ZeroDivisionError: float division by zero (at {tmp_path}/raises.py:6, reading "
+    assert re.search(re.escape(raised) + r"completion 1 of 4, '.+'\)", ended.err), ended.err
+    saved = (tmp_path / "run" / "logs" / "reward-my_reward.txt").read_text()
+    assert saved.startswith("Traceback") and saved.endswith("ZeroDivisionError: float division by zero\n")
+    assert ", in score\n" in saved and ", in grade\n" in saved
 
 
 def test_system_exit_is_an_error_too():

@@ -1,8 +1,10 @@
 """Reward functions with their settings and signatures."""
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 ROLLOUT_NAMES = ("prompts", "completions", "completion_ids")  # arguments available to every function, besides columns
@@ -82,7 +84,7 @@ def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
         ValueError: the signature is not available (some functions written in C).
     """
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = _signature(function).parameters.values()
     named = [p for p in parameters if p.kind in by_keyword]
     no_default = [p for p in parameters if p.default is inspect.Parameter.empty]
     return KeywordParameters(
@@ -91,6 +93,16 @@ def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
         positional_only=tuple(p.name for p in no_default if p.kind is inspect.Parameter.POSITIONAL_ONLY),
         has_var_keyword=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
     )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of the outermost decorator that names parameters, else of what they decorate."""
+    signature = inspect.signature(function, follow_wrapped=False)
+    if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+        return signature
+    if isinstance(function, MethodType) or not hasattr(function, "__wrapped__"):
+        return inspect.signature(function)
+    return _signature(function.__wrapped__)
 
 
 def reward_arguments(function: Callable[..., Any]) -> frozenset[str]:
@@ -118,5 +130,18 @@ def column_values(
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` returns a coroutine: `async def`, a partial of one, or an async `__call__`."""
+    """Whether calling `function` returns a coroutine: `async def`, an async `__call__`, or a partial of either."""
+    function = _without_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of an object's class, also behind `functools.partial`."""
+    function = _without_partial(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function

@@ -10,7 +10,7 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.call import MissedDeadline, call_sync, function_error
 from cohort.rewards.caught import Caught, caught_exceptions
-from cohort.rewards.function import ChecksArguments, RewardFunction, is_async, keyword_parameters
+from cohort.rewards.function import ChecksArguments, RewardFunction, is_async, keyword_parameters, name_of
 from cohort.rewards.returned import as_list, as_number, describe_value
 from cohort.rewards.trl_arguments import RewardLog, TrainerProgress
 from cohort.user_code import describe_error, load_function
@@ -30,9 +30,8 @@ def describe(use: str, field: str) -> dict[str, Any]:
         return {"error": str(error)}
     except ValueError as error:
         return {"error": f"{field}: the signature of reward {use!r} cannot be read ({error}); wrap it in a `def`"}
-    inner = getattr(function, "func", function)  # functools.partial
     return {
-        "name": str(getattr(inner, "__name__", type(inner).__name__)),
+        "name": name_of(function),
         "names": sorted(parameters.names),
         "required": parameters.required,
         "positional_only": parameters.positional_only,

@@ -15,6 +15,7 @@ from cohort.rewards.function import (
     KeywordParameters,
     RewardFunction,
     keyword_parameters,
+    name_of,
     reward_arguments,
 )
 from cohort.rewards.registry import BUILTINS, RewardContext
@@ -62,7 +63,7 @@ def build_rewards(
             run_folder=run_folder,
         )
         reward = RewardFunction(
-            name=config.name or (config.use if config.use in BUILTINS else _name_of(function)),
+            name=config.name or (config.use if config.use in BUILTINS else name_of(function)),
             function=function,
             weight=config.weight,
             args=config.args,
@@ -216,8 +217,3 @@ def _check_required(
                 f"{field}.args{did_you_mean(parameter, available) or '.'} Columns: {shown}{more}; also available: "
                 f"{', '.join((*ROLLOUT_NAMES, *TRL_NAMES))}"
             )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # functools.partial
-    return str(getattr(inner, "__name__", type(inner).__name__))
