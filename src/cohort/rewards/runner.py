@@ -337,7 +337,8 @@ class RewardRunner:
             for name in column_names
             if parameters.accepts(keyword := column_keyword(name, taken), unless=_ONE_EACH)
         }
-        for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
+        builtin = {"completions": _completion_for_builtin} if _is_builtin(reward) else {}
+        for name, of_rollout in {**_ROLLOUT_ARGUMENTS, **builtin}.items():
             if parameters.accepts(name):
                 arguments[name] = [of_rollout(prompt, completion) for prompt, completion in samples]
         for name, of_trajectory in _TRAJECTORY_ARGUMENTS.items():
@@ -406,10 +407,14 @@ def _prompt(prompt: Prompt, _: Trajectory) -> Any:
 
 
 def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
-    if not isinstance(prompt.content, str):
-        return [dict(message) for message in trajectory.messages]
-    several = len(trajectory.messages) > 1
-    return TurnsText(trajectory.text, last_text(trajectory.messages)) if several else trajectory.text
+    is_text = isinstance(prompt.content, str)
+    return trajectory.text if is_text else [dict(message) for message in trajectory.messages]
+
+
+def _completion_for_builtin(prompt: Prompt, trajectory: Trajectory) -> Any:
+    completion = _completion(prompt, trajectory)
+    is_several = isinstance(completion, str) and len(trajectory.messages) > 1
+    return TurnsText(completion, last_text(trajectory.messages)) if is_several else completion
 
 
 def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
