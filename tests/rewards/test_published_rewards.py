@@ -94,7 +94,8 @@ def test_each_in_a_child_process_of_its_own(folder, direct, name, use):
 
 @slow("waits for time limits")
 @pytest.mark.parametrize("isolate", [False, True])
-def test_code_that_hangs_is_ended_by_the_function(folder, tmp_path, isolate):
+def test_code_that_hangs_is_ended_by_the_function(folder, tmp_path, isolate, monkeypatch):
+    monkeypatch.setenv("SNIPPET_TIMEOUT", "2")
     steps = called_directly([HANGS], copy_to(tmp_path / "direct"))
     assert steps[0].values == {use: [-1.0, 1.0] for use in USES[HANGS]}
     assert scored(load([HANGS], isolate=isolate), [HANGS]) == steps

@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import wait
 
 FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
-SECONDS_PER_SNIPPET = float(os.environ.get("SNIPPET_TIMEOUT", 3))
+SECONDS_PER_SNIPPET = float(os.environ.get("SNIPPET_TIMEOUT", 30))
 
 
 def extract_code(text: str) -> str | None:
