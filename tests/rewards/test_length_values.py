@@ -2,8 +2,7 @@
 
 import pytest
 
-from cohort.config import RewardConfig
-from cohort.rewards import load_reward
+from builtin_rewards import load_builtin
 
 # Texts whose box is right or wrong, by length in characters; the shortest is a box alone.
 RIGHT = {length: r"\boxed{1}".ljust(length, ".") for length in (9, 10, 20, 25, 30, 50, 59, 75, 100, 150, 200)}
@@ -11,11 +10,7 @@ WRONG = {length: r"\boxed{2}".ljust(length, ".") for length in (10, 20, 25, 30, 
 
 
 def values(use, **arguments):
-    function = load_reward(RewardConfig(use=use), field="use", max_completion_tokens=100)
-    try:
-        return function(**arguments)
-    finally:
-        getattr(function, "close", lambda: None)()
+    return load_builtin(use)(**arguments)
 
 
 def tokens(*lengths):

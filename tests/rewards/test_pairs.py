@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from cohort.config import RewardConfig
+from builtin_rewards import load_builtin
 from cohort.config.sandbox import SandboxConfig
-from cohort.rewards import load_reward
 from cohort.rewards.code import extract_code
 from cohort.sandbox import SharedSandbox
 
@@ -40,7 +39,7 @@ def expected(pair: Pair) -> float | None:
 def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
     """The reward of each pair, with one call for all that have the same arguments."""
     sandbox = SharedSandbox(SandboxConfig(unsafe_no_sandbox=True, cpu_s=1)) if name == "code" else None
-    function = load_reward(RewardConfig(use=name), field="use", max_completion_tokens=8, sandbox=sandbox)
+    function = load_builtin(name, sandbox=sandbox)
     groups = defaultdict(list)
     for i, pair in enumerate(pairs):
         groups[json.dumps(pair.get("args", {}))].append(i)
@@ -51,8 +50,6 @@ def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
         values |= zip(
             members, function([pairs[i]["text"] for i in members], **columns, **json.loads(args)), strict=True
         )
-    if hasattr(function, "close"):
-        function.close()
     return values
 
 
