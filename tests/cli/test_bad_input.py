@@ -291,7 +291,6 @@ def test_weights_that_cannot_be_loaded(tmp_path, cohort):
         ("return [1.0]", "reward 'f' returned 1 values for 4 completions; it must return one number or None for each"),
         ("return 1.0", "reward 'f' returned 1.0 (float); it must return a list with one number or None for each"),
         ("return ['good'] * 4", "reward 'f' returned 'good' (str) at position 0"),
-        ("return [0.0, float('nan'), 0.0, 0.0]", "reward 'f' returned nan (float) at position 1"),
         ("return [0.0, 0.0, float('inf'), 0.0]", "reward 'f' returned inf (float) at position 2"),
         ("return [None] * 4", "no reward scored any of the 4 completions of this step"),
         ("raise KeyError('gold')", "reward 'f' raised KeyError: 'gold' (at "),

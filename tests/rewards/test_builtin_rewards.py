@@ -268,7 +268,7 @@ def test_the_text_of_several_turns_is_a_plain_text_to_others():
 
     functions = [reward(f, name="f"), reward(RegexReward(), args={"pattern": "<call>"})]
     [scored] = RewardRunner(functions).score([turns("q", [CALL, RESULT])])
-    assert seen == ['<call>{"a": 42}</call>'] and seen[0].last == "" and scored.rewards.tolist() == [1.0]
+    assert seen == ['<call>{"a": 42}</call>'] and type(seen[0]) is str and scored.rewards.tolist() == [1.0]
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}, RESULT]
     assert [completion_text(c) for c in (parts, [RESULT], [], [{"content": None}])] == ["42", "", "", ""]
 

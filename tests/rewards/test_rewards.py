@@ -42,7 +42,7 @@ def test_one_call_gets_every_completion_of_the_step_in_order():
 
     def f(**kwargs):
         calls.append(kwargs)
-        return [0.0] * 3
+        return [0.0, 1.0, 2.0]
 
     RewardRunner([reward(f)]).score([group("p", ["a", "b"], answer=1), group("q", ["c"], level=2)])
     assert [calls[0].pop(name) is not None for name in ("trainer_state", "log_metric", "log_extra")] == [True] * 3

@@ -72,7 +72,7 @@ def test_environments_are_given_with_kwargs_where_there_are_any():
 
     def f(completions, **kwargs):
         seen.append(kwargs.get("environments"))
-        return [1.0, 1.0]
+        return [1.0, 2.0]
 
     played = group("p", ["a", "b"])
     trajectories = tuple(dataclasses.replace(t, environment=n) for t, n in zip(played.trajectories, "xy", strict=True))

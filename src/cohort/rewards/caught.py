@@ -3,7 +3,7 @@
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 from cohort.user_code import is_user_code, user_line
 
 Caught = Counter[tuple[str, str]]  # by type and `file:line`
+# before Python 3.12, watching slows a function down so much that its time limits may change its values
+REPEATS = sys.version_info < (3, 12)
+_NUM_REPEATED = 8  # completions
 _NAME = "cohort rewards"
 _NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -19,9 +22,28 @@ _NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)
 def caught_exceptions() -> Iterator[Caught]:
     """Count the exceptions that user code catches within the context, in this thread at least."""
     caught: Caught = Counter()
-    watch = _monitored if sys.version_info >= (3, 12) else _traced
-    with watch(lambda error: _count(caught, error)):
+    seen: dict[int, BaseException] = {}  # kept alive, so that ids stay theirs; an exception may be raised again
+    watch = _traced if REPEATS else _monitored
+    with watch(lambda error: seen.setdefault(id(error), error)):
         yield caught
+    for error in seen.values():  # all of them were caught, or the lines above would not be left in this way
+        if not isinstance(error, _NO_ERRORS):
+            line = user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
+            caught[type(error).__name__, line] += 1
+
+
+def first_few(arguments: Mapping[str, Any], count: int) -> tuple[dict[str, Any], int]:
+    """Return arguments for a repeated call with the first few of `count` completions, and how many these are."""
+    few = {
+        name: value[:_NUM_REPEATED] if isinstance(value, list) and len(value) == count else value
+        for name, value in arguments.items()
+    }
+    return few, min(count, _NUM_REPEATED)
+
+
+def is_constant(values: Sequence[Any]) -> bool:
+    """Whether there are several values and all are equal, NaN included."""
+    return len(values) > 1 and len({repr(value) for value in values}) == 1
 
 
 def describe_caught(name: str, caught: Caught, num_completions: int, value: float) -> str:
@@ -41,14 +63,8 @@ def describe_caught(name: str, caught: Caught, num_completions: int, value: floa
     return f"warning: reward {name!r} caught {kind} at {line} {times}{more}; it {got}"
 
 
-def _count(caught: Caught, error: BaseException) -> None:
-    if not isinstance(error, _NO_ERRORS):
-        line = user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
-        caught[type(error).__name__, line] += 1
-
-
 @contextmanager
-def _monitored(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
+def _monitored(on_error: Callable[[BaseException], Any]) -> Iterator[None]:
     """Watch by `sys.monitoring` (from Python 3.12 on), which costs nothing where nothing is raised."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
     tool = next((number for number in range(6) if monitoring.get_tool(number) is None), None)
@@ -58,7 +74,7 @@ def _monitored(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
 
     def handled(code: CodeType, _offset: int, error: BaseException) -> None:
         if is_user_code(code.co_filename):
-            on_caught(error)
+            on_error(error)
 
     event = monitoring.events.EXCEPTION_HANDLED
     monitoring.use_tool_id(tool, _NAME)
@@ -73,9 +89,8 @@ def _monitored(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _traced(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
+def _traced(on_error: Callable[[BaseException], Any]) -> Iterator[None]:
     """Watch by `sys.settrace`, which slows down every call of a function."""
-    raised: dict[int, BaseException] = {}  # kept alive, so that ids stay theirs
 
     def on_call(frame: FrameType, _event: str, _argument: Any) -> Any:
         if not is_user_code(frame.f_code.co_filename):
@@ -85,7 +100,7 @@ def _traced(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
 
     def on_event(_frame: FrameType, event: str, argument: Any) -> Any:
         if event == "exception":
-            raised.setdefault(id(argument[1]), argument[1])
+            on_error(argument[1])
         return on_event
 
     before = sys.gettrace()
@@ -97,5 +112,3 @@ def _traced(on_caught: Callable[[BaseException], None]) -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
-    for error in raised.values():  # all of them were caught, or the line above would not be reached
-        on_caught(error)

@@ -46,7 +46,7 @@ class IsolatedReward:
         self.warnings: list[str] = []  # for the run's summary
         self.last_warnings: list[str] = []  # of the last call
         self.last_counts: dict[str, int] = {}
-        self.last_caught: Caught | None = None  # of the first call in a process
+        self.last_caught: tuple[Caught, int] | None = None  # of the first call in a process, of so many completions
         self._timeout_s = config.timeout_s
         self._use = config.use
         self._name = config.name or config.use
@@ -120,7 +120,8 @@ class IsolatedReward:
                 log_metric(name, value)
         for column, texts in returned["details"].items():
             log_extra(column, texts)
-        self.last_caught = Counter({(kind, line): number for kind, line, number in returned["caught"]})
+        caught = Counter({(kind, line): number for kind, line, number in returned["caught"]})
+        self.last_caught = caught, returned["num_watched"]
         if returned["values"] is None:
             return NotANumber(returned["kind"])
         return [NotANumber(v["kind"]) if isinstance(v, dict) else v for v in returned["values"]]

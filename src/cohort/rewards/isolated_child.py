@@ -9,7 +9,7 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.call import MissedDeadline, call_sync, function_error
-from cohort.rewards.caught import Caught, caught_exceptions
+from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, first_few, is_constant
 from cohort.rewards.function import ChecksArguments, RewardFunction, is_async, keyword_parameters, name_of
 from cohort.rewards.returned import as_list, as_number, describe_value
 from cohort.rewards.trl_arguments import RewardLog, TrainerProgress
@@ -77,15 +77,22 @@ class _Call:
         self._arguments = arguments
         self._count = count
         self._log = log
-        first = reward.name not in _called
+        self._is_first = reward.name not in _called
         _called.add(reward.name)
-        self._watch: AbstractContextManager[Caught] = caught_exceptions() if first else nullcontext(Counter())
+        watches = self._is_first and not REPEATS
+        self._watch: AbstractContextManager[Caught] = caught_exceptions() if watches else nullcontext(Counter())
 
     def run(self) -> dict[str, Any]:
         """Call a synchronous function, in the main thread."""
         try:
             with self._watch as caught:
-                return self._result(call_sync(self._reward, self._arguments), caught)
+                returned = call_sync(self._reward, self._arguments)
+            result, count = self._result(returned), self._count
+            if self._repeats(result):
+                few, count = first_few(self._arguments, count)
+                with suppress(UserError), caught_exceptions() as caught:
+                    call_sync(self._reward, few)
+            return result | _describe_caught(caught, count)
         except MissedDeadline as error:
             return {"late": str(error)}
         except UserError as error:
@@ -96,18 +103,26 @@ class _Call:
         try:
             with self._watch as caught:
                 returned = as_list(await self._reward.function(**self._arguments), self._count)
-            return self._result(returned, caught)
+            result, count = self._result(returned), self._count
+            if self._repeats(result):
+                few, count = first_few(self._arguments, count)
+                with suppress(Exception), caught_exceptions() as caught:
+                    await self._reward.function(**few)
+            return result | _describe_caught(caught, count)
         except BaseException as error:
             return self._failure(function_error(self._reward, error, self._arguments))
 
-    def _result(self, returned: Any, caught: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    def _repeats(self, result: Mapping[str, Any]) -> bool:
+        """Whether to call the function again, to see what it catches."""
+        return REPEATS and self._is_first and is_constant(result["values"] or ())
+
+    def _result(self, returned: Any) -> dict[str, Any]:
         values = [_plain(value) for value in returned] if isinstance(returned, list) else None
         return {
             "values": values,
             "kind": describe_value(returned) if values is None else "",
             "metrics": self._log.metrics,
             "details": self._log.details(self._count),
-            "caught": [[*key, number] for key, number in caught.items()],
         }
 
     def _failure(self, error: UserError) -> dict[str, Any]:
@@ -116,6 +131,10 @@ class _Call:
             return {"exited": describe_error(cause)}
         frames = "".join(traceback.format_exception(cause or error))[-_MAX_TRACEBACK_CHARACTERS:]
         return {"error": str(error), "traceback": frames}
+
+
+def _describe_caught(caught: Caught, count: int) -> dict[str, Any]:
+    return {"caught": [[*key, number] for key, number in caught.items()], "num_watched": count}
 
 
 def _plain(value: Any) -> float | dict[str, str] | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
-from cohort.rewards.caught import Caught, caught_exceptions, describe_caught
+from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
 from cohort.rewards.compose import GatedParts, is_for, stages
 from cohort.rewards.describe import TurnsText, excerpt, last_text
 from cohort.rewards.function import (
@@ -89,7 +90,8 @@ class RewardRunner:
         self._num_nan: Counter[str] = Counter()  # completions for which a function returned NaN, in the last `score`
         self._told_of_nan: set[str] = set()
         self._not_called: set[str] = {f.name for f in self.functions if not _is_builtin(f)}  # the user's own
-        self._caught: dict[str, Caught] = {}  # exceptions that a function caught in its first call
+        # of a function's first call, until its values are read: what it caught of how many completions; its arguments
+        self._first_calls: dict[str, tuple[tuple[Caught | None, int], dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}  # wall time of each function that the last `score` called
         self.num_judged: dict[str, int] = {}  # its completions, for functions that report progress
 
@@ -248,13 +250,16 @@ class RewardRunner:
 
     def _tell_of_caught(self, reward: RewardFunction, values_N: FloatArray, during: str) -> None:
         """After a function's first call: if all values are equal, say which exceptions it caught."""
-        caught = self._caught.pop(reward.name, None) or getattr(reward.function, "last_caught", None)
-        if (
-            caught
-            and len(values_N) > 1
-            and np.array_equal(values_N, values_N[:1].repeat(len(values_N)), equal_nan=True)
-        ):
-            self._notify(describe_caught(reward.name, caught, len(values_N), float(values_N[0])), during)
+        (caught, count), arguments = self._first_calls.pop(reward.name, ((None, 0), {}))
+        if not is_constant(values_N.tolist()):
+            return
+        if caught is None and arguments:
+            log = RewardLog().arguments(self.trainer_progress())  # what it logs again is dropped
+            few, count = first_few(arguments, len(values_N))
+            with suppress(UserError), caught_exceptions() as caught:
+                call_sync(reward, {**few, **{name: log[name] for name in log.keys() & few.keys()}})
+        if caught:
+            self._notify(describe_caught(reward.name, caught, count, float(values_N[0])), during)
 
     def _call_all(
         self,
@@ -267,7 +272,7 @@ class RewardRunner:
         for f in functions:
             if not is_async(f.function):
                 arguments = self._arguments(f, chosen[f.name])
-                with self._calling([f], chosen, during):
+                with self._calling([f], chosen, during, arguments):
                     returned[f.name] = call_sync(f, arguments)
         if together := [f for f in functions if is_async(f.function)]:
             calls = [(f, self._arguments(f, chosen[f.name])) for f in together]
@@ -282,13 +287,21 @@ class RewardRunner:
         functions: Sequence[RewardFunction],
         chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
         during: str,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Watch a call of functions: its time, its progress, the crash marker, and its traceback if it fails."""
+        """Watch a call of functions: its time, its progress, the crash marker, and its traceback if it fails.
+
+        Args:
+            functions: called together.
+            chosen: their samples, by name.
+            during: phase of the run.
+            arguments: of a single synchronous function.
+        """
         names = " or ".join(repr(f.name) for f in functions)
         marked = nullcontext() if self.marker is None else self.marker.mark(f"reward {names}{_in(during)}")
         own = self._not_called.intersection(f.name for f in functions)
         self._not_called -= own
-        watched: AbstractContextManager[Caught | None] = caught_exceptions() if own else nullcontext()
+        watched: AbstractContextManager[Caught | None] = caught_exceptions() if own and not REPEATS else nullcontext()
         start = time.perf_counter()
         try:
             with marked, self._reporting(functions, chosen), watched as caught:
@@ -297,8 +310,13 @@ class RewardRunner:
             self._save_traceback(functions, error)
             raise
         self.seconds |= {f.name: time.perf_counter() - start for f in functions}  # async functions ran together
-        if caught is not None and len(functions) == 1:  # else they cannot be told apart
-            self._caught[functions[0].name] = caught
+        if len(functions) > 1:  # asynchronous functions, which only child processes tell apart
+            caught = None
+        for f in functions:
+            if f.name in own:
+                watched_here = caught, len(chosen[f.name])
+                found = getattr(f.function, "last_caught", None) or watched_here
+                self._first_calls[f.name] = found, dict(arguments)
 
     def _save_traceback(self, functions: Sequence[RewardFunction], error: UserError) -> None:
         """Write the traceback of an exception in user code to the log folder."""

@@ -45,12 +45,17 @@ class Counter:
         Args:
             by: step
         """
-        if self.broken and os.path.exists(self.broken):
-            if os.path.isfile(self.broken):
-                os.remove(self.broken)  # once
+        if self.broken and (os.path.isdir(self.broken) or self.is_first()):
             ctypes.string_at(0)
         self.value += by
         return self.value
+
+    def is_first(self):
+        try:
+            os.remove(self.broken)
+        except FileNotFoundError:
+            return False
+        return True
 
     def get_reward(self):
         return self.value

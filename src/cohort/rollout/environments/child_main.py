@@ -9,6 +9,7 @@ in JSON: no answer can make the parent run code.
 
 import asyncio
 import ctypes
+import faulthandler
 import inspect
 import json
 import os
@@ -44,6 +45,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(channel: socket.socket, parent: int) -> None:
     """Answer calls until the parent closes the channel or dies."""
+    if sys.version_info >= (3, 14):
+        faulthandler.enable(c_stack=False)  # dozens of lines that would hide the last output
     channel.set_inheritable(False)
     os.register_at_fork(after_in_child=channel.close)  # it must close when this process ends
     if sys.platform == "linux":
