@@ -45,12 +45,12 @@ class Counter:
         Args:
             by: step
         """
-        if self.broken and (os.path.isdir(self.broken) or self.is_first()):
+        if self.broken and (os.path.isdir(self.broken) or self._is_first()):
             ctypes.string_at(0)
         self.value += by
         return self.value
 
-    def is_first(self):
+    def _is_first(self):
         try:
             os.remove(self.broken)
         except FileNotFoundError:
