@@ -102,7 +102,9 @@ app = typer.Typer(
 def _print_versions(wanted: bool) -> None:
     if wanted:
         installed = versions()
-        others = [f"{'Python' if name == 'python' else name} {installed[name]}" for name in installed if name != "cohort"]
+        others = [
+            f"{'Python' if name == 'python' else name} {installed[name]}" for name in installed if name != "cohort"
+        ]
         typer.echo(f"cohort {__version__} ({', '.join(others)})")
         raise typer.Exit
 

@@ -12,7 +12,7 @@ from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.rewards import RewardCrashMarker
 from cohort.run_files import resume_hint
-from cohort.run_folder import REWARD_MARKER, RunFolder
+from cohort.run_folder import REWARD_MARKER, RunFolder, free_folder
 from cohort.run_result import RunResult
 from cohort.startup import resume_gc
 from cohort.stopping import RunStopped
@@ -64,6 +64,7 @@ def train(
             summary = folder.summary()
             if summary is not None and summary["steps"] >= inputs.plan.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
+                display.notify(f"for a new run, use another folder: run.dir={free_folder(folder.path)}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
             for note in _start_notes(config, inputs, folder):
                 display.notify(note)
