@@ -325,7 +325,7 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     # `algorithm` with all its keys: its dump leaves out what the name implies
     before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
     allowed: tuple[str, ...] = _MAY_CHANGE
-    if old.train.lr_schedule == new.train.lr_schedule == "constant":
+    if old.train.lr_schedule == new.train.lr_schedule == "constant" and not old.train.warmup_ratio:
         allowed += _MAY_CHANGE_IF_CONSTANT_RATE
     return {
         key: (before.get(key), after.get(key))
