@@ -29,6 +29,7 @@ from cohort.trainer.setup import (
     rank_device,
 )
 from cohort.trainer.token_budget import initial_budget
+from cohort.trainer.user_files import changed_files, user_files
 from cohort.trainer.worker_group import WorkerGroup
 from cohort.versions import untested_versions
 
@@ -86,8 +87,11 @@ def train(
             check_disk_space(config, worker, folder.path)
             for note in worker.policy.notes():
                 display.notify(note)
-            folder.rewind(state.steps_done if state else 0, display.notify)
-            log.begin(steps_done=state.steps_done if state else 0, num_steps=inputs.plan.num_steps)
+            steps_done, files = state.steps_done if state else 0, user_files(config)
+            folder.rewind(steps_done, display.notify)
+            for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
+                display.notify(warning)
+            log.begin(steps_done=steps_done, num_steps=inputs.plan.num_steps, files=files)
             if config.run.view:
                 _start_page(folder.path, console.notify)  # not in events.jsonl
             run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
