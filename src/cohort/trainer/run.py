@@ -21,7 +21,7 @@ from cohort.trainer.loop import Trainer
 from cohort.trainer.preflight import compare_memory, preflight
 from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.rollout_engines import engine_setup
-from cohort.trainer.run_inputs import Inputs, read_inputs
+from cohort.trainer.run_inputs import Inputs, describe_lost_updates, read_inputs
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -109,7 +109,7 @@ def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]
     inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
     crash = marker.last_crash()
     notes = inputs.notes(config.rollout.max_prompt_tokens)
-    return [*([] if crash is None else [crash]), *untested_versions(), *notes]
+    return [*filter(None, (crash, describe_lost_updates(config))), *untested_versions(), *notes]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
