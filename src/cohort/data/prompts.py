@@ -77,7 +77,7 @@ class PromptRenderer:
         Keys of messages whose value is None are left out: Arrow adds them where messages have different keys.
         Raises `UserError` if the value is neither text nor messages, is empty or malformed, or does not render.
         """
-        content = _read_content(value, where)
+        content = read_content(value, where)
         token_ids = (
             self._encode(content, where) if self._template is None else self._render(content, where, self._template)
         )
@@ -219,7 +219,7 @@ def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: st
     )
 
 
-def _read_content(value: Any, where: str) -> Content:
+def read_content(value: Any, where: str) -> Content:
     """Validate a prompt: text or a list of messages."""
     if isinstance(value, str):
         _check_text(value, where)
