@@ -8,7 +8,7 @@ import pytest
 
 from cohort.config import load_config, to_yaml
 from cohort.errors import UserError
-from cohort.run_folder import check_folder, is_run_folder
+from cohort.run_folder import check_folder, free_folder, is_run_folder
 from forked import fork
 from run_folders import config_for, hold_folder, open_folder
 from waiting import until
@@ -108,7 +108,29 @@ def test_resume_insists_on_a_run(tmp_path):
     assert refusal(tmp_path / "a", resume=True) == expected
     assert not (tmp_path / "a").exists()
     started_run(tmp_path / "a")
+    assert refusal(tmp_path / "a", resume=True) == (
+        f"run.dir: '{tmp_path}/a' holds a run that has saved no checkpoint, so there is nothing to resume; leave out "
+        f"--resume to start over in this folder, or use a new run.dir to keep what is in it"
+    )
+    write_checkpoint(tmp_path / "a", 1)
     open_folder(tmp_path / "a", resume=True).close()
+
+
+def test_starting_over_says_what_it_replaces(tmp_path):
+    started_run(tmp_path / "a")
+    notes: list[str] = []
+    folder = open_folder(tmp_path / "a")
+    folder.rewind(0, notes.append)
+    folder.close()
+    assert notes == [f"no checkpoint in {tmp_path}/a: starting over, replacing 1 steps"]
+    started_run(tmp_path / "b")
+
+
+def test_the_next_free_folder(tmp_path):
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo-2").mkdir()
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
 def test_another_run_is_refused_with_what_differs(tmp_path):

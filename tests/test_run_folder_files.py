@@ -43,6 +43,7 @@ from samples import answer
         ),
         (["rewards=[{use: code}]", "sandbox.memory=1GB"], ["rewards.0.use", "sandbox.memory"]),
         (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
+        (["train.warmup_ratio=0.1"], ["train.warmup_ratio"]),
         (["algorithm.name=dapo"], ["algorithm.clip_high", "algorithm.loss_weight", "algorithm.name"]),
     ],
 )
@@ -84,6 +85,8 @@ def test_servers_and_sandboxes_may_be_others_but_not_what_they_compute(overrides
 def test_config_changes_with_a_schedule_has_both_values():
     settings = ["train.lr_schedule=cosine", "train.steps=9"]
     old, new = config_from_dict(MINIMAL, settings), config_from_dict(MINIMAL, [*settings, "train.steps=10"])
+    assert config_changes(old, new) == {"train.steps": (9, 10)}
+    old, new = (config_from_dict(MINIMAL, ["train.warmup_ratio=0.2", f"train.steps={n}"]) for n in (9, 10))
     assert config_changes(old, new) == {"train.steps": (9, 10)}
     assert config_changes(old, old) == {}
 

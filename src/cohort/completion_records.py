@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cohort.atomic_files import write_file_atomically
-from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
 
 _ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
 
@@ -30,13 +30,18 @@ def write_completions_file(
         pq.write_table(table, partial, compression="zstd", row_group_size=rows)
 
 
+def prompt_text(content: str | Sequence[Message]) -> str:
+    """Return a prompt as it is recorded: text, or messages as JSON."""
+    return content if isinstance(content, str) else json.dumps(list(content))
+
+
 def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
     prompts = [group.prompt for group in groups for _ in group.trajectories]
     completions = [trajectory for group in groups for trajectory in group.trajectories]
     columns: dict[str, Any] = {
         "step": pa.array([step] * len(completions), pa.int64()),
         "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
-        "prompt": [p.content if isinstance(p.content, str) else json.dumps(list(p.content)) for p in prompts],
+        "prompt": [prompt_text(p.content) for p in prompts],
         "completion": [c.text for c in completions],
         "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
         "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),

@@ -21,7 +21,15 @@ from cohort.config.sizes import parse_size
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
 from cohort.rewards.judge_prompt import prompt_hashes
-from cohort.run_files import SECRET_FILE, format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
+from cohort.run_files import (
+    SECRET_FILE,
+    checkpoints,
+    format_line_numbers,
+    has_progress,
+    is_run_folder,
+    read_metrics,
+    read_summary,
+)
 from cohort.token_records import TokenRecords
 
 # Keys that may change when a run resumes: they affect neither what is learned nor in which order.
@@ -98,7 +106,7 @@ class RunFolder:
 
         Args:
             steps_done: steps of the checkpoint to resume from.
-            notify: called with a message about unreadable lines.
+            notify: called with messages about unreadable lines and about steps that are replaced.
 
         Raises:
             UserError: starting over would delete a finished run.
@@ -115,6 +123,8 @@ class RunFolder:
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             rows, bad = read_metrics(metrics)
+            if rows and steps_done == 0:
+                notify(f"no checkpoint in {self.path}: starting over, replacing {rows[-1]['step']} steps")
             if bad and steps_done > 0:
                 notify(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
             kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
@@ -262,15 +272,20 @@ def check_folder(path: Path, *, resume: bool) -> None:
 
     Args:
         path: the folder, which may not exist yet.
-        resume: require an existing run to resume.
+        resume: require an existing run with a checkpoint, or a finished one.
 
     Raises:
-        UserError: not a folder, holds other files, or holds no run to resume.
+        UserError: not a folder, holds other files, or holds nothing to resume.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir: {str(path)!r} is a file; use a folder")
     if resume and not is_run_folder(path):
         raise UserError(f"run.dir: {str(path)!r} holds no run to resume; leave out --resume to start one")
+    if resume and not checkpoints(path / "checkpoints") and read_summary(path / "summary.json") is None:
+        raise UserError(
+            f"run.dir: {str(path)!r} holds a run that has saved no checkpoint, so there is nothing to resume; leave "
+            f"out --resume to start over in this folder, or use a new run.dir to keep what is in it"
+        )
     if not path.is_dir() or is_run_folder(path):
         return
     contents = sorted(
@@ -280,6 +295,15 @@ def check_folder(path: Path, *, resume: bool) -> None:
         raise UserError(
             f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"
         )
+
+
+def free_folder(path: Path) -> Path:
+    """Return `path`, or the first of `path`-2, `path`-3, ... that does not exist."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def make_folder(path: Path) -> None:
@@ -301,7 +325,7 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     # `algorithm` with all its keys: its dump leaves out what the name implies
     before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
     allowed: tuple[str, ...] = _MAY_CHANGE
-    if old.train.lr_schedule == new.train.lr_schedule == "constant":
+    if old.train.lr_schedule == new.train.lr_schedule == "constant" and not old.train.warmup_ratio:
         allowed += _MAY_CHANGE_IF_CONSTANT_RATE
     return {
         key: (before.get(key), after.get(key))

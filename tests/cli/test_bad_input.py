@@ -253,6 +253,7 @@ def test_a_finished_run(tmp_path, cohort, monkeypatch, request):
         ended = cohort("train", path, *arguments)
         assert (ended.code, ended.err) == (0, "")
         assert ended.out.startswith(f"this run is already finished (3 steps): {tmp_path}/run/final\n")
+        assert f"for a new run, use another folder: run.dir={tmp_path}/run-2\n" in ended.out
     ended = cohort("train", path, "train.seed=1", "rollout.top_k=5")
     assert_refused(
         ended,

@@ -1,14 +1,17 @@
 """The command line itself: usage, tracebacks, exit codes, and a real Ctrl-C."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import metadata
 
 import pytest
 
+from cohort import __version__ as cohort_version
 from cohort.checkpoint import load_trainer_state
 from cohort.cli import main
 from cohort.run_files import checkpoints
@@ -22,6 +25,19 @@ def test_debug_shows_the_traceback(tmp_path, cohort):
     assert ended.code == 2
     assert ended.err.startswith("Traceback (most recent call last):\n")
     assert ended.err.endswith(f"UserError: {tmp_path}/no.yaml: no such configuration file\n")
+
+
+def test_the_version_is_told_without_torch(cohort):
+    ended = cohort("--version")
+    found = {name: metadata.version(name) for name in ("torch", "transformers")}
+    assert ended.code == 0
+    assert ended.out.startswith(
+        f"cohort {cohort_version} (Python {platform.python_version()}, torch {found['torch']}, "
+        f"transformers {found['transformers']}"
+    )
+    light = "import sys, cohort.cli.app as a; sys.argv[1:] = ['--version']; "
+    light += "import contextlib\nwith contextlib.suppress(SystemExit): a.app()\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", light], check=True, timeout=PATIENCE_S, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(

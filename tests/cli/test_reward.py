@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.completion_records import write_completions_file
 from cohort.records import ScoredGroup
+from cohort.rewards.reply_cache import ReplyCache, content_key
 from reward_samples import group
 
 CONFIG = """
@@ -74,6 +75,97 @@ def test_a_file_of_a_run_gets_its_columns_from_the_dataset(folder):
 def test_only_one_reward_and_no_examples(folder):
     output = run("--completions", "step-000001.parquet", "--only", "digits", "--examples", "0")
     assert [line.split()[0] for line in output.splitlines() if line] == ["6", "reward", "digits", "sum"]
+
+
+def test_only_a_reward_behind_a_gate_has_the_values_of_the_run(folder):
+    output = run("--completions", "step-000001.parquet", "--only", "length", "--examples", "0")
+    table = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line}
+    assert list(table) == ["6", "reward", "length", "sum"]
+    assert table["length"][:6] == ["6", "1.333", "0.9428", "0", "2", "1/3"]  # as above, not 2 for all
+    assert table["sum"][1:5] == ["0.6667", "0.4714", "0", "1"]  # its own part alone, of weight 0.5
+
+
+JUDGED = """
+model: {path: m}
+data: {path: train.jsonl, prompt: question}
+rewards:
+- {use: exact, name: right}
+- {use: exact, name: right}
+- {use: judge, args: {url: "http://127.0.0.1:9", model: m, prompt: judge.txt, cache: replies.jsonl, retries: 0}}
+train: {steps: 1}
+"""
+
+
+def test_only_needs_no_server_of_other_rewards(folder):
+    Path("run.yaml").write_text(JUDGED)
+    Path("judge.txt").write_text("Is {completion} right?")
+    lines = run("--completions", "step-000001.parquet", "--only", "right_2").splitlines()
+    assert [line.split()[0] for line in lines if line][:4] == ["6", "reward", "right_2", "sum"]
+    result = CliRunner().invoke(app, ["reward", "run.yaml", "--completions", "step-000001.parquet"])
+    assert result.exit_code == 2 and "error: reward 'judge': url: http://127.0.0.1:9/v1/models does" in result.output
+
+
+def test_replies_that_are_all_cached_need_no_server(folder):
+    Path("run.yaml").write_text(JUDGED)
+    Path("judge.txt").write_text("Is {completion} right?")
+    cache = ReplyCache(Path("replies.jsonl"))
+    for text in "123x":
+        message = {"role": "user", "content": f"Is {text} right?"}
+        cache.put(content_key({"temperature": 0, "max_tokens": 1024, "model": "m", "messages": [message]}), "Score: 4")
+    lines = run("--completions", "step-000001.parquet", "--only", "judge").splitlines()
+    assert next(line.split() for line in lines if line.startswith("judge"))[:3] == ["judge", "6", "4"]
+
+
+def test_as_json(folder):
+    found = json.loads(run("--completions", "step-000001.parquet", "--json"))
+    assert (found["completions"], found["prompts"], found["notes"]) == (6, 3, [])
+    assert [of_one["name"] for of_one in found["rewards"]] == ["exact", "length", "digits", "sum"]
+    exact, *_, total = found["rewards"]
+    assert (exact["scored"], exact["mean"], exact["equal_groups"]) == (6, 4 / 6, 1)
+    assert total["seconds"] is None and total["max"] == 3
+    assert found["disagreements"][0] == {
+        "reward": "exact",
+        "other": "recorded",
+        "differing": 1,
+        "compared": 6,
+        "examples": [{"row": 1, "exact": 0.0, "recorded": 1.0, "completion": "2"}],
+    }
+
+
+def test_a_dataset_in_another_order_is_noticed(folder):
+    lines = Path("train.jsonl").read_text().splitlines(keepends=True)
+    Path("train.jsonl").write_text("".join(reversed(lines)))
+    result = CliRunner().invoke(app, ["reward", "run.yaml", "--completions", "step-000001.parquet"])
+    assert result.exit_code == 2
+    assert (
+        "--completions: row 0 has the prompt '0+1', but row 0 of data.path has '2+1': the dataset has" in result.output
+    )
+    messages = [{"role": "user", "content": "0+1", "name": None}]  # as Arrow reads what has no name
+    Path("train.jsonl").write_text(json.dumps({"question": messages, "answer": "1"}) + "\n")
+    row = {"prompt_id": 0, "completion": "1", "prompt": json.dumps([{"role": "user", "content": "0+1"}])}
+    Path("own.jsonl").write_text(json.dumps(row) + "\n")
+    assert "1 completions of 1 prompts" in run("--completions", "own.jsonl", "--only", "digits")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"completion": None}, "row 1: completion: None must be text or messages"),
+        ({"completion": 5}, "row 1: completion: 5 must be text or messages"),
+        ({"completion": []}, "row 1: completion: [] must be text or messages"),
+        ({"completion": "2", "prompt": 5}, "row 1: prompt: 5 must be text or messages"),
+        ({"completion": "2", "prompt_id": [1]}, "row 1: prompt_id: [1] must be a whole number"),
+        ({"completion": "2", "messages": "[5]"}, "row 1: messages: '[5]' must be messages as JSON"),
+        ({"completion": "2", "completion_token_ids": 7}, "row 1: completion_token_ids: 7 must be a list of token ids"),
+        ({"completion": "2", "rewards/exact": "q"}, "row 1: rewards/exact: 'q' must be a number"),
+    ],
+)
+def test_rows_that_are_no_completions(folder, row, words):
+    rows = [{"completion": "2", "answer": "2", "rewards/exact": 1}, {"answer": "2", **row}]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(app, ["reward", "run.yaml", "--completions", "own.jsonl"])
+    assert result.exit_code == 2
+    assert f"error: --completions: {words}" in result.output
 
 
 def test_code_is_run_in_the_sandbox_which_is_named(folder):

@@ -2,6 +2,9 @@
 
 import pytest
 
+from cohort.config import Config
+from cohort.config.schema import sections_in
+from cohort.config.trl_keys import TRL_TABLES, trl_keys
 from configs import MINIMAL, message
 
 # Messages
@@ -112,6 +115,49 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "algorithm: clip_low: 0.1 has no effect with policy_loss: a.py:f; remove it, or use policy_loss: clipped "
             "or gspo or gspo_token or gmpo or {use: a.py:f, args: {clip_low: 0.1}}",
         ),
+        (
+            {"train": {"warmup_steps": 2, "warmup_ratio": 0.1}},
+            "train: warmup_steps and warmup_ratio both set the warmup; remove one of the two",
+        ),
+        (
+            {"train": {"min_lr_ratio": 0.1}},
+            "train: min_lr_ratio: 0.1 has no effect with lr_schedule: constant; remove it, or use lr_schedule: cosine",
+        ),
+        ({"train": {"min_lr_ratio": 1, "lr_schedule": "linear"}}, "train.min_lr_ratio: 1: input should be less than 1"),
+        # keys of TRL
+        (
+            {"algorithm": {"epsilon": 0.3}},
+            "algorithm.epsilon: unknown key; epsilon is TRL's: use algorithm.clip_low: 0.3 and algorithm.clip_high: "
+            "0.3",
+        ),
+        (
+            {"rollout": {"max_completion_length": 300}},
+            "rollout.max_completion_length: unknown key; max_completion_length is TRL's: use "
+            "rollout.max_completion_tokens: 300",
+        ),
+        (
+            {"num_train_epochs": 2},
+            "num_train_epochs: unknown key; num_train_epochs is TRL's: use train.epochs: 2",
+        ),
+        (
+            {"rollout": {"vllm_mode": "colocate"}},
+            "rollout.vllm_mode: unknown key; vllm_mode is TRL's: use hardware.rollout_gpus: shared",
+        ),
+        (
+            {"train": {"per_device_train_batch_size": 6}, "rollout": {"num_generations": 4}},
+            "train.per_device_train_batch_size: unknown key; per_device_train_batch_size is TRL's: use "
+            "train.prompts_per_step: 2 (6 completions x gradient_accumulation_steps 1 x 1 GPUs / num_generations 4)",
+        ),
+        (
+            {"train": {"gradient_accumulation_steps": 8}},
+            "train.gradient_accumulation_steps: unknown key; gradient_accumulation_steps is TRL's: not needed: "
+            "train.prompts_per_step is the whole batch,",
+        ),
+        (
+            {"algorithm": {"scale_rewards": False}},
+            "algorithm.scale_rewards: unknown key; scale_rewards is TRL's: use algorithm.advantage: group_mean",
+        ),
+        ({"train": {"beta": 0.1}}, "train.beta: unknown key; did you mean algorithm.beta?"),
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},
@@ -286,3 +332,21 @@ def test_the_keys_of_a_section_are_listed_once():
         "train.stepz: unknown key; did you mean steps?\n"
         "train.sed: unknown key; did you mean seed? train has: steps, epochs"
     )
+
+
+def test_batches_of_trl_count_accumulation():
+    train = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 8}
+    text = message({**MINIMAL, "train": train, "hardware": {"processes": 2}})
+    assert "use train.prompts_per_step: 6 (3 completions x gradient_accumulation_steps 8 x 2 GPUs" in text
+
+
+def test_what_is_proposed_for_keys_of_trl_are_keys():
+    proposed = [ours for table in TRL_TABLES for ours in trl_keys()[table]]
+    assert len(proposed) > 60
+    for ours in proposed:
+        section, *path = ours.split(".")
+        found = sections_in(Config.model_fields[section].annotation)
+        for name in path:
+            fields = [part.model_fields[name] for part in found if name in part.model_fields]
+            assert fields, ours
+            found = [inner for field in fields for inner in sections_in(field.annotation)]

@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split, Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts
+from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts, describe_lost_text
 from cohort.errors import UserError
 from cohort.records import Prompt
 from data_files import ROWS, read
@@ -60,6 +61,62 @@ def test_text_becomes_a_user_message():
     assert rendered("one", system_prompt="be brief") == "<s> [system] be brief [user] one [assistant]"
     assert rendered("one", system_prompt="") == "<s> [system] [user] one [assistant]"
     assert rendered("one", chat_template_kwargs={"enable_thinking": True}) == "<s> [user] one [assistant] [think]"
+
+
+@pytest.mark.parametrize("text", ["<s> [user] one", "  <s> [user] one [assistant]"])
+def test_text_that_a_template_has_rendered_is_refused(text: str):
+    with pytest.raises(UserError) as caught:
+        rendered(text)
+    assert str(caught.value) == (
+        "data.prompt='prompt': row 1: the text begins with '<s>', which the chat template writes as well, so it would "
+        "be applied twice; use data.apply_chat_template: false, or a column with the plain text"
+    )
+    assert rendered(text, apply_chat_template=False).startswith("<s> [user] one")
+    with pytest.raises(UserError, match="applied twice"):
+        rendered([{"role": "user", "content": text}])
+    assert rendered("one <s> two") == "<s> [user] one <s> two [assistant]"  # one may talk about it
+    assert rendered("</s> one") == "<s> [user] </s> one [assistant]"  # this template does not write </s>
+
+
+def lost(tokenizer: PreTrainedTokenizerFast, *contents: object) -> str | None:
+    prompts = [Prompt(id=0, epoch=0, content=c, token_ids=np.zeros(1, np.int64), columns={}) for c in contents]
+    return describe_lost_text(tokenizer, prompts)
+
+
+def test_text_that_a_tokenizer_loses_is_named(tmp_path):
+    """A tokenizer with bytes as tokens, saved as of a class that transformers builds with another pre-tokenizer."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator([], BpeTrainer(special_tokens=["<unk>"], initial_alphabet=ByteLevel.alphabet()))
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(tmp_path)
+    assert lost(AutoTokenizer.from_pretrained(tmp_path), "What is 2 + 2?", "Größe \U0001f600\n x") is None
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "GemmaTokenizer"}))
+    said = lost(AutoTokenizer.from_pretrained(tmp_path), "What is 2 + 2?", [{"role": "user", "content": "fine"}])
+    assert said.startswith(
+        "warning: the tokenizer loses text in 1 of 2 prompts that were tried: 'What is 2 + 2?' comes back as "
+        "'What<unk>is<unk>2<unk>+<unk>2?'. If you made the tokenizer yourself, transformers may read it with another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "text", "kept"),
+    [
+        (normalizers.BertNormalizer(lowercase=True), Whitespace(), "TWO  plus\ntwo", True),
+        (normalizers.NFKC(), Whitespace(), "ｔｗｏ", True),
+        (None, Whitespace(), " two plus ", True),
+        (None, Whitespace(), "two, plus", False),  # there is no comma
+        (normalizers.Replace(" ", ""), Split("two", "isolated"), "two two", False),
+    ],
+)
+def test_tokenizers_may_normalize_but_not_join_words(normalizer, pre_tokenizer, text, kept):
+    made = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if not isinstance(pre_tokenizer, Whitespace):
+        made.decoder = decoders.Fuse()
+    assert (lost(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"), text) is None) == kept
 
 
 def test_tools_are_passed_to_the_template():

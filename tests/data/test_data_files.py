@@ -223,3 +223,10 @@ def test_a_parquet_duration_that_python_cannot_hold_is_refused(tmp_path):
 
 def test_the_root_of_the_file_system_is_no_data(tmp_path):
     assert "is the root of the file system; use a .jsonl" in refusal(tmp_path, "/")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "x" * 300 + ".jsonl", "x/" * 4000 + "y.csv"])
+def test_a_name_longer_than_the_system_allows(tmp_path, path):
+    with pytest.raises(UserError) as error:
+        read(tmp_path, path)
+    assert str(error.value) == f"data.path='{path[:299]}: cannot be read: File name too long"

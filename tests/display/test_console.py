@@ -211,13 +211,6 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
     assert run_command(monkeypatch, *command, "--seed", 4) == 2
 
 
-def test_demos_take_the_next_free_folder(tmp_path: Path):
-    assert demo.free_folder(tmp_path) == tmp_path / "demo"
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo-2").mkdir()
-    assert demo.free_folder(tmp_path) == tmp_path / "demo-3"
-
-
 @slow("whole demos; make test has two steps of each")
 @pytest.mark.parametrize(("task", "seed"), [*itertools.product(("words", "tools"), range(5)), ("code", 0)])
 def test_the_demo_gains_at_least_55_points(task: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,19 +1,24 @@
 """Events and status of a run in its folder: readable whenever it ends, and nothing that the run depends on."""
 
+import importlib
 import json
 import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cohort import train as run_training
+from cohort.config import config_from_dict
 from cohort.display import RunLog, StepReport
 from cohort.errors import TrainingError
 from cohort.trainer.run import _start_page
+from cohort.trainer.user_files import user_files
 from cohort.view.server import process
 from commands import set_up
+from configs import MINIMAL
 from runs import changed, make_inputs, metric, stop_after, train
 from waiting import until
 
@@ -129,6 +134,46 @@ def test_a_resumed_run_has_two_starts(tmp_path: Path):
     assert (status(run)["phase"], status(run)["step"]) == ("finished", 4)
     timestamps = metric(run, "timestamp")
     assert timestamps == sorted(timestamps) and len(timestamps) == 4 + 3  # of steps and evaluations
+
+
+def test_a_reward_that_changed_is_named_when_the_run_resumes(tmp_path: Path):
+    config = changed(make_inputs(tmp_path), train={"steps": 4}, eval={"every": 2})
+    file = tmp_path / "my_rewards.py"
+    for last in (2, 3):  # the second time it resumes with the same file
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config, display=stop_after(last))
+    assert "has changed" not in (tmp_path / "run" / "events.jsonl").read_text()
+    file.write_text(file.read_text().replace("0.1", "0.2"))
+    train(config, resume=True)
+    starts = [event["files"] for event in events(tmp_path / "run") if event["event"] == "start"]
+    hashes = [start[str(file)] for start in starts]
+    assert hashes[0] == hashes[1] != hashes[2] == sha256(file.read_bytes()).hexdigest()
+    texts = [event["text"] for event in events(tmp_path / "run") if event["event"] == "warning"]
+    assert [text for text in texts if "has changed" in text] == [
+        f"warning: {file} has changed since the run last started: from step 3 on, its functions may mean something "
+        "else than in the steps before"
+    ]
+
+
+def test_files_of_all_kinds_of_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("r", "t", "e", "a"):
+        (tmp_path / f"{name}.py").write_text(f"{name} = 1")
+    (tmp_path / "loaded_module_of_mine.py").write_text("def f(): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("loaded_module_of_mine")
+    config = config_from_dict(
+        {
+            **MINIMAL,
+            "rewards": [{"use": "r.py:f"}, {"use": "loaded_module_of_mine:f"}, {"use": "math"}, {"use": "json:loads"}],
+            "rollout": {"tools": ["t.py:f", "python"], "environment": "e.py:E"},
+            "algorithm": {"advantage": "a.py:f"},
+        },
+        base_dir=tmp_path,
+    )
+    names = ("r", "loaded_module_of_mine", "t", "e", "a")
+    assert user_files(config) == {
+        str(file): sha256(file.read_bytes()).hexdigest() for file in (tmp_path / f"{name}.py" for name in names)
+    }
 
 
 ADDRESS = "http://127.0.0.1:7600/?token=abcdef"

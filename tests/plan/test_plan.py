@@ -207,6 +207,12 @@ def test_nodes_that_train_are_enough_for_the_state(nodes: int) -> None:
     assert layout.num_training + layout.num_sampling == 8 * nodes
 
 
+def test_a_critics_warm_up_and_a_part_of_the_steps() -> None:
+    settings = config("algorithm.name=ppo", "critic.warmup_steps=8", "train.warmup_ratio=0.2", "train.epochs=1")
+    with pytest.raises(UserError, match=r"8 plus train.warmup_ratio: 0.2 leaves none of the run's 10 .* at most 7"):
+        plan_run(settings, num_prompts=10 * settings.train.prompts_per_step)
+
+
 @pytest.mark.parametrize(("waits", "warmup", "most"), [(10, 0, 9), (8, 2, 7), (9, 2, 7)])
 def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int, most: int) -> None:
     """Where the number of steps comes from epochs, too."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import cohort
+from cohort.cli.app import app
 from cohort.display import Display
 from cohort.plan.calibration import cpu_name, save_calibration
 from cohort.plan.hardware import Hardware
@@ -82,6 +84,15 @@ def test_nothing_is_refused_and_nothing_said_on_a_cpu() -> None:
     assert f"predicted {plan.memory.peak_bytes / 1e9:.2f} GB" in told
     on_gpu = replace(CPU, on_gpu=True, gpu_memory_bytes=1000 * GB, resident_bytes=None)
     assert "before loading the model" not in (compare_memory(planned(on_gpu), {1: 100e9}) or "")
+
+
+def test_advice_for_a_cpu_that_nobody_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\nhardware: {device: cpu}\n")
+    arguments = ["plan", str(file), "--model-shape", "7b", "--gpu", "here", "--gpu-memory", "16GB"]
+    said = CliRunner().invoke(app, arguments).stdout
+    assert "does not fit" in said and "GB less, time not predicted; costs" in said
 
 
 def test_a_model_whose_shape_is_not_known_has_no_plan_and_no_note(tmp_path: Path) -> None:

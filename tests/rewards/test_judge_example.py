@@ -18,7 +18,7 @@ def test_the_example_gives_what_the_page_shows(tmp_path):
         overrides = [f"rewards.0.url={url}", f"run.dir={tmp_path / 'run'}"]
         config = load_config(FOLDER / "judge.yaml", overrides)
         assert config.rewards[0].args["prompt"] == str(FOLDER / "judge_prompt.txt")
-        lines = rescore(config, FOLDER / "answers.jsonl").splitlines()
+        lines = rescore(config, FOLDER / "answers.jsonl").as_text().splitlines()
         assert lines[0] == "4 completions of 2 prompts"
         values = lines[3].split()[:-1]  # without the seconds
         assert values == ["judge", "4", "0.7963", "0.274", "0.3333", "1", "1/2"]

@@ -48,6 +48,7 @@ class ChatTemplate:
         self._name = f"the chat template of {name}" if name else "the chat template"
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         self._added_tokens = any_of(text for text in added if text.strip())  # Gemma's has line breaks
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> IntArray:
         """Render messages and the generation prompt as token ids, [K].
@@ -56,6 +57,19 @@ class ChatTemplate:
             UserError: the template rejects the messages, or their content is not text.
         """
         return self._encode(self._text(plain_messages(messages), tools))
+
+    def written_twice(self, messages: Sequence[Message]) -> str | None:
+        """Return a special token that a message begins with and the template writes too; None if there is none.
+
+        Such a message is the output of a template already.
+        """
+        contents = [content for message in messages if isinstance(content := message.get("content"), str)]
+        for content in contents:
+            token = next((t for t in self._special if content.lstrip().startswith(t)), None)
+            if token is not None:
+                text = self._text(plain_messages(messages), None)
+                return token if text.count(token) > sum(c.count(token) for c in contents) else None
+        return None
 
     def suffix(
         self,

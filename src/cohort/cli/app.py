@@ -10,6 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
+from cohort import __version__
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
 from cohort.cli.eval_config import eval_config
@@ -25,7 +26,7 @@ from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
 from cohort.startup import print_loading_notice
 from cohort.stopping import dedicate_process
-from cohort.versions import untested_versions
+from cohort.versions import untested_versions, versions
 
 
 class _Commands(TyperGroup):
@@ -92,11 +93,30 @@ class _Output:
 app = typer.Typer(
     name="cohort",
     cls=_Commands,
-    help="Train language models with GRPO and related algorithms, with any batch shape and number of GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        installed = versions()
+        others = [
+            f"{'Python' if name == 'python' else name} {installed[name]}" for name in installed if name != "cohort"
+        ]
+        typer.echo(f"cohort {__version__} ({', '.join(others)})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the versions and exit.", is_eager=True, callback=_print_versions),
+    ] = False,
+) -> None:
+    """Train language models with GRPO and related algorithms, with any batch shape and number of GPUs."""
 
 
 @app.command()

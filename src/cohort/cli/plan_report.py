@@ -151,12 +151,8 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
     if advice:
         yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
         for change in advice:
-            more = "less" if change.saved_seconds > 0 else "more"
-            seconds = f"{_digits(abs(change.saved_seconds), 2)} s per step {more}"
-            if change.saved_seconds == 0:
-                seconds = "same predicted time"
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
-            yield escape(f"  {change.as_arguments()}: {size}, {seconds}; costs {change.costs}")
+            yield escape(f"  {change.as_arguments()}: {size}, {_saved_time(change)}; costs {change.costs}")
     elif not plan.fits:
         also = "" if plan.config.rollout.uses_servers else ", or rollout.engine: vllm"
         yield f"\nno known change makes it fit; try other GPUs or a smaller model{also}"
@@ -171,6 +167,14 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
             f"\nsymbolic run of {found['layers']} layers: {_gb(found['tracked_bytes'])} in backward, and "
             f"{_gb(found['predicted_bytes'])} by the closed form ({found['ratio']:.3f})"
         )
+
+
+def _saved_time(change: Advice) -> str:
+    if change.saved_seconds is None:
+        return "time not predicted"
+    if change.saved_seconds == 0:
+        return "same predicted time"
+    return f"{_digits(abs(change.saved_seconds), 2)} s per step {'less' if change.saved_seconds > 0 else 'more'}"
 
 
 def _cell(size: int) -> str:

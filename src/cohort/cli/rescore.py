@@ -2,16 +2,17 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cohort.completion_records import prompt_text
 from cohort.config import Config
-from cohort.data import read_rows
-from cohort.errors import UserError, suggest
+from cohort.data import read_content, read_rows
+from cohort.errors import UserError
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.describe import completion_text, excerpt
@@ -32,6 +33,66 @@ _TOLERANCE = 1e-9  # between values that count as equal
 _TEXT_WIDTH = 100  # characters of a completion among the examples
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardValues:
+    """Statistics of a reward, or of the weighted sum, over the completions that it scored."""
+
+    name: str
+    scored: int
+    mean: float | None  # this and the following: None if it scored none
+    std: float | None
+    min: float | None
+    max: float | None
+    equal_groups: int  # groups whose scored completions have equal values
+    seconds: float | None  # None for the sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Completions for which a reward differs from the recorded one, or from another reward."""
+
+    reward: str
+    other: str  # "recorded", or another reward
+    differing: int
+    compared: int
+    examples: tuple[Mapping[str, Any], ...]  # row, both values and the completion's text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """Recorded completions, scored again."""
+
+    completions: int
+    prompts: int
+    notes: tuple[str, ...]
+    rewards: tuple[RewardValues, ...]  # the sum last
+    disagreements: tuple[Disagreement, ...]
+
+    def as_text(self) -> str:
+        """Format a table of the rewards, and the disagreements."""
+        head = [f"{self.completions} completions of {self.prompts} prompts", *self.notes]
+        return "\n".join([*head, "", *self._table(), "", *self._disagreements()])
+
+    def _table(self) -> list[str]:
+        lines: list[tuple[str, ...]] = [("reward", "scored", "mean", "std", "min", "max", "equal groups", "seconds")]
+        for of_one in self.rewards:
+            numbers = (of_one.mean, of_one.std, of_one.min, of_one.max)
+            shown = ["-" if number is None else f"{number:.4g}" for number in numbers]
+            seconds = "-" if of_one.seconds is None else f"{of_one.seconds:.2f}"
+            lines.append((of_one.name, str(of_one.scored), *shown, f"{of_one.equal_groups}/{self.prompts}", seconds))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+
+    def _disagreements(self) -> Iterator[str]:
+        for found in self.disagreements:
+            between = f"{found.reward} and {found.other}"
+            yield f"{between} differ for {found.differing} of {found.compared} completions"
+            for example in found.examples:
+                one, other = (_shown(example[name]) for name in (found.reward, found.other))
+                text = excerpt(example["completion"], _TEXT_WIDTH)
+                yield f"  row {example['row']}: {found.reward} {one}, {found.other} {other}: {text}"
+
+
 def rescore(
     settings: Config,
     completions: Path,
@@ -39,13 +100,13 @@ def rescore(
     only: Sequence[str] = (),
     examples: int = 1,
     on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> str:
-    """Score completions and return a table of the rewards, and where they disagree.
+) -> Rescored:
+    """Score completions, and find where rewards disagree.
 
     Args:
         settings: configuration with the rewards, and the dataset with the columns that they need.
         completions: file of completions.
-        only: names of the rewards to compute; empty: all.
+        only: names of the rewards to compute; empty: all. Gates before them are computed too.
         examples: number of completions to show for each disagreement.
         on_progress: called with a reward's name, its verdicts that are done, and all of them.
 
@@ -55,17 +116,66 @@ def rescore(
     rows = [row for row in read_rows(str(completions), field="--completions") if row.get("end") not in BROKEN]
     if not rows or "completion" not in rows[0]:
         raise UserError(f"--completions: {str(completions)!r} has no column 'completion'")
+    _check_rows(rows)
     groups, order = _groups(settings, rows, _dataset(settings, completions, rows))
     sandbox = SharedSandbox(settings.sandbox)
-    runner = _runner(settings, groups, only, sandbox)
+    runner, chosen = _runner(settings, groups, only, sandbox)
     runner.on_progress = on_progress
     scored = runner.score(groups, require_scores=False)
-    parts = {f.name: np.empty(len(rows)) for f in runner.functions}
+    parts = {name: np.empty(len(rows)) for name in chosen}
     for name, values in parts.items():
         values[order] = np.concatenate([group.reward_parts[name] for group in scored])
-    head = [f"{len(rows)} completions of {len(groups)} prompts", *sandbox.notes]
-    lines = [*head, "", *_table(scored, parts, runner.seconds), ""]
-    return "\n".join(lines + _disagreements(rows, parts, examples))
+    return Rescored(
+        completions=len(rows),
+        prompts=len(groups),
+        notes=tuple(sandbox.notes),
+        rewards=tuple(_values(scored, parts, runner.seconds)),
+        disagreements=tuple(_disagreements(rows, parts, examples)),
+    )
+
+
+def _check_rows(rows: Sequence[Row]) -> None:
+    """Check the columns of completions that this command reads.
+
+    Raises:
+        UserError: a row has another value than it may have.
+    """
+    for number, row in enumerate(rows):
+        recorded = ((key, value) for key, value in row.items() if key.startswith("rewards/"))
+        columns = [(key, row.get(key)) for key in ("completion", *(key for key in _OPTIONAL if key in row))]
+        for key, value in (*columns, *recorded):
+            rule, is_valid = _RULES.get(key, _NUMBER)
+            if (value is not None or key == "completion") and not is_valid(value):
+                raise UserError(f"--completions: row {number}: {key}: {excerpt(value)} must be {rule}")
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
+
+
+def _is_text_or_messages(value: Any) -> bool:
+    return isinstance(value, str) or _is_messages(value)
+
+
+def _is_messages_as_json(value: Any) -> bool:
+    try:
+        return _is_messages(json.loads(value))
+    except (TypeError, ValueError):
+        return False
+
+
+_NUMBER = ("a number", lambda value: isinstance(value, int | float))
+_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "completion": ("text or messages", _is_text_or_messages),
+    "prompt": ("text or messages", _is_text_or_messages),
+    "prompt_id": ("a whole number", lambda value: isinstance(value, int)),
+    "messages": ("messages as JSON", _is_messages_as_json),
+    "completion_token_ids": (
+        "a list of token ids",
+        lambda value: isinstance(value, list) and all(isinstance(token, int) for token in value),
+    ),
+}
+_OPTIONAL = [key for key in _RULES if key != "completion"]
 
 
 def _dataset(settings: Config, completions: Path, rows: Sequence[Row]) -> Mapping[int, Row]:
@@ -83,6 +193,15 @@ def _dataset(settings: Config, completions: Path, rows: Sequence[Row]) -> Mappin
             f"--completions: prompt_id {missing} is not a row of the dataset, which has {len(known)} rows; use the "
             f"configuration of the run that wrote the file"
         )
+    column = settings.eval.prompt if is_eval and settings.eval is not None else None
+    for number, row in enumerate(rows):
+        prompt = known[row["prompt_id"]].get(column or settings.data.prompt)
+        if prompt is not None and row.get("prompt") not in (None, prompt_text(read_content(prompt, field))):
+            raise UserError(
+                f"--completions: row {number} has the prompt {excerpt(row['prompt'])}, but row {row['prompt_id']} of "
+                f"{field} has {excerpt(prompt)}: the dataset has changed, or is in another order; use the one that the "
+                f"run had"
+            )
     return known
 
 
@@ -146,7 +265,8 @@ def _trajectory(row: Row) -> Trajectory:
 
 def _runner(
     settings: Config, groups: Sequence[RolloutGroup], only: Sequence[str], sandbox: SharedSandbox
-) -> RewardRunner:
+) -> tuple[RewardRunner, list[str]]:
+    """Return the rewards to compute, and the names of those to show: gates before them may be more."""
     columns = sorted({column for group in groups for column in group.prompt.columns} | {settings.data.prompt})
     functions = build_rewards(
         settings.rewards,
@@ -155,32 +275,37 @@ def _runner(
         sandbox=sandbox,
         device=settings.hardware.device,
         run_folder=Path(settings.run.dir),
+        only=only,
+        ask_servers_first=False,
     )
-    runner = RewardRunner(functions, columns=columns, prompt_column=settings.data.prompt)
-    names = [f.name for f in runner.functions]
-    for name in only:
-        if name not in names:
-            raise UserError(f"--only: there is no reward {name!r}{suggest(name, names, 'Rewards')}")
-    chosen = [f for f in runner.functions if not only or f.name in only]
-    return RewardRunner(chosen, columns=columns, prompt_column=settings.data.prompt)
+    shown = [f.name for f in functions if not only or f.name in only]
+    weighted = [f if f.name in shown else replace(f, weight=0.0) for f in functions]
+    return RewardRunner(weighted, columns=columns, prompt_column=settings.data.prompt), shown
 
 
-def _table(scored: Sequence[ScoredGroup], parts: Mapping[str, FloatArray], seconds: Mapping[str, float]) -> list[str]:
-    """Format one line per reward, and one for their sum."""
-    lines: list[tuple[str, ...]] = [("reward", "scored", "mean", "std", "min", "max", "equal groups", "seconds")]
+def _values(
+    scored: Sequence[ScoredGroup], parts: Mapping[str, FloatArray], seconds: Mapping[str, float]
+) -> Iterator[RewardValues]:
+    """Return the statistics of each reward, and of their sum."""
     sums = np.concatenate([group.rewards for group in scored])
     for name, values in {**parts, "sum": sums}.items():
         known = values[~np.isnan(values)]
         of_groups = [group.rewards if name == "sum" else group.reward_parts[name] for group in scored]
         equal = sum(bool(np.nanmax(v) - np.nanmin(v) < _TOLERANCE) for v in of_groups if not np.isnan(v).all())
-        numbers = [f"{f(known):.4g}" if len(known) else "-" for f in (np.mean, np.std, np.min, np.max)]
-        time = f"{seconds[name]:.2f}" if name in seconds else "-"
-        lines.append((name, str(len(known)), *numbers, f"{equal}/{len(scored)}", time))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        mean, std, low, high = (float(f(known)) if len(known) else None for f in (np.mean, np.std, np.min, np.max))
+        yield RewardValues(
+            name=name,
+            scored=len(known),
+            mean=mean,
+            std=std,
+            min=low,
+            max=high,
+            equal_groups=equal,
+            seconds=seconds.get(name),
+        )
 
 
-def _disagreements(rows: Sequence[Row], parts: Mapping[str, FloatArray], examples: int) -> list[str]:
+def _disagreements(rows: Sequence[Row], parts: Mapping[str, FloatArray], examples: int) -> Iterator[Disagreement]:
     """Compare each reward with the recorded one of its name, and each pair of rewards with each other."""
     pairs: list[tuple[str, FloatArray, str, FloatArray]] = []
     for name, values in parts.items():
@@ -188,14 +313,31 @@ def _disagreements(rows: Sequence[Row], parts: Mapping[str, FloatArray], example
         if ... not in recorded:
             pairs.append((name, values, "recorded", np.array([np.nan if r is None else r for r in recorded], float)))
     pairs += [(a, parts[a], b, parts[b]) for a, b in itertools.combinations(parts, 2)]
-    lines = []
     for name, values, other, others in pairs:
         same = np.isclose(values, others, rtol=0, atol=_TOLERANCE, equal_nan=other == "recorded")
         # a reward that did not score a completion does not contradict another one
         compared = ~(np.isnan(values) | np.isnan(others)) if other != "recorded" else np.ones(len(rows), bool)
         differing = np.flatnonzero(~same & compared)
-        lines.append(f"{name} and {other} differ for {len(differing)} of {int(compared.sum())} completions")
-        for i in differing[:examples]:
-            text = excerpt(completion_text(rows[i]["completion"]), _TEXT_WIDTH)
-            lines.append(f"  row {i}: {name} {values[i]:.4g}, {other} {others[i]:.4g}: {text}")
-    return lines
+        yield Disagreement(
+            reward=name,
+            other=other,
+            differing=len(differing),
+            compared=int(compared.sum()),
+            examples=tuple(
+                {
+                    "row": int(i),
+                    name: _number(values[i]),
+                    other: _number(others[i]),
+                    "completion": completion_text(rows[i]["completion"]),
+                }
+                for i in differing[:examples]
+            ),
+        )
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _shown(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4g}"

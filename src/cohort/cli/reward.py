@@ -1,5 +1,7 @@
 """`cohort reward`: score recorded completions again, without a model."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,7 @@ def reward(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Compute only the reward of this name.")] = None,
     examples: Annotated[int, typer.Option(min=0, help="Completions to show for each disagreement.")] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Score recorded completions again with the rewards of a configuration: values, disagreements and times."""
@@ -29,11 +32,11 @@ def reward(
     from cohort.display import ProgressBar
 
     with ProgressBar("judging") as bar:
-        table = rescore(
+        rescored = rescore(
             settings,
             completions,
             only=only or (),
             examples=examples,
             on_progress=lambda name, done, total: bar.update(done, total),
         )
-    typer.echo(table)
+    typer.echo(json.dumps(asdict(rescored), indent=2) if json_ else rescored.as_text())

@@ -15,7 +15,8 @@ _INTRO = """# Configuration
 Generated from `src/cohort/config/` by `make docs`; do not edit.
 
 A configuration is a YAML file with the sections below. Override keys on the command line:
-`cohort train CONFIG.yaml train.steps=50 rewards.0.weight=0.5`. Unknown keys and keys without effect are errors.
+`cohort train CONFIG.yaml train.steps=50 rewards.0.weight=0.5`. Unknown keys and keys without effect are errors;
+for a key of TRL, the error names the key and the value that mean the same here.
 Input paths are resolved against the folder of the YAML file, then the working directory; `run.dir` is relative to the
 working directory.
 """

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from cohort.config.algorithm import unknown_name
 from cohort.config.environment import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
+from cohort.config.trl_keys import explain_trl_key
 from cohort.config.yaml_text import read_yaml
 from cohort.errors import UserError, did_you_mean
 
@@ -76,7 +77,7 @@ def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, b
     try:
         return Config.model_validate(merged, context=(base_dir or Path.cwd(), Path.cwd()))
     except ValidationError as error:
-        raise UserError(_explain_all(error.errors())) from None
+        raise UserError(_explain_all(error.errors(), merged)) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -141,21 +142,23 @@ def _list_index(items: list[Any], part: str, override: str) -> int:
     return int(part)
 
 
-def _explain_all(errors: Sequence[ErrorDetails]) -> str:
+def _explain_all(errors: Sequence[ErrorDetails], raw: Mapping[str, Any]) -> str:
     for error in errors:
         error["loc"] = tuple(part for part in error["loc"] if part not in ENVIRONMENT_FORMS)
     shown = errors[:_MAX_ERRORS]
     last_of_place = {e["loc"][:-1]: n for n, e in enumerate(shown)}
-    lines = [_explain(e, list_keys=last_of_place[e["loc"][:-1]] == n) for n, e in enumerate(shown)]
+    lines = [_explain(e, raw, list_keys=last_of_place[e["loc"][:-1]] == n) for n, e in enumerate(shown)]
     if len(errors) > len(shown):
         lines.append(f"and {len(errors) - len(shown):,} more mistakes")
     return "\n".join(lines)
 
 
-def _explain_unknown_key(loc: Sequence[str | int], field: str, list_keys: bool) -> str:
+def _explain_unknown_key(error: ErrorDetails, field: str, raw: Mapping[str, Any], list_keys: bool) -> str:
     """Suggest what an unknown key was meant to be, and list the keys of its section."""
-    *place, key = map(str, loc)
-    section, name = _section_at(loc), field.rpartition(".")[0] or "the configuration"
+    *place, key = map(str, error["loc"])
+    section, name = _section_at(error["loc"]), field.rpartition(".")[0] or "the configuration"
+    if of_trl := explain_trl_key(key, error["input"], raw):
+        return f"{field}: unknown key; {key} is TRL's: {of_trl}"
     text = f"{field}: unknown key{_nearest_key(key, section)}"
     if len(place) == 2 and place[0] in UNIONS:
         said = UNIONS[place[0]]
@@ -167,7 +170,7 @@ def _explain_unknown_key(loc: Sequence[str | int], field: str, list_keys: bool) 
     return text + f"{' ' if text.endswith('?') else '; '}{name} has: {', '.join(section.model_fields)}" * list_keys
 
 
-def _explain(error: ErrorDetails, *, list_keys: bool) -> str:
+def _explain(error: ErrorDetails, raw: Mapping[str, Any], *, list_keys: bool) -> str:
     """Format one pydantic error as `field: value, rule, what works`; list a section's keys for an unknown one."""
     loc, section = list(error["loc"]), _section_at(error["loc"])
     if loc and loc[0] in UNIONS and len(loc) > 1:  # a discriminated union puts the chosen name into the location
@@ -175,7 +178,7 @@ def _explain(error: ErrorDetails, *, list_keys: bool) -> str:
     field = ".".join(str(p) for p in loc)
     value, kind = error["input"], error["type"]
     if kind == "extra_forbidden":
-        return _explain_unknown_key(error["loc"], field, list_keys)
+        return _explain_unknown_key(error, field, raw, list_keys)
     if kind == "missing":
         return f"{field}: missing; this key is required"
     if kind == "union_tag_invalid":

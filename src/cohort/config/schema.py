@@ -1,5 +1,6 @@
 """The `Config` schema: type, default and bounds of every key. `docs/config.md` is generated from it."""
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -52,9 +53,22 @@ class TrainConfig(Section):
     )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Schedule after warmup: constant, or decay to 0 at the end of the run."
+        "constant",
+        description="Schedule after warmup: constant, or decay to `min_lr_ratio` at the end of the run.",
+    )
+    min_lr_ratio: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Learning rate at the end of a linear or cosine schedule, as a fraction of `learning_rate`.",
     )
     warmup_steps: int = Field(0, ge=0, description="Linear warmup steps.")
+    warmup_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Linear warmup as a fraction of all steps, rounded up; an alternative to `warmup_steps`.",
+    )
     router_aux_loss_coef: float = Field(
         0.0,
         ge=0,
@@ -74,7 +88,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"warmup_steps: {self.warmup_steps} is more than steps: {self.steps}; use at most {self.steps}"
             )
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio both set the warmup; remove one of the two")
+        if self.lr_schedule == "constant":
+            self.refuse("min_lr_ratio", "lr_schedule: constant", "remove it, or use lr_schedule: cosine or linear")
         return self
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the warmup steps of a run of `num_steps` steps."""
+        return self.warmup_steps or math.ceil(round(self.warmup_ratio * num_steps, 6))
 
 
 class RunConfig(Section):

@@ -5,6 +5,7 @@ folder of data files; a dataset id on the Hugging Face Hub.
 """
 
 import csv
+import errno
 import json
 import re
 from collections import Counter
@@ -55,9 +56,9 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
         if not rows:
             raise _UnreadableError("has no rows; at least one prompt is needed")
     except _UnreadableError as error:
-        raise UserError(f"{field}={path!r}: {error}") from error
+        raise UserError(f"{field}={path!r:.300}: {error}") from error
     except PermissionError as error:
-        raise UserError(f"{field}={path!r}: cannot be read: {error.strerror}: {error.filename}") from error
+        raise UserError(f"{field}={path!r:.300}: cannot be read: {error.strerror}: {error.filename}") from error
     return rows
 
 
@@ -66,12 +67,17 @@ def _read(path: str, split: str, name: str | None) -> list[Row]:
         raise _UnreadableError(f"is empty; use {_what_works()}")
     try:
         found = Path.cwd() / expand_home(path)
+        found.stat()
     except ValueError as error:
         raise _UnreadableError(str(error)) from error
-    if not found.exists():
+    except (FileNotFoundError, NotADirectoryError):
         if _is_meant_as_file(path):
-            raise _UnreadableError(_missing(found))
+            raise _UnreadableError(_missing(found)) from None
         return _read_hub(path, split, name, found)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise _UnreadableError(f"cannot be read: {error.strerror}") from error
     if found.is_dir():
         if found.resolve() == Path(found.resolve().anchor):
             raise _UnreadableError(f"is the root of the file system; use {_what_works()}")

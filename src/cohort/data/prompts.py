@@ -6,9 +6,11 @@ P = tokens of one prompt.
 import ast
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 Content = str | Sequence[Message]
 
+_NUM_TRIED = 20  # prompts that are encoded and decoded again
+_MAX_CHARACTERS = 2000  # of each
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 
@@ -73,7 +77,7 @@ class PromptRenderer:
         Keys of messages whose value is None are left out: Arrow adds them where messages have different keys.
         Raises `UserError` if the value is neither text nor messages, is empty or malformed, or does not render.
         """
-        content = _read_content(value, where)
+        content = read_content(value, where)
         token_ids = (
             self._encode(content, where) if self._template is None else self._render(content, where, self._template)
         )
@@ -89,10 +93,17 @@ class PromptRenderer:
         return self._render("", f"{self.prompt_column!r}: a row without a prompt", self._template)
 
     def _render(self, content: Content, where: str, template: ChatTemplate) -> IntArray:
+        messages = prompt_messages(content, self._system_prompt)
         try:
-            return template.render(prompt_messages(content, self._system_prompt), self._tools)
+            token_ids, token = template.render(messages, self._tools), template.written_twice(messages)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
+        if token is not None:
+            raise UserError(
+                f"{where}: the text begins with {token!r}, which the chat template writes as well, so it would be "
+                f"applied twice; use data.apply_chat_template: false, or a column with the plain text"
+            )
+        return token_ids
 
     def _encode(self, content: Content, where: str) -> IntArray:
         if not isinstance(content, str):
@@ -149,6 +160,49 @@ def build_prompts(
     return PromptSet(prompts=kept, num_dropped_overlong=num_overlong)
 
 
+def describe_lost_text(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> str | None:
+    """Return a warning if encoding and decoding some prompts loses text; None if it does not.
+
+    Other spaces between words, capitals and Unicode normalization are a tokenizer's right.
+    """
+    texts = [text for prompt in prompts[:: -(-len(prompts) // _NUM_TRIED)] for text in _texts(prompt.content)]
+    lost = []
+    for text in texts:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        back = str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        if not _has_all_of(text, back):
+            lost.append((text, back))
+    if not lost:
+        return None
+    text, back = lost[0]
+    start = max(next((n for n, pair in enumerate(zip(text, back, strict=False)) if len(set(pair)) > 1), 0) - 10, 0)
+    return (
+        f"warning: the tokenizer loses text in {len(lost)} of {len(texts)} prompts that were tried: "
+        f"{text[start : start + 40]!r} comes back as {back[start : start + 40]!r}. If you made the tokenizer yourself, "
+        f"transformers may read it with another pre-tokenizer: compare with AutoTokenizer.from_pretrained, and see "
+        f"tokenizer_class in its tokenizer_config.json"
+    )
+
+
+def _texts(content: Content) -> list[str]:
+    """Return what people wrote, cut to a length that is quick to encode."""
+    texts = [content] if isinstance(content, str) else [str(message.get("content") or "") for message in content]
+    return [text[:_MAX_CHARACTERS] for text in texts if text.strip()]
+
+
+def _has_all_of(text: str, back: str) -> bool:
+    """Whether `back` has the characters of `text`, and a space wherever `text` has one."""
+    (letters, ends), (letters_back, ends_back) = _words(text), _words(back)
+    return letters == letters_back and ends <= ends_back
+
+
+def _words(text: str) -> tuple[str, set[int]]:
+    """Return a normalized text without spaces, and the positions in it where words end."""
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    words = "".join(c for c in plain if not unicodedata.combining(c)).split()
+    return "".join(words), set(accumulate(map(len, words)))
+
+
 def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: str) -> UserError:
     limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
     lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -165,7 +219,7 @@ def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: st
     )
 
 
-def _read_content(value: Any, where: str) -> Content:
+def read_content(value: Any, where: str) -> Content:
     """Validate a prompt: text or a list of messages."""
     if isinstance(value, str):
         _check_text(value, where)

@@ -20,7 +20,7 @@ from cohort.demo.word_problems import write_jsonl
 from cohort.display import on_one_line, render_curve
 from cohort.display.trajectory import conversation_lines
 from cohort.launch import train
-from cohort.run_folder import check_folder
+from cohort.run_folder import check_folder, free_folder
 from cohort.run_result import RunResult
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256
@@ -47,7 +47,7 @@ def run_demo(
         unsafe_no_sandbox: run the code of completions without a sandbox if no backend works.
     """
     console = Console(highlight=False)
-    folder = out or free_folder(Path("runs"))
+    folder = out or free_folder(Path("runs/demo"))
     chosen = find_task(task)
     config = demo_config(
         folder, task=chosen, seed=seed, processes=processes, engine=engine, unsafe_no_sandbox=unsafe_no_sandbox
@@ -86,15 +86,6 @@ def demo_config(
             "run": {"dir": str(folder), "checkpoint_every": 20, "show_completions_every": 15, "record_tokens": True},
         }
     )
-
-
-def free_folder(root: Path) -> Path:
-    """Return `root/demo`, or the first of demo-2, demo-3, ... that does not exist."""
-    folder, number = root / "demo", 1
-    while folder.exists():
-        number += 1
-        folder = root / f"demo-{number}"
-    return folder
 
 
 def write_data(folder: Path, config: Config, *, task: DemoTask = WORDS, seed: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from cohort import stopping
@@ -46,8 +46,14 @@ class RunLog(Display):
         self._thread = threading.Thread(target=self._write_changes, name="status", daemon=True)
         self._on_exit = ExitStack()
 
-    def begin(self, *, steps_done: int, num_steps: int) -> None:
-        """Begin to write: the run folder is this run's, which starts or resumes after `steps_done` of its steps."""
+    def begin(self, *, steps_done: int, num_steps: int, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Begin to write: the run folder is this run's.
+
+        Args:
+            steps_done: steps after which it starts or resumes.
+            num_steps: its steps in all.
+            files: hashes of the files with the user's functions.
+        """
         now, pid, host = _now(), os.getpid(), socket.gethostname()
         self._status = {
             "timestamp": now,
@@ -72,6 +78,7 @@ class RunLog(Display):
             versions=versions(),
             commit=commit(),
             processes=self._processes,
+            files=dict(files),
         )
         for text in self._early:
             self.notify(text)

@@ -5,15 +5,21 @@ from typing import Literal
 
 
 def learning_rate_factor(
-    updates_done: int, *, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"]
+    updates_done: int,
+    *,
+    warmup: int,
+    total: int,
+    schedule: Literal["constant", "linear", "cosine"],
+    minimum: float = 0.0,
 ) -> float:
-    """Return the next update's factor of the peak learning rate: linear warmup, then constant or decay to 0.
+    """Return the next update's factor of the peak learning rate: linear warmup, then constant or decay to `minimum`.
 
     Args:
         updates_done: optimizer steps done before this one.
         warmup: warmup steps; the first has factor 1 / warmup.
         total: total optimizer steps of the run.
         schedule: schedule after the warmup.
+        minimum: where the linear and the cosine schedule end, after all updates.
     """
     if updates_done < warmup:
         return (updates_done + 1) / warmup
@@ -22,6 +28,6 @@ def learning_rate_factor(
         case "constant":
             return 1.0
         case "linear":
-            return 1.0 - progress
+            return 1.0 - (1.0 - minimum) * progress
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
+            return minimum + (1.0 - minimum) * 0.5 * (1.0 + math.cos(math.pi * progress))

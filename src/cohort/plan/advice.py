@@ -24,7 +24,7 @@ class Advice:
     changes: dict[str, Any]
     costs: str  # what it costs, in words
     saved_bytes: int  # off the peak
-    saved_seconds: float  # per step; negative: slower
+    saved_seconds: float | None  # per step; negative: slower; None on a CPU without measured rates
     fits: bool
 
     def as_arguments(self) -> str:
@@ -271,7 +271,9 @@ def _changes_that_speed_up(plan: Plan) -> list[Advice]:
         options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
     options += [(changes, _GPUS) for changes in [*_gpus(plan)][:1] or [*_nodes(plan)][:1]]
     tried = (_evaluate(plan, changes, costs) for changes, costs in options)
-    return [a for a in tried if a is not None and a.fits and a.saved_seconds > 0.01 * plan.timing["step_s"].value]
+    return [
+        a for a in tried if a is not None and a.fits and (a.saved_seconds or 0) > 0.01 * plan.timing["step_s"].value
+    ]
 
 
 def _evaluate(plan: Plan, changes: Changes, costs: str) -> Advice | None:
@@ -284,7 +286,7 @@ def _evaluate(plan: Plan, changes: Changes, costs: str) -> Advice | None:
         changes=dict(changes),
         costs=costs,
         saved_bytes=plan.memory.peak_bytes - other.memory.peak_bytes,
-        saved_seconds=plan.timing["step_s"].value - other.timing["step_s"].value,
+        saved_seconds=plan.timing["step_s"].value - other.timing["step_s"].value if plan.timing else None,
         fits=other.fits,
     )
 

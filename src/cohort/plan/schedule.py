@@ -59,11 +59,12 @@ def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
     train = config.train
     epochs = train.epochs if train.epochs is not None else 1.0
     num_steps = train.steps if train.steps is not None else math.ceil(epochs * num_prompts / train.prompts_per_step)
-    waits = config.critic.warmup_steps if config.critic else 0
-    if waits and waits + train.warmup_steps >= num_steps:
+    waits, warmup = config.critic.warmup_steps if config.critic else 0, train.num_warmup_steps(num_steps)
+    if waits and waits + warmup >= num_steps:
+        key = f"train.warmup_ratio: {train.warmup_ratio:g}" if train.warmup_ratio else f"train.warmup_steps: {warmup}"
         raise UserError(
-            f"critic.warmup_steps: {waits} plus train.warmup_steps: {train.warmup_steps} leaves none of the run's "
-            f"{num_steps} steps at the full learning rate; use at most {max(0, num_steps - train.warmup_steps - 1)}"
+            f"critic.warmup_steps: {waits} plus {key} leaves none of the run's {num_steps} steps at the full learning "
+            f"rate; use at most {max(0, num_steps - warmup - 1)}"
         )
     if train.warmup_steps > num_steps:
         raise UserError(

@@ -145,3 +145,12 @@ def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Number equal names: exact, exact_2."""
+    unique: list[str] = []
+    for name in names:
+        candidates = (name if i == 1 else f"{name}_{i}" for i in range(1, len(names) + 1))
+        unique.append(next(candidate for candidate in candidates if candidate not in unique))
+    return unique

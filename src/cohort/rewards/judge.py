@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 
 from cohort.config.paths import expand_home
-from cohort.errors import suggest
+from cohort.errors import UserError, suggest
 from cohort.rewards.conversation import transcript
 from cohort.rewards.describe import excerpt
 from cohort.rewards.endpoint import Endpoint, Failure, check_endpoint_arguments
@@ -61,13 +61,17 @@ class JudgeReward:
 
     __name__ = "judge"
 
-    def __init__(self, *, budget_s: float = 240.0, run_folder: Path | None = None) -> None:
+    def __init__(
+        self, *, budget_s: float = 240.0, run_folder: Path | None = None, ask_server_first: bool = True
+    ) -> None:
         """Create the reward.
 
         Args:
             budget_s: seconds for all completions of a call; the rest is not judged.
             run_folder: folder for the replies; used once it exists.
+            ask_server_first: whether `required_columns` asks the server. False: once a reply is missing.
         """
+        self._asks_late = not ask_server_first
         self._budget_s = budget_s
         self._run_folder = run_folder
         self._found: Endpoint | None = None  # the endpoint that has answered
@@ -106,7 +110,7 @@ class JudgeReward:
     ) -> Sequence[str]:
         """See `ChecksArguments`. Asks the server once which models it has."""
         settings = self._settings({name: value for name, value in locals().items() if name != "self"})
-        if settings.endpoint != self._found:
+        if settings.endpoint != self._found and not self._asks_late:
             _check_server(settings)
             self._found = settings.endpoint
         return [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
@@ -147,6 +151,12 @@ class JudgeReward:
         keys = [content_key(request) for request in requests]
         missing = {key: request for key, request in zip(keys, requests, strict=True) if cache.get(key) is None}
         to_ask = list(missing)
+        if missing and self._asks_late:
+            self._asks_late = False
+            try:
+                _check_server(settings)
+            except ValueError as error:
+                raise UserError(str(error)) from error
 
         def keep(i: int, answer: Any) -> str:
             reply = _reply_text(answer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cohort.rewards.function import (
     keyword_parameters,
     name_of,
     reward_arguments,
+    unique_names,
 )
 from cohort.rewards.registry import BUILTINS, RewardContext
 from cohort.rewards.trl_arguments import TRL_NAMES
@@ -35,6 +37,8 @@ def build_rewards(
     device: str = "auto",
     run_folder: Path | None = None,
     given: Sequence[str] = (),
+    only: Collection[str] = (),
+    ask_servers_first: bool = True,
 ) -> tuple[RewardFunction, ...]:
     """Load and check a run's reward functions. Imports neither torch nor transformers.
 
@@ -46,24 +50,31 @@ def build_rewards(
         device: `hardware.device`, for reward models.
         run_folder: the run's folder, for replies of judges; it may not exist yet.
         given: names of the rewards that environments give; they follow the others, with weight 1.
+        only: names of the rewards that `cohort reward --only` wants; gates before them are loaded too. Default: all.
+        ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
 
     Raises:
         UserError: a function fails to load, cannot be called with the dataset's columns, or has the name of an
             environment; or all rewards are shaping only.
     """
     rewards = []
-    for i, config in enumerate(configs):
-        field = f"rewards[{i}]"
-        function = load_reward(
-            config,
-            field=f"{field}.use",
-            max_completion_tokens=max_completion_tokens,
-            sandbox=sandbox,
-            device=device,
-            run_folder=run_folder,
-        )
+    load = partial(
+        load_reward,
+        max_completion_tokens=max_completion_tokens,
+        sandbox=sandbox,
+        device=device,
+        run_folder=run_folder,
+        ask_servers_first=ask_servers_first,
+    )
+    # of built-in ones the name is known, and making them may start a sandbox
+    own = {i: load(c, field=f"rewards[{i}].use") for i, c in enumerate(configs) if c.use not in BUILTINS}
+    names = unique_names([c.name or (name_of(own[i]) if i in own else c.use) for i, c in enumerate(configs)])
+    wanted = _with_gates(configs, names, only) if only else range(len(configs))
+    for i in wanted:
+        config, field = configs[i], f"rewards[{i}]"
+        function = own[i] if i in own else load(config, field=f"{field}.use")
         reward = RewardFunction(
-            name=config.name or (config.use if config.use in BUILTINS else name_of(function)),
+            name=names[i],
             function=function,
             weight=config.weight,
             args=config.args,
@@ -79,12 +90,21 @@ def build_rewards(
             raise UserError(f"{field}.name: the environment gives a reward {reward.name!r}; use another name")
         rewards.append(reward)
     rewards += [RewardFunction(name=name, function=EnvironmentReward(name)) for name in given]
-    if rewards and all(reward.shapes for reward in rewards):
+    if rewards and not only and all(reward.shapes for reward in rewards):
         raise UserError(
             f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
             f"add one, such as {{use: math}}"
         )
     return tuple(rewards)
+
+
+def _with_gates(configs: Sequence[RewardConfig], names: Sequence[str], only: Collection[str]) -> list[int]:
+    """Return the numbers of some rewards and of the gates that they are behind."""
+    for name in only:
+        if name not in names:
+            raise UserError(f"--only: there is no reward {name!r}{suggest(name, names, 'Rewards')}")
+    last = max(names.index(name) for name in only)
+    return [i for i, config in enumerate(configs) if names[i] in only or (config.gate and i < last)]
 
 
 def load_reward(
@@ -95,6 +115,7 @@ def load_reward(
     sandbox: SharedSandbox | None = None,
     device: str = "auto",
     run_folder: Path | None = None,
+    ask_servers_first: bool = True,
 ) -> Callable[..., Any]:
     """Return the callable that `config.use` names.
 
@@ -105,6 +126,7 @@ def load_reward(
         sandbox: the run's, for the code reward. Default: one of its own.
         device: `hardware.device`, for reward models.
         run_folder: the run's folder, for replies of judges; it may not exist yet.
+        ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
 
     Raises:
         UserError: no such built-in, file, module or name; an import error; or the object is not callable.
@@ -123,6 +145,7 @@ def load_reward(
             sandbox=sandbox or SharedSandbox(),
             device=device,
             run_folder=run_folder,
+            ask_servers_first=ask_servers_first,
         )
         return BUILTINS[use](context)
     if use.endswith(".py"):

@@ -39,6 +39,7 @@ class RewardContext:
     sandbox: SharedSandbox
     device: str = "auto"  # `hardware.device`
     run_folder: Path | None = None  # may not exist yet
+    ask_servers_first: bool = True  # check that a judge's server answers; False: once a reply is not in its cache
 
     @property
     def budget_s(self) -> float:
@@ -58,7 +59,9 @@ BUILTINS: Mapping[str, Callable[[RewardContext], Callable[..., Any]]] = {
     "exact_set": lambda context: ExactSetReward(),
     "format": lambda context: FormatReward(),
     "json_schema": lambda context: JsonSchemaReward(),
-    "judge": lambda context: JudgeReward(budget_s=context.budget_s, run_folder=context.run_folder),
+    "judge": lambda context: JudgeReward(
+        budget_s=context.budget_s, run_folder=context.run_folder, ask_server_first=context.ask_servers_first
+    ),
     "math": lambda context: MathReward(budget_s=context.budget_s),
     "model": lambda context: ModelReward(budget_s=context.budget_s, train_device=context.device),
     "number": lambda context: NumberReward(),

@@ -34,6 +34,7 @@ from cohort.rewards.function import (
     is_async,
     keyword_parameters,
     reward_arguments,
+    unique_names,
 )
 from cohort.rewards.marker import RewardCrashMarker
 from cohort.rewards.returned import as_number, describe_value
@@ -71,7 +72,8 @@ class RewardRunner:
         """
         if not functions:
             raise UserError("rewards: at least one reward is needed, for example `rewards: [{use: math}]`")
-        self.functions = _with_unique_names(functions)
+        names = unique_names([f.name for f in functions])
+        self.functions = tuple(dataclasses.replace(f, name=name) for f, name in zip(functions, names, strict=True))
         self._parameters = {f.name: keyword_parameters(f.function) for f in self.functions}
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
@@ -452,18 +454,6 @@ _ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
 _TRAJECTORY_ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = dict(
     zip(ON_REQUEST, (lambda trajectory: trajectory, lambda trajectory: trajectory.environment), strict=True)
 )
-
-
-def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
-    names: set[str] = set()
-
-    def unique(name: str) -> str:
-        candidates: Iterator[str] = (name if i == 1 else f"{name}_{i}" for i in range(1, len(functions) + 1))
-        chosen = next(candidate for candidate in candidates if candidate not in names)
-        names.add(chosen)
-        return chosen
-
-    return tuple(dataclasses.replace(f, name=unique(f.name)) for f in functions)
 
 
 def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:

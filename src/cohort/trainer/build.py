@@ -188,9 +188,10 @@ def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, update
     waits *= per_step
     factor = partial(
         learning_rate_factor,
-        warmup=train.warmup_steps * per_step,
+        warmup=train.num_warmup_steps(num_steps) * per_step,
         total=num_steps * per_step - waits,
         schedule=train.lr_schedule,
+        minimum=train.min_lr_ratio,
     )
     return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 

@@ -12,7 +12,7 @@ from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.rewards import RewardCrashMarker
 from cohort.run_files import resume_hint
-from cohort.run_folder import REWARD_MARKER, RunFolder
+from cohort.run_folder import REWARD_MARKER, RunFolder, free_folder
 from cohort.run_result import RunResult
 from cohort.startup import resume_gc
 from cohort.stopping import RunStopped
@@ -21,7 +21,7 @@ from cohort.trainer.loop import Trainer
 from cohort.trainer.preflight import compare_memory, preflight
 from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.rollout_engines import engine_setup
-from cohort.trainer.run_inputs import Inputs, read_inputs
+from cohort.trainer.run_inputs import Inputs, describe_lost_updates, read_inputs
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -29,6 +29,7 @@ from cohort.trainer.setup import (
     rank_device,
 )
 from cohort.trainer.token_budget import initial_budget
+from cohort.trainer.user_files import changed_files, user_files
 from cohort.trainer.worker_group import WorkerGroup
 from cohort.versions import untested_versions
 
@@ -64,6 +65,7 @@ def train(
             summary = folder.summary()
             if summary is not None and summary["steps"] >= inputs.plan.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
+                display.notify(f"for a new run, use another folder: run.dir={free_folder(folder.path)}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
             for note in _start_notes(config, inputs, folder):
                 display.notify(note)
@@ -85,8 +87,11 @@ def train(
             check_disk_space(config, worker, folder.path)
             for note in worker.policy.notes():
                 display.notify(note)
-            folder.rewind(state.steps_done if state else 0, display.notify)
-            log.begin(steps_done=state.steps_done if state else 0, num_steps=inputs.plan.num_steps)
+            steps_done, files = state.steps_done if state else 0, user_files(config)
+            folder.rewind(steps_done, display.notify)
+            for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
+                display.notify(warning)
+            log.begin(steps_done=steps_done, num_steps=inputs.plan.num_steps, files=files)
             if config.run.view:
                 _start_page(folder.path, console.notify)  # not in events.jsonl
             run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
@@ -104,7 +109,7 @@ def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]
     inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
     crash = marker.last_crash()
     notes = inputs.notes(config.rollout.max_prompt_tokens)
-    return [*([] if crash is None else [crash]), *untested_versions(), *notes]
+    return [*filter(None, (crash, describe_lost_updates(config))), *untested_versions(), *notes]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
-from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
+from cohort.data import PromptRenderer, PromptSet, build_prompts, describe_lost_text, read_rows
 from cohort.engine import WorstCaseShard, check_weights
 from cohort.errors import UserError
 from cohort.evaluation import Evaluation, pick_success_reward
@@ -31,6 +31,7 @@ from cohort.rollout.environments.mixture import COLUMN
 from cohort.sandbox import SharedSandbox
 
 Rows = list[dict[str, Any]]
+_BFLOAT16_RATE = 1e-5  # lowest learning rate that changes bfloat16 weights
 _NUM_ROWS = 1024  # of an environment that brings its own
 
 
@@ -73,15 +74,17 @@ class Inputs:
         return longest - 1  # the last token is never an input
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
-        """Messages for the user about dropped prompts, the sandbox and the rewards."""
+        """Messages for the user about prompts, the sandbox and the rewards."""
         counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
         if self.evaluation is not None:
             counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
-        return [
+        dropped_prompts = [
             f"dropped {dropped} {kind} prompts over rollout.max_prompt_tokens={max_prompt_tokens}, {left} left"
             for kind, dropped, left in counts
             if dropped
-        ] + [*self.sandbox.notes, *self.rewards.notes()]
+        ]
+        lost_text = describe_lost_text(self.tokenizer, self.prompts.prompts)
+        return [*dropped_prompts, *filter(None, [lost_text]), *self.sandbox.notes, *self.rewards.notes()]
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -143,6 +146,19 @@ def read_inputs(config: Config) -> Inputs:
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=sandbox,
+    )
+
+
+def describe_lost_updates(config: Config) -> str | None:
+    """Return a warning if the weights' dtype rounds away most updates."""
+    rate, rounds = config.train.learning_rate, getattr(config.optim, "stochastic_rounding", False)
+    if config.model.dtype != "bfloat16" or config.model.adapter is not None or rounds or rate >= _BFLOAT16_RATE:
+        return None
+    stochastic = "optim.stochastic_rounding: true, " if hasattr(config.optim, "stochastic_rounding") else ""
+    return (
+        f"warning: model.dtype: bfloat16 rounds away most updates at train.learning_rate: {rate:g}, so that little is "
+        f"learned; use model.dtype: float32 (matrix products are bfloat16 on GPUs all the same), {stochastic}or a "
+        f"learning rate of at least {_BFLOAT16_RATE:g} (docs/memory.md)"
     )
 
 

@@ -85,6 +85,11 @@ def test_the_instance_that_shows_the_class_of_a_factory_is_closed(folder: Path):
     assert module(folder).Counter.log == ["made", "closed"]
 
 
+def test_a_factory_that_exits_is_refused(folder: Path):
+    with pytest.raises(UserError, match=r"rollout.environment.weight.use: 'builtins:exit' raised SystemExit: None"):
+        load(folder, environment={"weight": "builtins:exit"})
+
+
 def test_a_program_is_closed_also_if_its_close_is_a_coroutine_function(folder: Path):
     play(folder, replies("."), [{"prompt": "Go"}], environment="s.py:Program")
     assert module(folder).Program.log == ["closed"]

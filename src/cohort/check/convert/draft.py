@@ -17,7 +17,7 @@ from cohort.config.quantization import Quantization, check_base, check_run
 from cohort.config.rollout import ENGINES
 from cohort.plan.shape import try_read_shape
 
-Rows = Mapping[str, Any]  # of a table in `equivalents/`, by Cohort's key: see `Draft.copy`
+Rows = Mapping[str, Any]  # of `config/trl_keys.yaml` or `equivalents/verl.yaml`, by Cohort's key: see `Draft.copy`
 
 _LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others

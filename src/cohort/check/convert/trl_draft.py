@@ -4,9 +4,9 @@ from typing import Any
 
 from cohort.check.convert.draft import Draft, Rows
 from cohort.check.rules.start import Start
-from cohort.check.tables import load_table
+from cohort.config.trl_keys import trl_keys
 
-TABLES: dict[str, Rows] = load_table("convert/equivalents/trl_and_swift.yaml")
+TABLES: dict[str, Rows] = trl_keys()
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
 

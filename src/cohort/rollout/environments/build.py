@@ -337,7 +337,7 @@ def _user_program(source: EnvironmentSource, code: UserCode | None, *, field: st
         return IsolatedProgram(ChildPool(code), name=source.name)
     try:
         instance = source.create()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{field}: {source.name}() raised {describe_error(error)} (at {error_location(error)})"
         ) from error

@@ -92,7 +92,7 @@ def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
     """Return the class of what a function makes. One instance is made to learn it, and closed."""
     try:
         instance = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{field}.use: {use!r} raised {describe_error(error)} (at {error_location(error)}); it must return an "
             f"environment, or be `async def run(row, model)`"
