@@ -161,13 +161,14 @@ def listen(host: str) -> socket.socket:
 async def _forward(request: Request, parsed: AnyRequest) -> dict[str, Any] | None:
     """Have the session answer in its own event loop. None: the client has hung up, and the call was cancelled."""
     session: Session = request.scope["session"]
-    coroutine = session.answer(parsed)
+    gone = asyncio.ensure_future(_hung_up(request))
+    coroutine = session.answer(parsed, is_abandoned=gone.done)
     try:
         answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
     except RuntimeError:  # the run has ended, and closed the loop
         coroutine.close()
+        gone.cancel()
         raise ended() from None
-    gone = asyncio.ensure_future(_hung_up(request))
     waiting: list[asyncio.Future[Any]] = [answered, gone]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
