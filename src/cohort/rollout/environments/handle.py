@@ -198,7 +198,7 @@ async def call_function(
 
 
 async def with_deadline(awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
-    """Await user code. What would end the event loop or look like a cancelled trajectory is raised as `RuntimeError`.
+    """Await user code. Whatever it raises that is no `Exception`, such as `SystemExit`, is raised as `RuntimeError`.
 
     Raises:
         DeadlineMissed: it did not finish within `timeout_s`; it is cancelled.
@@ -207,7 +207,7 @@ async def with_deadline(awaitable: Awaitable[Any], timeout_s: float | None) -> A
     async def guarded() -> Any:
         try:
             return await awaitable
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
             raise RuntimeError(describe_error(error)) from error
 
     task = asyncio.ensure_future(guarded())
@@ -218,6 +218,9 @@ async def with_deadline(awaitable: Awaitable[Any], timeout_s: float | None) -> A
             raise DeadlineMissed(f"did not return within {timeout_s:g} s")
         if task.cancelled():
             raise RuntimeError("CancelledError")
+        error = task.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise RuntimeError(describe_error(error)) from error
         return task.result()
     finally:
         task.cancel()

@@ -107,7 +107,14 @@ class ToolExecutor:
             return self._result(call, f"Error: tool {call.name!r}: {error}", is_error=True)
         except Exception as error:
             return self._result(call, f"Error: {describe_error(error)}", is_error=True)
-        return self._result(call, result_text(value, where=f"tool {call.name!r}"), is_error=False)
+        where = f"tool {call.name!r}"
+        try:
+            return self._result(call, result_text(value, where=where), is_error=False)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # nested too deeply, or its own `__str__`
+            what = f"returned a {type(value).__name__} that has no text: {describe_error(error)}"
+            return self._result(call, f"Error: {where} {what}", is_error=True)
 
     def _result(self, call: ToolCall, text: str, *, is_error: bool) -> ToolResult:
         content = self.cut(text)
@@ -207,6 +214,7 @@ def result_text(value: Any, *, where: str) -> str:
 
     Raises:
         EnvironmentFailure: it is or has an image or other content that is not text.
+        Exception: its `str()` raises.
     """
     if isinstance(value, str):
         return value
@@ -222,11 +230,7 @@ def result_text(value: Any, *, where: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except Exception:  # not JSON: keys, values, depth, or the object's own methods
-        pass
-    try:
         return str(value)
-    except Exception as error:
-        raise EnvironmentFailure(f"{where} returned a {type(value).__name__} whose str() raises: {error!r}") from error
 
 
 def _is_content_part(value: Any) -> bool:
