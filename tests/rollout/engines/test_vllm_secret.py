@@ -230,7 +230,7 @@ def test_cohort_serve_refuses_a_port_that_another_process_has(tmp_path: Path, mo
     config = config_from_dict(changed(make_inputs(tmp_path), rollout=rollout, hardware={"device": "cpu"}))
     with socket.create_server(("127.0.0.1", 0)) as thief:
         port = thief.getsockname()[1]
-        with pytest.raises(UserError, match=f"^--host 127.0.0.1 --port {port}: cannot listen there: Address already in"):
+        with pytest.raises(UserError, match=f"^--host 127.0.0.1 --port {port}: cannot listen there: Address already"):
             serve_module.serve(config, host="127.0.0.1", port=port)
         thief.settimeout(0)
         with pytest.raises(BlockingIOError):  # nobody has connected
