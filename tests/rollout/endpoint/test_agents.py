@@ -1,9 +1,12 @@
 """Agents and their faults: keys, limits, parallel and abandoned calls, rewritten histories."""
 
 import asyncio
+import json
 import re
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,11 +16,12 @@ import pytest
 
 from agents import CALL, LIMITS, MESSAGES, TOOLS, ReplyingEngine, ask, decode, play, post
 from cohort.errors import TrainingError, UserError
-from cohort.records import join_calls
+from cohort.records import ModelCall, Trajectory, join_calls
 from cohort.rollout.endpoint.agent import AgentProgram
 from cohort.rollout.endpoint.http_server import Endpoint
 from cohort.rollout.endpoint.session import Batcher
-from waiting import PATIENCE_S
+from cohort.rollout.engines.call_queue import PendingCall
+from waiting import PATIENCE_S, until
 
 
 def test_each_trajectory_has_its_own_key_until_its_agent_returns():
@@ -189,6 +193,141 @@ def test_a_call_that_is_abandoned_is_not_recorded():
     threads[0].join(PATIENCE_S)
     assert len(trajectory.calls) == 1 and trajectory.end == "answer"
     assert [response.status_code for response in answered] == [401]
+
+
+class HoldingEngine(ReplyingEngine):
+    """Replies with a call's number as soon as it `may_answer`, and calls `on_answer` before the event loop goes on."""
+
+    def __init__(self, *, may_answer: Callable[[int], bool] = lambda number: True, on_answer: Callable[[int], None]):
+        super().__init__(lambda key: f"reply {key.turn}")
+        self.held: list[PendingCall] = []
+        self.loop: Any = None
+        self._may_answer, self._on_answer = may_answer, on_answer
+
+    async def generate(self, *arguments: Any) -> ModelCall:
+        self.loop = asyncio.get_running_loop()
+        return await super().generate(*arguments)
+
+    def advance(self) -> bool:
+        self.held += self._calls.take()
+        ready = [call for call in self.held if self._may_answer(call.key.turn)]
+        for call in ready:
+            self.held.remove(call)
+            self._calls._calls.append(call)
+            super().advance()
+            self._on_answer(call.key.turn)
+        return bool(ready)
+
+
+def contents(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """What each call was asked last, and its reply."""
+    asked = [decode(call.context_ids).split("user\n")[-1].split("<|im_end|>")[0] for call in trajectory.calls]
+    return list(zip(asked, [decode(call.token_ids[:-1]) for call in trajectory.calls], strict=True))
+
+
+def test_calls_of_parallel_tasks_are_trained_in_the_order_of_their_answers():
+    log: list[tuple[str, str]] = []
+    second_is_there = threading.Event()
+    engine = HoldingEngine(may_answer=lambda number: number > 0 or second_is_there.is_set(), on_answer=lambda n: None)
+
+    def asked(base_url: str, api_key: str, text: str) -> None:
+        answer = ask(base_url, api_key, [{"role": "user", "content": text}])
+        log.append((text, answer["choices"][0]["message"]["content"]))
+
+    def solve(row: Any, base_url: str, api_key: str) -> None:
+        first = threading.Thread(target=asked, args=(base_url, api_key, "first"))
+        first.start()
+        assert engine.asked.wait(PATIENCE_S)
+        asked(base_url, api_key, "second")
+        second_is_there.set()
+        first.join(PATIENCE_S)
+
+    trajectory = play(solve, engine=engine).trajectory
+    assert contents(trajectory) == log == [("second", "reply 1"), ("first", "reply 0")]
+
+
+def test_a_thread_that_an_agent_left_behind_is_not_trained():
+    """One of its calls is answered when the agent has returned but the event loop does not know that yet."""
+    statuses: list[int] = []
+    sampling, returning = threading.Event(), threading.Event()  # the event loop stands still while an engine samples
+    threads: list[Any] = []
+
+    def has_returned(number: int) -> bool:
+        if number == 0:
+            return True
+        sampling.set()
+        assert returning.wait(PATIENCE_S)
+        until(lambda: sys._current_frames()[threads[0].ident].f_code.co_name == "_work")
+        return True
+
+    engine = HoldingEngine(may_answer=has_returned, on_answer=lambda number: None)
+
+    def go_on(base_url: str, api_key: str) -> None:
+        for _ in range(3):
+            statuses.append(post(base_url, api_key, {"messages": MESSAGES}).status_code)
+
+    def solve(row: Any, base_url: str, api_key: str) -> None:
+        if row["number"] == 1:  # waits for the late calls of the other one
+            until(lambda: len(statuses) == 3)
+            ask(base_url, api_key)
+            return
+        ask(base_url, api_key)
+        threads.append(threading.current_thread())
+        threading.Thread(target=go_on, args=(base_url, api_key), daemon=True).start()
+        assert sampling.wait(PATIENCE_S)
+        returning.set()
+
+    played = play(solve, engine=engine, num_rows=2)
+    assert [len(trajectory.calls) for trajectory in played.trajectories] == [1, 1]
+    assert statuses == [401, 401, 401] and played.counts["unauthorized_requests"] == 3
+
+
+def test_calls_of_an_attempt_that_crashed_are_not_trained():
+    log: list[tuple[str, str]] = []  # of the last attempt
+    keys: list[str] = []
+    statuses: list[int] = []
+
+    def solve(row: Any, base_url: str, api_key: str) -> None:
+        log.clear()
+        keys.append(api_key)
+        for number in range(2):
+            text = f"{len(keys)} {number}"
+            answer = ask(base_url, api_key, [{"role": "user", "content": text}])
+            log.append((text, answer["choices"][0]["message"]["content"]))
+        if len(keys) == 1:
+            raise ValueError("too bad")
+        statuses.append(post(base_url, keys[0], {"messages": MESSAGES}).status_code)
+
+    played = play(solve, engine=HoldingEngine(on_answer=lambda number: None), retries=1)
+    assert contents(played.trajectory) == log == [("2 0", "reply 0"), ("2 1", "reply 1")]
+    assert statuses == [401] and keys[0] != keys[1] and played.counts["unauthorized_requests"] == 1
+
+
+def test_a_call_whose_client_hung_up_before_the_answer_is_dropped():
+    """The engine has its tokens, but the event loop has not seen them yet."""
+    hang_up, connections = threading.Event(), []
+
+    def on_answer(number: int) -> None:
+        if number == 0:
+            num_ready = len(engine.loop._ready)
+            connections[0].close()
+            hang_up.set()
+            until(lambda: len(engine.loop._ready) > num_ready)  # the server's thread has noticed
+
+    engine = HoldingEngine(on_answer=on_answer)
+
+    def solve(row: Any, base_url: str, api_key: str) -> None:
+        url = httpx2.URL(base_url)
+        connections.append(socket.create_connection((url.host, url.port)))
+        body = json.dumps({"messages": MESSAGES})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+        connections[0].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert hang_up.wait(PATIENCE_S)
+        for number in range(LIMITS.max_turns):  # it gave its turn back
+            ask(base_url, api_key, [{"role": "user", "content": f"{number}"}])
+
+    trajectory = play(solve, engine=engine).trajectory
+    assert [asked for asked, _ in contents(trajectory)] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -55,6 +55,32 @@ async def leave_too() -> str:
     """Exit."""
     raise SystemExit(3)
 
+class Halt(BaseException):
+    pass
+
+def halt() -> str:
+    """Raise what is no exception."""
+    raise Halt("at once")
+
+async def halt_too() -> str:
+    """Raise what is no exception."""
+    raise Halt("at once")
+
+def give_up() -> str:
+    """Raise what a closed generator gets."""
+    raise GeneratorExit("enough")
+
+async def give_up_too() -> str:
+    """Raise what a closed generator gets."""
+    raise GeneratorExit("enough")
+
+def nested() -> list:
+    """Return a list that has no text."""
+    result = []
+    for _ in range(100_000):
+        result = [result]
+    return result
+
 def stop_iterating() -> str:
     """Raise what no coroutine may raise."""
     return next(iter(()))
@@ -179,6 +205,10 @@ def test_calls_of_a_reply_run_at_the_same_time(folder: Path):
         ("add", '{"x": 2}', '{"sum": 3}'),
         ("leave", "{}", "Error: RuntimeError: SystemExit: 3"),
         ("leave_too", "{}", "Error: RuntimeError: SystemExit: 3"),
+        ("halt", "{}", "Error: RuntimeError: Halt: at once"),
+        ("halt_too", "{}", "Error: RuntimeError: Halt: at once"),
+        ("give_up", "{}", "Error: RuntimeError: GeneratorExit: enough"),
+        ("give_up_too", "{}", "Error: RuntimeError: GeneratorExit: enough"),
         ("stop_iterating", "{}", "Error: RuntimeError: coroutine raised StopIteration"),
         ("array", "{}", "[0 1 2]"),
         ("parts", "{}", "one two"),
@@ -189,6 +219,14 @@ def test_calls_of_a_reply_run_at_the_same_time(folder: Path):
 )
 def test_results_and_errors_as_the_model_gets_them(folder: Path, name: str, arguments: str, expected: str):
     assert result(folder, name, arguments) == expected
+
+
+def test_a_result_without_a_text_is_an_error_to_the_model(folder: Path):
+    trajectory = trajectory_of(folder, call("nested"), "Done.", tools="nested")
+    assert trajectory.messages[1]["content"].startswith(
+        "Error: tool 'nested' returned a list that has no text: RecursionError: maximum recursion depth exceeded"
+    )
+    assert trajectory.end == "answer" and trajectory.stats is not None and trajectory.stats.tool_errors == 1
 
 
 @pytest.mark.parametrize("name", ["hang", "hang_too"])

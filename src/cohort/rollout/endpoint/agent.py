@@ -1,6 +1,7 @@
 """Agents as they are: a program that calls `solve(row, base_url, api_key)` in front of the endpoint."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,7 +71,8 @@ class AgentProgram:
         outcome = Outcome()
         try:
             with endpoint.open(session) as key:
-                returned = await session.until_failure(self._call(row, endpoint.base_url, key))
+                agent = self._call(row, endpoint.base_url, key, on_return=session.end)
+                returned = await session.until_failure(agent)
             outcome = read_outcome(returned, name=self.name)
         except EnvironmentFailure:
             raise
@@ -78,6 +80,8 @@ class AgentProgram:
             if model.ended is None:
                 raise
             # the agent does not expect the limit, of which its client told it by an error of its own
+        finally:
+            model.keep(session.answered)
         stats = TurnStats(tool_calls=session.num_tool_calls, malformed_calls=session.num_malformed_calls)
         return replace(outcome, end=model.ended, stats=stats)
 
@@ -97,14 +101,17 @@ class AgentProgram:
         """Return the number of requests with a wrong key and of other refused ones since the last call."""
         return self._endpoint.counts() if self._endpoint is not None else {}
 
-    async def _call(self, row: Row, base_url: str, api_key: str) -> Any:
-        """Call the agent: a coroutine function in this event loop, another function in a daemon thread."""
+    async def _call(self, row: Row, base_url: str, api_key: str, *, on_return: Callable[[], None]) -> Any:
+        """Call the agent: a coroutine function in this event loop, another function in a daemon thread.
+
+        `on_return` is called there as soon as the agent returns: what it left behind may go on before this does.
+        """
         if self._pool is not None:
             return await self._pool.call("solve", {}, positional=[dict(row), base_url, api_key], timeout_s=None)
         thread = UserThread(f"agent {self.name}")
         try:
             solve = partial(self._solve, dict(row), base_url, api_key)
-            return await call_function(solve, {}, thread=thread, timeout_s=None)
+            return await call_function(_notifying(solve, on_return), {}, thread=thread, timeout_s=None)
         finally:
             thread.close()
 
@@ -117,3 +124,24 @@ class AgentProgram:
             "sampling is set by the run, because its loss assumes it" if field in SAMPLING_FIELDS else "not supported"
         )
         self.notify(f"rollout.agent: {self.name} sends {field!r}, which is ignored: {reason}")
+
+
+def _notifying(function: Callable[[], Any], on_return: Callable[[], None]) -> Callable[[], Any]:
+    """Return the function, with a call of `on_return` when it, or what it returns to be awaited, has returned."""
+
+    async def wait_for(result: Awaitable[Any]) -> Any:
+        try:
+            return await result
+        finally:
+            on_return()
+
+    def call() -> Any:
+        result = None
+        try:
+            result = function()
+        finally:
+            if not inspect.isawaitable(result):
+                on_return()
+        return wait_for(result) if inspect.isawaitable(result) else result
+
+    return call

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cohort.errors import UserError
+from cohort.rollout.endpoint.connections import Server
 from cohort.rollout.endpoint.openai_answers import as_stream, error_answer, models_answer
 from cohort.rollout.endpoint.openai_requests import (
     AnyRequest,
@@ -52,7 +53,7 @@ class Endpoint:
         self._num_unauthorized = 0
         self._num_refused = 0
         self._lock = threading.Lock()  # of the counts
-        self._server = uvicorn.Server(
+        self._server = Server(
             uvicorn.Config(
                 self._app(),
                 loop="asyncio",
@@ -65,10 +66,12 @@ class Endpoint:
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 workers=1,
-            )
+            ),
+            listener,
+            has_key=lambda scope: _key(scope) in self._sessions,
         )
         self._server.force_exit = True  # at the end, wait neither for clients nor for requests
-        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, name="endpoint", daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -113,7 +116,7 @@ class Endpoint:
             if session is None:
                 request = Request(scope, receive)
                 with suppress(ClientDisconnect):
-                    await _read_body(request)  # a client that is still sending would not see the answer
+                    await _read_body(request, max_bytes=0)  # a client that is still sending would not see the answer
                     response = await self._error(request, ended())
                     await response(scope, receive, send)
                 return
@@ -161,13 +164,14 @@ def listen(host: str) -> socket.socket:
 async def _forward(request: Request, parsed: AnyRequest) -> dict[str, Any] | None:
     """Have the session answer in its own event loop. None: the client has hung up, and the call was cancelled."""
     session: Session = request.scope["session"]
-    coroutine = session.answer(parsed)
+    gone = asyncio.ensure_future(_hung_up(request))
+    coroutine = session.answer(parsed, is_abandoned=gone.done)
     try:
         answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
     except RuntimeError:  # the run has ended, and closed the loop
         coroutine.close()
+        gone.cancel()
         raise ended() from None
-    gone = asyncio.ensure_future(_hung_up(request))
     waiting: list[asyncio.Future[Any]] = [answered, gone]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -195,17 +199,17 @@ async def _read_json(request: Request) -> Any:
         raise RequestError(f"the body is not JSON: {error}") from error
 
 
-async def _read_body(request: Request) -> bytes | None:
-    """Read the body of a request. None: it is too long, and was dropped."""
+async def _read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
+    """Read the body of a request. None: it is longer than `max_bytes`, and was dropped."""
     body = bytearray()
     num_bytes = 0
     async for part in request.stream():
         num_bytes += len(part)
-        if num_bytes <= MAX_BODY_BYTES:
+        if num_bytes <= max_bytes:
             body += part
         elif num_bytes > 4 * MAX_BODY_BYTES:
             break
-    return bytes(body) if num_bytes <= MAX_BODY_BYTES else None
+    return bytes(body) if num_bytes <= max_bytes else None
 
 
 def _key(scope: Scope) -> str:

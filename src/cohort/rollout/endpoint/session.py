@@ -35,6 +35,7 @@ class Session:
             on_limit: called before a request is refused because a limit has ended the trajectory.
         """
         self.loop = asyncio.get_running_loop()
+        self.answered: list[ModelCall] = []  # in the order of the answers
         self.num_tool_calls = 0
         self.num_malformed_calls = 0
         self._model = model
@@ -43,7 +44,7 @@ class Session:
         self._on_limit = on_limit
         self._requests: set[asyncio.Task[Any]] = set()
         self._engine_failed: asyncio.Future[None] = self.loop.create_future()
-        self._is_closed = False
+        self._has_ended = False
         self._has_checked_tools = False
         self._texts: list[tuple[str, IntArray]] = []  # text completions with their prompts, and their tokens
 
@@ -59,9 +60,14 @@ class Session:
         finally:
             task.cancel()
 
-    async def answer(self, request: AnyRequest) -> Body:
-        """Return the answer to a request. Raises RequestError."""
-        if self._is_closed:
+    async def answer(self, request: AnyRequest, *, is_abandoned: Callable[[], bool]) -> Body | None:
+        """Return the answer to a request. Raises RequestError.
+
+        Args:
+            request: what the agent asks for.
+            is_abandoned: whether the client has hung up. Nobody learns of its call then, and the answer is None.
+        """
+        if self._has_ended:
             raise ended()
         task = asyncio.current_task()
         assert task is not None
@@ -70,7 +76,14 @@ class Session:
             for name in request.options.ignored:
                 self._warn(name)
             await self._batcher.wait()
-            return await self._answer(request)
+            call, body = await self._answer(request)
+            if self._has_ended:
+                raise ended()
+            if is_abandoned():
+                self._model.drop(call)
+                return None
+            self.answered.append(call)
+            return body
         except TrajectoryEnded as error:
             self._on_limit()
             raise RequestError(
@@ -90,15 +103,19 @@ class Session:
         finally:
             self._requests.discard(task)
 
+    def end(self) -> None:
+        """Answer no more requests: the agent has returned. From any thread."""
+        self._has_ended = True
+
     def close(self) -> None:
         """Cancel the requests in progress. Their calls are not recorded."""
-        self._is_closed = True
+        self.end()
         for task in self._requests:
             task.cancel()
         if self._engine_failed.done():
             self._engine_failed.exception()  # retrieve it, or asyncio logs a warning
 
-    async def _answer(self, request: AnyRequest) -> Body:
+    async def _answer(self, request: AnyRequest) -> tuple[ModelCall, Body]:
         options, tokenizer = request.options, self._model.tokenizer
         if isinstance(request, ChatRequest):
             self._check_tools(request)
@@ -113,7 +130,7 @@ class Session:
             assert reply.call is not None
             self.num_tool_calls += len(reply.tool_calls)
             self.num_malformed_calls += len(reply.errors)
-            return chat_answer(reply, reply.call, options, tokenizer)
+            return reply.call, chat_answer(reply, reply.call, options, tokenizer)
         token_ids = self._prompt_ids(request.prompt) if isinstance(request, TextRequest) else request.token_ids
         if token_ids.max() >= len(tokenizer):
             raise RequestError(f"token id {token_ids.max()} is outside of the vocabulary of {len(tokenizer)} tokens")
@@ -125,11 +142,11 @@ class Session:
             stop_token_ids=options.stop_token_ids,
         )
         if not isinstance(request, TextRequest):
-            return token_answer(call, options)
+            return call, token_answer(call, options)
         text = truncate_at_stop(tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True), options.stop)
         if isinstance(request.prompt, str):
             self._keep_text(request.prompt, text, call)
-        return text_answer(text, call, options, tokenizer)
+        return call, text_answer(text, call, options, tokenizer)
 
     def _check_tools(self, request: ChatRequest) -> None:
         if request.tools and not self._has_checked_tools:

@@ -143,7 +143,7 @@ class RolloutModel:
 
     @property
     def calls(self) -> tuple[ModelCall, ...]:
-        """Finished calls in the order in which they were started."""
+        """Finished calls in the order in which they were started, or that of `keep`."""
         return tuple(call for _, call in sorted(self._calls.items()))
 
     @property
@@ -218,6 +218,16 @@ class RolloutModel:
         return await self._call(
             context_ids.astype(np.int64), train=train, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids
         )
+
+    def drop(self, call: ModelCall) -> None:
+        """Forget a finished call that nobody has seen, and give its turn back."""
+        self._calls = {turn: kept for turn, kept in self._calls.items() if kept is not call}
+        self._turns = [turn for turn in self._turns if turn.call is not call]
+        self._num_trained -= call.trained
+
+    def keep(self, calls: Sequence[ModelCall]) -> None:
+        """Keep only these of the finished calls, in this order."""
+        self._calls = dict(enumerate(calls))
 
     def close(self) -> None:
         """End the trajectory: calls in flight, of tasks that the program left behind, are cancelled."""
