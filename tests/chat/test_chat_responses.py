@@ -255,6 +255,15 @@ def test_response_templates_that_do_not_fit_are_refused_at_start():
         ResponseParser(wrong).check_tools()
 
 
+def test_a_turn_of_too_many_calls_makes_the_first_of_them():
+    text = "Look.\n" + "\n".join(json_call(f'{{"days": {number}}}') for number in range(203)) + "<|im_end|>"
+    reply = parse(family_tokenizer("qwen3"), text)
+    assert calls_of(reply) == [("weather", {"days": number}) for number in range(200)]
+    [error] = reply.errors
+    assert error.startswith("A turn has at most 200 tool calls and reasoning blocks")
+    assert reply.content.startswith("Look.\n<tool_call>") and reply.content.count("weather") == 3
+
+
 PIECES = st.one_of(
     st.sampled_from(
         [

@@ -128,6 +128,15 @@ def test_forged_errors_are_cut_short():
         assert code.last_details == [json.dumps({"tests": [note]})]
 
 
+def test_records_that_are_nested_too_deep_or_too_many_fail():
+    deep = json.loads("[" * 900 + "]" * 900)
+    _, code = made([READY, BEGUN, {"test": deep, "passed": True}, {"exit": 0}])
+    assert code(["x"], tests=["def test_one(): ..."]) == [0.0]
+    _, code = made(*([READY, BEGUN, *[{}] * number, {"case": 0, "value": 1}] for number in (9_998, 10_000)))
+    assert [code(["x"], tests=[["assert f() == 1"]]) for _ in range(2)] == [[1.0], [0.0]]
+    assert code.last_details == ['{"tests": ["no result"]}']
+
+
 def test_an_error_in_the_tests_setup_judges_nothing_unless_the_code_may_have_sent_it():
     failed = {"error": "ModuleNotFoundError: No module named 'numpy'", "in": "before"}
     _, code = made([READY, failed], [READY, BEGUN, failed], [READY])

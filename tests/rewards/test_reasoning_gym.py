@@ -7,7 +7,7 @@ import pytest
 
 from cohort.config.sandbox import SandboxConfig
 from cohort.errors import UserError
-from cohort.rewards.reasoning_gym import ReasoningGymReward
+from cohort.rewards.reasoning_gym import ReasoningGymReward, answer_in_tags
 from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer, SandboxScorer
 from cohort.sandbox import Job, Outcome, SharedSandbox
 from cohort.sandbox.limits import Limits
@@ -40,6 +40,19 @@ def test_it_scores_as_the_dataset_does():
         f.required_columns(dataset="chain_sun")
     with pytest.raises(UserError, match="the column 'metadata' holds 'x'"):
         f(["1"], answer=["1"], metadata=["x"])
+
+
+def test_the_answer_is_in_the_last_tags():
+    cases = {
+        "<answer> 1 </answer> or <answer>\n2\n</answer>": "2",
+        "<answer>1<answer>2</answer>": "1<answer>2",
+        "<answer>1</answer> 2</answer> <answer>3": "1",
+        "<answer></answer>": "",
+        "<answer>1": None,
+        "1</answer>": None,
+        "": None,
+    }
+    assert {text: answer_in_tags(text) for text in cases} == cases
 
 
 @pytest.mark.extras

@@ -1,6 +1,7 @@
 """Formats of tool calls and reasoning, as response templates of transformers, for tokenizers that have none.
 
-https://huggingface.co/docs/transformers/chat_response_parsing describes response templates.
+https://huggingface.co/docs/transformers/chat_response_parsing describes response templates. Patterns take linear
+time: names exclude the marks around them or are bounded, and quantifiers side by side are possessive.
 """
 
 from collections.abc import Mapping
@@ -40,11 +41,11 @@ _JSON_CALLS = {
 
 # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
 _XML_CALLS = {
-    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^<>\n]+)>",
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
     "content_args": {
-        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+        "tag_pattern": r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
         "value_parser": _ARGUMENT,
     },
     "transform": _FUNCTION,
@@ -56,7 +57,10 @@ _GLM_CALLS = {
     "close": "</tool_call>",
     "content": "xml-inline",
     "content_args": {
-        "tag_pattern": r"<arg_key>\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        "tag_pattern": (
+            r"<arg_key>\s*+(?P<key>[^<\s]*+(?:\s++[^<\s]++)*+)\s*+</arg_key>"
+            r"\s*+<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
+        ),
         "value_parser": _ARGUMENT,
     },
     "transform": _FUNCTION,
@@ -79,9 +83,11 @@ _GPT_OSS = {
         "reasoning_content": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
         "content": {"open": "<|channel|>final<|message|>", "close": ["<|return|>", "<|end|>"]},
         "tool_calls": {
+            # Partial matching of the regex module takes quadratic time for a pattern with a text that any match must
+            # have: `(?!)-`, which matches nothing, leaves none.
             "open_pattern": (
-                r"(?:<\|channel\|>commentary\s+)?to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary\s*)?"
-                r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                r"(?:<\|channel\|>commentary\s++)?(?:to=functions\.|(?!)-)(?P<name>[^\s<]{1,200}+)\s*+"
+                r"(?:<\|channel\|>commentary\s*+)?(?:<\|constrain\|>)?\s*+(?:json)?\s*+(?:<\|message\|>|(?!)-)"
             ),
             "close": "<|call|>",
             "repeats": True,

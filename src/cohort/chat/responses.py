@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import regex  # of transformers, whose patterns are written for it
 
 from cohort.chat.formats import find_format
 from cohort.chat.messages import EXAMPLE, EXAMPLE_TOOL, REASONING_KEYS, any_of, plain_messages
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_SHOWN = 200  # characters of a malformed call in its error message
+_MAX_REGIONS = 200  # reasoning blocks and tool calls of a turn: transformers takes time quadratic in their number
+_TOO_MANY = f"A turn has at most {_MAX_REGIONS} tool calls and reasoning blocks: those after them were not read."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,9 @@ class ResponseParser:
             self._regions = {**self._format, "defaults": {}, "fields": self._captures}
             self._tokenizer.parse_response("", self._regions, prefix="")
             self._turn_start = re.compile(_pattern(self._format, "start_anchor") or "")
-        except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+            openings = filter(None, (_pattern(field, "open") for field in self._format["fields"].values()))
+            self._opening = regex.compile("|".join(f"(?:{pattern})" for pattern in openings), regex.DOTALL)
+        except (ValueError, KeyError, TypeError, AttributeError, re.error, regex.error) as error:
             raise UserError(f"the tokenizer's response_template is invalid: {error}") from error
 
     def check_tools(self) -> None:
@@ -125,14 +131,16 @@ class ResponseParser:
         if self._format is None:
             text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
             return Reply(content=str(text), reasoning=None, tool_calls=(), errors=())
-        text = self._decode(token_ids)
+        text, rest = self._parsed_part(self._decode(token_ids))
         regions = self._tokenizer.parse_response(text, self._regions, prefix=self._turn_so_far(context_ids))
-        contents = [region["text"] for region in regions.get("content", [])]
+        contents = [*(region["text"] for region in regions.get("content", [])), rest]
         reasoning = [region["text"] for key in REASONING_KEYS for region in regions.get(key, [])]
         end = self._end_of_turn(token_ids)
         sources = [_source(region, end) for region in regions.get("tool_calls", [])]
+        ids = np.concatenate([context_ids, token_ids]).astype(np.int64)
+        turn = hashlib.sha1(ids.tobytes(), usedforsecurity=False)
         calls: list[ToolCall] = []
-        malformed, errors = [], []
+        malformed, errors = [], [_TOO_MANY] if rest else []
         for source in sources:
             try:
                 parsed = [_read_call(call) for call in self._parse_calls(source, tools)]
@@ -144,7 +152,7 @@ class ResponseParser:
                 malformed.append(source)
                 continue
             for call_id, name, arguments in parsed:
-                call_id = call_id or _new_call_id(context_ids, token_ids, len(calls))
+                call_id = call_id or _new_call_id(turn, len(calls))
                 calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
         reply = Reply(
             content=self._join([*contents, *malformed]),
@@ -157,6 +165,12 @@ class ResponseParser:
             return reply
         errors.append(f"The tool calls cannot be made: {rejection}")
         return replace(reply, content=self._join([*contents, *sources]), tool_calls=(), errors=tuple(errors))
+
+    def _parsed_part(self, text: str) -> tuple[str, str]:
+        """Split a turn where it has too many reasoning blocks and tool calls; the second part becomes content."""
+        openings = self._opening.finditer(text) if self._opening.pattern else iter(())
+        end = next((match.start() for match in islice(openings, _MAX_REGIONS, None)), len(text))
+        return text[:end], text[end:]
 
     def _turn_so_far(self, context_ids: IntArray) -> str:
         """What the chat template has written of the turn, with the marker of its start; "" if there is no marker."""
@@ -238,7 +252,13 @@ def _read_call(call: Any) -> tuple[str | None, str, dict[str, Any]]:
     return call_id if isinstance(call_id, str) else None, function["name"], dict(arguments)
 
 
-def _new_call_id(context_ids: IntArray, token_ids: IntArray, index: int) -> str:
-    """Return an id that is the same in every run. Mistral's chat templates demand nine letters or digits."""
-    source = np.concatenate([context_ids, token_ids, [index]]).astype(np.int64).tobytes()
-    return hashlib.sha1(source, usedforsecurity=False).hexdigest()[:9]
+def _new_call_id(turn: Any, index: int) -> str:
+    """Return an id that is the same in every run. Mistral's chat templates demand nine letters or digits.
+
+    Args:
+        turn: hash of the context and the sampled tokens.
+        index: of the call in the turn.
+    """
+    digest = turn.copy()
+    digest.update(np.int64(index).tobytes())
+    return str(digest.hexdigest()[:9])

@@ -15,7 +15,8 @@ from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
 from cohort.sandbox.limits import Limits
 
-_FENCE = re.compile(r"^```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Possessive, so that a last fence without a line break is not tried again and again.
+_FENCE = re.compile(r"^```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _PYTHON_TAGS = ("python", "python3", "py")
 
 

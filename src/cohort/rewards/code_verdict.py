@@ -1,6 +1,8 @@
 """Judge what came back from the sandbox. Everything in there may be forged, except what it cannot know."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -40,11 +42,11 @@ def judge(tests: Tests, outcome: Outcome, token: str) -> Verdict:
     if not isinstance(tests, ProgramTests):
         records = tuple(record for record in records if record.get("token") == token)
     if isinstance(tests, PytestTests):
-        results = [_of_test(test, records) for test in tests.tests]
+        results = _of_tests(tests.tests, records)
         if not any(record.get("exit") == 0 for record in records):
             results = [note or "pytest did not finish" for note in results]
     else:
-        results = [_of_case(i, case, records, outcome) for i, case in enumerate(tests.cases)]
+        results = _of_cases(tests.cases, records, outcome)
     return Verdict(tuple(not note for note in results), tuple(results), tests.shares_interpreter)
 
 
@@ -76,15 +78,25 @@ def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, An
     return {"kind": "functions", "token": token, "parts": parts, "cases": [case.request() for case in tests.cases]}
 
 
-def _of_case(i: int, case: Any, records: Sequence[Mapping[str, Any]], outcome: Outcome) -> str:
-    """Return why a case failed, "" if it passed."""
-    own = [record for record in records if record.get("case") == i]
-    if not own:
-        failed = next((_text(r["error"]) for r in records if "error" in r and "case" not in r), None)
-        return failed or (outcome.ending if outcome.ending != "exited" else "no result")
+def _of_cases(cases: Sequence[Any], records: Sequence[Mapping[str, Any]], outcome: Outcome) -> list[str]:
+    """Return why each case failed, "" if it passed."""
+    by_case: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    errors = []
+    for record in records:
+        case = record.get("case")
+        if isinstance(case, int) and 0 <= case < len(cases):
+            by_case[case].append(record)
+        elif "error" in record and "case" not in record:
+            errors.append(record["error"])
+    missing = (_text(errors[0]) if errors else "") or (outcome.ending if outcome.ending != "exited" else "no result")
+    return [_of_case(case, by_case[i]) if i in by_case else missing for i, case in enumerate(cases)]
+
+
+def _of_case(case: Any, own: Sequence[Mapping[str, Any]]) -> str:
+    """Return why a case with these records failed, "" if it passed."""
     if len(own) > 1:
         return "several results"
-    record = own[0]
+    [record] = own
     if "error" in record:
         return f"{_text(record.get('exit'))} {_text(record['error'])}".strip() or "failed"
     if isinstance(case, StdinCase):
@@ -102,11 +114,19 @@ def _text(value: Any) -> str:
     return str(value)[:MAX_ERROR_CHARS] if isinstance(value, str | int) else ""
 
 
-def _of_test(test: str, records: Sequence[Mapping[str, Any]]) -> str:
-    own = [r for r in records if r.get("test") == test or str(r.get("test", "")).startswith(f"{test}[")]
-    if not own:
-        return "no result"
-    return "" if all(record.get("passed") is True for record in own) else "failed"
+def _of_tests(tests: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why each test of pytest failed, "" if it passed."""
+    by_name: dict[str, list[tuple[str, bool]]] = defaultdict(list)  # without parameters
+    for record in records:
+        name = record.get("test")
+        if isinstance(name, str):
+            by_name[name.partition("[")[0]].append((name, record.get("passed") is True))
+    results = []
+    for test in tests:
+        named = by_name.get(test.partition("[")[0], ())
+        own = [passed for name, passed in named if name == test or name.startswith(f"{test}[")]
+        results.append(("" if all(own) else "failed") if own else "no result")
+    return results
 
 
 def _is_expected(value: Any, case: CallCase) -> bool:
@@ -121,16 +141,25 @@ def _is_expected(value: Any, case: CallCase) -> bool:
         return False
 
 
-def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool:
+def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False, depth: int = 0) -> bool:
     """Whether a value that the guest encoded equals an expected one, by Python's rules.
 
-    It follows the expected value and takes linear time, so that the other one cannot be made expensive to compare.
+    It follows the expected value, and compares items of sets and keys as texts: their hashes may be chosen to collide.
+    It takes linear time but for the sorting of sets, and finds nothing equal that is nested deeper than the guest can
+    encode.
 
     Args:
         value: JSON with the guest's tags for tuples, sets, dicts, bytes and complex numbers.
         expected: a plain Python value.
         lists_for_tuples: whether a list and a tuple may be equal.
+        depth: of the values in those that are compared.
     """
+
+    def same(v: Any, e: Any) -> bool:
+        return equals(v, e, lists_for_tuples=lists_for_tuples, depth=depth + 1)
+
+    if depth > MAX_DEPTH:
+        return False
     match expected:
         case None | bool() | int() | float() | str():
             is_plain = value is None or isinstance(value, bool | int | float | str)
@@ -140,26 +169,22 @@ def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool
             items = _items(value, tag)
             if items is None and lists_for_tuples:
                 items = _items(value, None if tag else "t")
-            return (
-                items is not None
-                and len(items) == len(expected)
-                and all(equals(v, e, lists_for_tuples=lists_for_tuples) for v, e in zip(items, expected, strict=True))
-            )
+            return items is not None and len(items) == len(expected) and all(map(same, items, expected))
         case set() | frozenset():
             items = _items(value, "s")
-            is_as_long = items is not None and len(items) == len(expected)
-            return is_as_long and {_hashable(item) for item in items or ()} == set(map(_hashable_expected, expected))
+            if items is None or len(items) != len(expected):
+                return False
+            keys = [_key(item) for item in items]
+            return None not in keys and sorted(map(str, keys)) == sorted(map(_expected_key, expected))
         case dict():
             items = _items(value, "d")
             if items is None or len(items) != len(expected):
                 return False
             if not all(isinstance(item, list) and len(item) == 2 for item in items):
                 return False
-            found = {_hashable(k): v for k, v in items}
-            wanted = {_hashable_expected(k): e for k, e in expected.items()}
-            return found.keys() == wanted.keys() and all(
-                equals(found[k], e, lists_for_tuples=lists_for_tuples) for k, e in wanted.items()
-            )
+            found = {_key(k): v for k, v in items}
+            wanted = {_expected_key(k): e for k, e in expected.items()}
+            return found.keys() == wanted.keys() and all(same(found[k], e) for k, e in wanted.items())
         case bytes():
             return isinstance(value, dict) and value.get("b") == expected.hex()
         case complex():
@@ -174,34 +199,51 @@ def _items(value: Any, tag: str | None) -> list[Any] | None:
     return items if isinstance(items, list) else None
 
 
-def _hashable(value: Any, depth: int = 0) -> Any:
-    """Return an encoded set item or key such that it equals `_hashable_expected` of an equal one, and nothing else."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict) and len(value) == 1 and depth < MAX_DEPTH:
-        [(tag, content)] = value.items()
-        if tag in ("t", "s") and isinstance(content, list):
-            items = [_hashable(item, depth + 1) for item in content]
-            return (tag, tuple(items) if tag == "t" else frozenset(items))
-        if tag == "b" and isinstance(content, str):
-            return (tag, content)
-        if tag == "c" and isinstance(content, list) and all(isinstance(part, float) for part in content):
-            return (tag, tuple(content))
-    return object()
+def _key(value: Any, depth: int = 0) -> str | None:
+    """Return a text that is that of `_expected_key` for an equal item of a set or key; None for what cannot be one."""
+    if isinstance(value, str | int | float | None):  # bool is an int
+        return _plain_key(value) if value == value else None  # NaN equals nothing
+    if not isinstance(value, dict) or len(value) != 1 or depth >= MAX_DEPTH:
+        return None
+    [(tag, content)] = value.items()
+    if tag in ("t", "s") and isinstance(content, list):
+        items = [_key(item, depth + 1) for item in content]
+        return None if None in items else _collection_key(tag, map(str, items))
+    if tag == "b" and isinstance(content, str):
+        return f"b{content}"
+    if tag == "c" and isinstance(content, list) and len(content) == 2:
+        is_complex = all(isinstance(part, float) and part == part for part in content)
+        return _collection_key("c", map(_plain_key, content)) if is_complex else None
+    return None
 
 
-def _hashable_expected(value: Any) -> Any:
+def _expected_key(value: Any) -> str:
     match value:
         case tuple():
-            return ("t", tuple(map(_hashable_expected, value)))
+            return _collection_key("t", map(_expected_key, value))
         case frozenset():
-            return ("s", frozenset(map(_hashable_expected, value)))
+            return _collection_key("s", map(_expected_key, value))
         case bytes():
-            return ("b", value.hex())
+            return f"b{value.hex()}"
         case complex():
-            return ("c", (value.real, value.imag))
+            return _collection_key("c", map(_plain_key, (value.real, value.imag)))
         case _:
-            return value
+            return _plain_key(value)
+
+
+def _plain_key(value: str | int | float | None) -> str:
+    """Return a text that equal values share, such as 1, 1.0 and True."""
+    if isinstance(value, str):
+        return f"'{value}"
+    if isinstance(value, float) and (not math.isfinite(value) or not value.is_integer()):
+        return value.hex()
+    return "None" if value is None else hex(int(value))
+
+
+def _collection_key(tag: str, items: Iterable[str]) -> str:
+    """Join the texts of items, each with its length, in their order or that of a set."""
+    parts = sorted(items) if tag == "s" else items
+    return tag + "".join(f"{len(part)}:{part}" for part in parts)
 
 
 def same_output(output: str, expected: str) -> bool:

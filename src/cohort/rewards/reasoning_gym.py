@@ -1,6 +1,7 @@
 """The `reasoning_gym` reward: the scorer of a Reasoning Gym dataset, by its name. Needs the package reasoning-gym."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,6 @@ class ReasoningGymReward:
         Raises:
             UserError: a row's metadata is no mapping, or names no scorer.
         """
-        from reasoning_gym.utils import extract_answer
-
         from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer
 
         answers = []
@@ -76,7 +75,7 @@ class ReasoningGymReward:
             except ValueError as error:
                 raise UserError(f"metadata.source_dataset: {error}") from error
             text = answer_text(completion)
-            given = extract_answer(text) if answer_tags else text.rpartition("</think>")[2].strip()
+            given = answer_in_tags(text) if answer_tags else text.rpartition("</think>")[2].strip()
             answers.append(Answer(name, given, entry))
         rewards = self._scorer().score_all(answers, budget_s=self._budget_s)
         num_missing = rewards.count(None)
@@ -89,6 +88,13 @@ class ReasoningGymReward:
         if self._found is None:
             self._found = SandboxScorer(self._sandbox.open())
         return self._found
+
+
+def answer_in_tags(text: str) -> str | None:
+    """Return the text in the last `<answer>...</answer>`, as Reasoning Gym's `extract_answer` does, in linear time."""
+    before, end, _ = text.rpartition("</answer>")
+    found = re.findall("<answer>(.*?)</answer>", before + end, re.DOTALL)
+    return found[-1].strip() if found else None
 
 
 def _check_name(name: str) -> None:

@@ -18,6 +18,7 @@ from cohort.sandbox.process import Conversation, Ending, ProcessResult
 
 FORMAT = 2  # of marshal, which every Python 3 reads; only the guest reads it, and it trusts the parent
 
+_MORE_RECORDS = 10_000  # of a job, besides one for each case; tests of pytest are no cases
 _GRACE = 0.1  # share of a budget that is waited for what is being ended
 
 
@@ -119,7 +120,8 @@ class Sandbox:
             result = self._start(request, limits, toolchain=job.toolchain)
         except OSError as error:
             return Outcome(started=False, errors=str(error))
-        records = tuple(_records(result.output))
+        max_records = _MORE_RECORDS + len(job.request.get("cases", ()))
+        records = tuple(_records(result.output, max_records))
         started = bool(records) and records[0] == {"ready": True}
         return Outcome(
             started=started,
@@ -137,9 +139,9 @@ def default_concurrency() -> int:
     return 2 * usable_cores()
 
 
-def _records(output: bytes) -> Iterator[Mapping[str, Any]]:
+def _records(output: bytes, max_records: int) -> Iterator[Mapping[str, Any]]:
     """Parse JSON lines, up to the first that is none: then the code wrote into the channel, or was cut off."""
-    for line in output.splitlines():
+    for line in output.split(b"\n", max_records)[:max_records]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
