@@ -16,6 +16,7 @@ from cohort.sandbox.interpreter import GUEST_SOURCE, Interpreter, system_librari
 from cohort.sandbox.launcher import Launcher
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.process import Conversation, PopenChild, ProcessResult, run_process
+from cohort.sandbox.system_calls import filter_program
 
 GUEST_ENV = {
     "PATH": "/usr/bin:/bin",
@@ -25,6 +26,7 @@ GUEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
+_KEYS = ("/proc/keys", "/proc/key-users")  # names the keys of the run
 _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
 _OWN_UID, _NUM_UIDS = (
     165_534,
@@ -38,6 +40,7 @@ class Backend(Protocol):
     name: str
     holds_sessions: bool  # whether a process can be talked to while it runs
     counts_processes: bool  # whether RLIMIT_NPROC counts the processes of one sandbox alone
+    guest_filter: bytes  # of system calls, that the guest program loads; empty if the backend does or there is none
 
     def missing(self) -> str | None:
         """Return what has to be installed, or None."""
@@ -64,9 +67,11 @@ class Bubblewrap:
     name = "bubblewrap"
     holds_sessions = True
     counts_processes = True
+    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
+        self._filter = filter_program(refuse_attributes=False)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -78,10 +83,18 @@ class Bubblewrap:
 
     def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         """See `Backend`."""
-        command = [*self._command(limits, toolchain=toolchain), *self._interpreter.command(settings)]
-        return run_process(PopenChild(command, env={}), request, limits)
+        program = os.memfd_create("system calls")
+        try:
+            os.write(program, self._filter)
+            os.lseek(program, 0, os.SEEK_SET)
+            options = self._options(limits, toolchain=toolchain)
+            command = [*options, "--seccomp", str(program), "--", *self._interpreter.command(settings)]
+            child = PopenChild(command, env={}, pass_fds=[program])
+        finally:
+            os.close(program)
+        return run_process(child, request, limits)
 
-    def _command(self, limits: Limits, *, toolchain: bool) -> list[str]:
+    def _options(self, limits: Limits, *, toolchain: bool) -> list[str]:
         own_uid = ("--reuid", str(_OWN_UID), "--regid", str(_OWN_UID), "--clear-groups")
         command = [str(shutil.which("setpriv")), *own_uid] if os.geteuid() == 0 else []
         command += [str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns"]
@@ -105,10 +118,13 @@ class Bubblewrap:
                 command += ["--ro-bind", name, name]
         for name in hidden:
             command += ["--remount-ro", name]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
+        command += ["--proc", "/proc"]
+        for name in _KEYS:
+            command += ["--ro-bind", "/dev/null", name]
+        command += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
         for key, value in (GUEST_ENV | self._interpreter.env).items():
             command += ["--setenv", key, value]
-        return [*command, "--chdir", "/tmp", "--"]
+        return [*command, "--chdir", "/tmp"]
 
 
 class Sandlock:
@@ -125,6 +141,8 @@ class Sandlock:
         hidden = (*interpreter.hidden, *_third_party_folders())
         self._denied = [path for folder in hidden for path in _denied_in(folder, interpreter.readable)]
         self.counts_processes = False  # sandlock counts them itself
+        # not loaded before sandlock starts, whose supervisor needs some of what judged code does not
+        self.guest_filter = filter_program(refuse_attributes=True, refuse_owners=os.geteuid() != 0)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -169,6 +187,7 @@ class Container:
     def __init__(self, interpreter: Interpreter, config: SandboxConfig) -> None:
         self._guest = str(GUEST_SOURCE)  # not the compiled one: the image has its own interpreter
         self._start, self._image = shlex.split(config.container), config.image
+        self.guest_filter = filter_program(refuse_attributes=False)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -210,6 +229,7 @@ class Unconfined:
     name = "none"
     holds_sessions = True
     counts_processes = False
+    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter

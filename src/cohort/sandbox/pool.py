@@ -105,8 +105,9 @@ class Sandbox:
 
     def _start(self, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         rlimits = limits.rlimits(counts_processes=self.backend.counts_processes, limits_addresses=not toolchain)
-        settings = marshal.dumps({"limits": rlimits, "path": [self.packages] if self.packages else []}, FORMAT).hex()
-        return self.backend.run(settings, request, limits, toolchain=toolchain)
+        path = [self.packages] if self.packages else []
+        settings = {"limits": rlimits, "path": path, "filter": self.backend.guest_filter}
+        return self.backend.run(marshal.dumps(settings, FORMAT).hex(), request, limits, toolchain=toolchain)
 
     def _run_once(self, job: Job, end: float) -> Outcome:
         limits = job.limits or self.limits
