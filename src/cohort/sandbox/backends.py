@@ -27,6 +27,7 @@ GUEST_ENV = {
     "PYTHONHASHSEED": "0",
 }
 _KEYS = ("/proc/keys", "/proc/key-users")  # names the keys of the run
+_MADE_UP = ("/etc/hosts", "/etc/hostname", "/proc/mounts", "/proc/self/mounts")  # files that sandlock invents
 _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
 _OWN_UID, _NUM_UIDS = (
     165_534,
@@ -167,7 +168,7 @@ class Sandlock:
                 "folder": folder,
                 "changes": changes,
                 "readable": [*readable, *self._interpreter.readable, "/dev/null", "/dev/zero", "/dev/urandom"],
-                "denied": self._denied,
+                "denied": [*self._denied, *_MADE_UP],
                 "env": GUEST_ENV | self._interpreter.env | {"HOME": folder, "TMPDIR": folder},
                 "max_memory": limits.memory_bytes,
                 "max_processes": limits.max_processes,
@@ -224,7 +225,7 @@ class Container:
 
 
 class Unconfined:
-    """No confinement: `unsafe_no_sandbox`. Only resource limits, and the end of what was started."""
+    """No confinement: only resource limits, and the end of what was started."""
 
     name = "none"
     holds_sessions = True

@@ -51,7 +51,8 @@ class Sandbox:
     limits: Limits
     max_concurrent: int
     packages: str | None = None  # folder to import packages from
-    protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none for `unsafe_no_sandbox`
+    protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none without a sandbox
+    lacks: tuple[str, ...] = field(default=())  # protections that it found not to hold
 
     def run(self, job: Job, *, end: float = math.inf) -> Outcome:
         """Run one job. A sandbox that does not start is tried twice.

@@ -9,16 +9,19 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import sandlock
 
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
 _MAX_ORDER_BYTES = 1 << 17
+_ORPHANS_S, _END_S = 0.5, 3.0
 # Landlock has these from Linux 6.10 and 6.12 on. Without them, no device is granted, the guest's filter refuses all
 # sockets, and another user id keeps signals away; `probe` refuses the backend where there is none.
 _MAY_BE_MISSING = [
@@ -32,12 +35,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def serve(channel: socket.socket) -> None:
     """Fork a process for every order, until the run closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.freeze()  # forked processes share what is never collected
     gc.disable()
+    supervisors: set[int] = set()
     while True:
+        end_orphans(supervisors)
+        if not select.select([channel], [], [], _ORPHANS_S)[0]:
+            continue
         order, fds, *_ = socket.recv_fds(channel, _MAX_ORDER_BYTES, 5)
         if not order:
-            return
+            break
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -48,9 +56,22 @@ def serve(channel: socket.socket) -> None:
                 os.write(2, f"sandlock: {type(error).__name__}: {error}".encode())
             finally:
                 os._exit(code)
+        supervisors.add(pid)
         channel.send(str(pid).encode())
         for fd in fds:
             os.close(fd)
+    deadline = time.monotonic() + _END_S
+    while children():
+        end_orphans(supervisors if time.monotonic() < deadline else set())
+        time.sleep(0.05)
+
+
+def end_orphans(supervisors: set[int]) -> None:
+    """Kill what supervisors that died have left behind, and forget those supervisors."""
+    pids = set(children())
+    supervisors &= pids
+    for pid in pids - supervisors:
+        kill(pid)
 
 
 def run(order: dict, fds: list[int]) -> int:
@@ -103,14 +124,23 @@ def run(order: dict, fds: list[int]) -> int:
 def end_children() -> None:
     """Kill what the process left behind: orphans become children of this process."""
     while True:
-        pids = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in children():
+            kill(pid)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def children() -> list[int]:
+    """Return the children of this process."""
+    return [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+
+
+def kill(pid: int) -> None:
+    """Kill a process, which may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -143,15 +143,7 @@ _OWNERS: _Numbers = {
     "lchown": (94, None),
     "fchownat": (260, 54),
 }
-FAMILIES = {
-    "sockets": _SOCKETS,
-    "keyrings": _KEYRINGS,
-    "kernel": _KERNEL,
-    "processes": _PROCESSES,
-    "watches": _WATCHES,
-    "hidden memory": _HIDDEN_MEMORY,
-    "namespaces": _NAMESPACES,
-}
+_REFUSED = _SOCKETS | _KEYRINGS | _KERNEL | _PROCESSES | _WATCHES | _HIDDEN_MEMORY | _NAMESPACES
 # Their first argument is a process; 0 is the caller
 _OF_ONESELF: _Numbers = {
     "prlimit64": (302, 261),
@@ -186,19 +178,28 @@ def filter_program(*, refuse_attributes: bool, refuse_owners: bool = False) -> b
     Raises:
         OSError: there is no table for this machine.
     """
-    if os.uname().machine not in _MACHINES:
-        raise OSError(ENOSYS, f"no filter of system calls for {os.uname().machine}")
-    machine = _MACHINES.index(os.uname().machine)
+    machine = _machine()
     steps = [_step(_LOAD, _ARCH), _step(_EQUAL, _AUDIT_ARCH[os.uname().machine], 1, 0), _step(_RETURN, _NONE_SUCH)]
     steps += [_step(_LOAD, _NUMBER), _step(_GREATER, _HIGHEST, 0, 1), _step(_RETURN, _NONE_SUCH)]
     steps += _rule(_CLONE3, [_step(_RETURN, _NONE_SUCH)])
-    families = [*FAMILIES.values(), *([_ATTRIBUTES] if refuse_attributes else []), *([_OWNERS] if refuse_owners else [])]
-    for number in (numbers[machine] for family in families for numbers in family.values()):
-        if number is not None:
-            steps += _rule(number, [_step(_RETURN, _REFUSE)])
+    for number in refused(attributes=refuse_attributes, owners=refuse_owners).values():
+        steps += _rule(number, [_step(_RETURN, _REFUSE)])
     for number, body in _rules_of_arguments(machine):
         steps += _rule(number, body)
     return b"".join([*steps, _step(_RETURN, _ALLOW)])
+
+
+def refused(*, attributes: bool = False, owners: bool = False) -> dict[str, int]:
+    """Return the system calls that are refused whatever their arguments, with their numbers here."""
+    machine = _machine()
+    table = _REFUSED | (_ATTRIBUTES if attributes else {}) | (_OWNERS if owners else {})
+    return {name: number for name, numbers in table.items() if (number := numbers[machine]) is not None}
+
+
+def _machine() -> int:
+    if os.uname().machine not in _MACHINES:
+        raise OSError(ENOSYS, f"no filter of system calls for {os.uname().machine}")
+    return _MACHINES.index(os.uname().machine)
 
 
 def _rules_of_arguments(machine: int) -> Iterator[tuple[int, list[bytes]]]:
