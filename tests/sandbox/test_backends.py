@@ -48,7 +48,7 @@ def test_no_backend_is_an_error_that_says_what_to_install(nothing_installed):
 
 
 def test_without_a_sandbox_only_when_asked_for(nothing_installed):
-    sandbox = open_sandbox(SandboxConfig(unsafe_no_sandbox=True, **LIMITS))
+    sandbox = open_sandbox(SandboxConfig(confinement="none", **LIMITS))
     assert (sandbox.backend.name, sandbox.protections) == ("none", ())
     assert graded(sandbox, HONEST, CALLS) == 1.0
     assert graded(sandbox, "while True: pass", CALLS) == 0.0

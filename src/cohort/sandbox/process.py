@@ -17,7 +17,7 @@ USAGE_CHECK_S = 0.1
 _READ_BYTES = 1 << 16
 _ERROR_BYTES = 4096
 
-Ending = Literal["exited", "wall time", "output limit", "memory or disk"]
+Ending = Literal["exited", "wall time", "output limit", "memory", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +181,8 @@ class _Pump:
                     return "wall time"
                 if now >= next_check:
                     next_check = now + USAGE_CHECK_S
-                    if self.output and child.usage(self._limits).exceeds(self._limits):
-                        return "memory or disk"
+                    if self.output and (exceeded := child.usage(self._limits).exceeded(self._limits)):
+                        return exceeded
 
     def _close_stdin(self) -> None:
         """Close it, and leave a descriptor in its place for `run_process` to close."""

@@ -141,8 +141,8 @@ class _Exchange:
                 if now >= next_check:
                     next_check = now + USAGE_CHECK_S
                     is_ready = self._is_ready or bool(buffer)
-                    if is_ready and self._child.usage(self._limits).exceeds(self._limits):
-                        return "memory or disk"
+                    if is_ready and (exceeded := self._child.usage(self._limits).exceeded(self._limits)):
+                        return exceeded
         return None
 
 

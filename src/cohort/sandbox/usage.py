@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.system_calls import MAX_SHARED_BYTES
@@ -25,12 +26,13 @@ class Usage:
     _sockets: set[int] = field(default_factory=set)
     _files: dict[tuple[int, int], tuple[bool, float]] = field(default_factory=dict)  # identity -> in memory, bytes
 
-    def exceeds(self, limits: Limits) -> bool:
-        """Whether processes hold more than they may."""
+    def exceeded(self, limits: Limits) -> Literal["memory", "disk"] | None:
+        """Return a limit that is exceeded."""
         files = self._files.values()
         memory = self.memory_bytes + sum(size for in_memory, size in files if in_memory)
-        memory += len(self._sockets) * _most_in_a_socket()
-        return memory > limits.memory_bytes or sum(size for in_memory, size in files if not in_memory) > limits.tmp_bytes
+        if memory + len(self._sockets) * _most_in_a_socket() > limits.memory_bytes:
+            return "memory"
+        return "disk" if sum(size for in_memory, size in files if not in_memory) > limits.tmp_bytes else None
 
     def add(self, pid: int, limits: Limits, *, is_ours: bool) -> None:
         """Add what a process holds.
@@ -71,11 +73,12 @@ class Usage:
         """Add files without a name that are mapped and no longer open."""
         for line in Path(f"{task}/maps").read_text(errors="replace").splitlines():
             if line.endswith(_DELETED):
-                _, _, _, device, inode, path = line.split(maxsplit=5)
+                addresses, _, _, device, inode, path = line.split(maxsplit=5)
+                start, end = (int(address, 16) for address in addresses.split("-"))
                 major, minor = (int(number, 16) for number in device.split(":"))
                 most = MAX_SHARED_BYTES if path.startswith("/dev/zero") else limits.max_file_bytes
                 file = os.makedev(major, minor), int(inode)
-                self._files.setdefault(file, (path.startswith(_IN_MEMORY), most))
+                self._files.setdefault(file, (path.startswith(_IN_MEMORY), max(most, end - start)))
 
 
 def usage(pids: Iterable[int], limits: Limits, *, ours: int | None = None) -> Usage:
