@@ -26,6 +26,7 @@ GUEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
+_FOLDER = "/tmp/code"  # to work in: folders of the interpreter may be beside it
 _KEYS = ("/proc/keys", "/proc/key-users")  # names the keys of the run
 _MADE_UP = ("/etc/hosts", "/etc/hostname", "/proc/mounts", "/proc/self/mounts")  # files that sandlock invents
 _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
@@ -125,7 +126,7 @@ class Bubblewrap:
         command += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
         for key, value in (GUEST_ENV | self._interpreter.env).items():
             command += ["--setenv", key, value]
-        return [*command, "--chdir", "/tmp"]
+        return [*command, "--dir", _FOLDER, "--chdir", _FOLDER]
 
 
 class Sandlock:
