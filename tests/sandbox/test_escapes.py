@@ -3,16 +3,22 @@
 `HONEST` is the control: the same tests pass for code that is right.
 """
 
+import copy
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from cohort.rewards.code import CodeReward
-from cohort.sandbox.probe import set_out
+from cohort.sandbox import Job
+from cohort.sandbox.probe import probe, set_out
+from cohort.sandbox.system_calls import refused
+from escape_attempts import ATTEMPTS, PRELUDE
 from sandboxes import BACKENDS, graded, sandbox_or_skip
 from selection import slow
 
@@ -304,3 +310,44 @@ def test_the_memory_of_all_processes_together_is_limited(sandbox):
         "if sum(name.startswith('held') for name in os.listdir('.')) > 4:\n    def f(x):\n        return x + 1\n"
     )
     assert graded(sandbox, code, CALLS) == 0.0
+
+
+OTHER_CALLS = {"x86_64": {"clone": 56, "sendto": 44}, "aarch64": {"clone": 220, "sendto": 206}}
+
+
+def achieved(sandbox, attempts):
+    """What attempts achieved: title -> value."""
+    numbers = refused(attributes=True, owners=True) | OTHER_CALLS[os.uname().machine]
+    with set_out() as canaries:
+        outside = {
+            "pid": canaries.victim.pid,
+            "folder": str(canaries.folder),
+            "port": canaries.port,
+            "path": canaries.socket_path,
+            "name": canaries.socket_name,
+        }
+        case = {"function": "f", "arguments": [numbers, outside, attempts]}
+        parts = {"before": "", "code": PRELUDE, "after": ""}
+        outcome = sandbox.run(Job(request={"kind": "functions", "token": "", "parts": parts, "cases": [case]}))
+        assert not any(canaries.escaped().values())
+    (result,) = (record for record in outcome.records if "case" in record)
+    return {title: value for title, value in result["value"]["d"]}
+
+
+@pytest.mark.parametrize("family", ATTEMPTS)
+def test_attempts(sandbox, family):
+    assert achieved(sandbox, ATTEMPTS[family]) == {}
+
+
+@pytest.mark.extras
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="some of the attempts are for x86-64")
+def test_the_filter_is_what_refuses_many_attempts():
+    sandbox = sandbox_or_skip("bubblewrap")
+    backend = copy.copy(sandbox.backend)
+    backend._filter = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)  # allow all
+    sandbox = replace(sandbox, backend=backend)
+    titles = [title for family in ATTEMPTS.values() for title in achieved(sandbox, family)]
+    assert len(titles) > 50
+    assert {"key in keyring -3", "by interrupt: getpid", "socket of inet, type 1", "watch by inotify"} <= set(titles)
+    failed = {name for name, how in probe(sandbox).items() if how}
+    assert failed >= {"keyrings", "system calls", "foreign system calls", "network"}
