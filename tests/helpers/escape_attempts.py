@@ -1,3 +1,4 @@
+# ruff: noqa: E501  a table
 """Attempts to escape from a sandbox, as expressions: one that raises `OSError` has achieved nothing.
 
 They see `call(name or number, *arguments)` for a system call, the processes `pid`, which is outside, and `parent` of the
@@ -90,9 +91,7 @@ _SOCKETS = {
     "connection": "socket.create_connection(('127.0.0.1', port), 2)",
     "server": "socket.create_server(('127.0.0.1', 0))",
 }
-_KEYS = {
-    f"key in keyring {ring}": f"call('add_key', b'user', b'cohort', b'x', 1, {ring})" for ring in range(-5, 0)
-} | {
+_KEYS = {f"key in keyring {ring}": f"call('add_key', b'user', b'cohort', b'x', 1, {ring})" for ring in range(-5, 0)} | {
     **{f"keyctl {n} of {ring}": f"call('keyctl', {n}, {ring}, 1)" for n in (0, 6, 11) for ring in (-3, -4, -5)},
     "new session keyring": "call('keyctl', 1, 0)",
     "search of a key": "call('keyctl', 10, -3, b'user', b'cohort', 0)",

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  programs in one line each
 """Programs as models write them: their verdicts do not depend on the backend."""
 
 import pytest

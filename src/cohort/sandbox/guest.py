@@ -62,7 +62,7 @@ def refuse_system_calls(program: bytes) -> None:
 
     address = id(program) + bytes.__basicsize__ - 1  # of its content
     header = (len(program) // 8).to_bytes(8, sys.byteorder) + address.to_bytes(8, sys.byteorder)
-    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
     no_new_privileges, set_filter, by_program = 38, 22, 2
     for arguments in ((no_new_privileges, 1, 0, 0, 0), (set_filter, by_program, header, 0, 0)):
         if _ctypes.call_function(prctl, arguments):

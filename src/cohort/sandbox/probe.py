@@ -86,8 +86,8 @@ def network(port, name, path):
             + tried(socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM))  # its ends could send to any address
 
 def signals(pid):
-    limits = tried(resource.prlimit, pid, resource.RLIMIT_CPU) + tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
-    return limits + tried(os.kill, pid, signal.SIGKILL) + tried(os.killpg, pid, signal.SIGKILL)
+    return (tried(resource.prlimit, pid, resource.RLIMIT_CPU) + tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
+            + tried(os.kill, pid, signal.SIGKILL) + tried(os.killpg, pid, signal.SIGKILL))
 
 def traces(pid):
     return "attached" if ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0 else ""
@@ -311,10 +311,14 @@ class Canaries:
             "leftover processes": self._outlived(),
         }
 
+    def count(self) -> int:
+        """Return the number of processes that have the marker as an argument."""
+        return sum(self.marker.encode() in line.split(b"\0") for line in _command_lines())
+
     def _outlived(self) -> bool:
         """Whether a process that should be gone stays: the kernel may take a moment to end a namespace."""
         deadline = time.monotonic() + _DYING_S
-        while any(self.marker.encode() in line for line in _command_lines()):
+        while self.count():
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.02)

@@ -38,4 +38,5 @@ class SharedSandbox:
             return []
         if not self._opened.protections:
             return ["warning: sandbox.confinement: none: code of the model runs with this user's rights and network"]
-        return [f"warning: sandbox.confinement: partial: the sandbox does not hold {', '.join(self._opened.lacks)}"]
+        level = self._config.confinement
+        return [f"warning: sandbox.confinement: {level}: the sandbox does not hold {', '.join(self._opened.lacks)}"]

@@ -1,7 +1,7 @@
 """The filter of system calls for judged code: one table for all backends, on x86-64 and aarch64.
 
-Whole families are refused, also where a backend or a missing privilege would refuse them as well: judged code needs none
-of them, and each is an interface to the kernel that other confinements overlook.
+Whole families are refused, also where a backend or a missing privilege would refuse them as well: judged code needs
+none of them, and each is an interface to the kernel that other confinements overlook.
 """
 
 import os
@@ -152,7 +152,14 @@ _OF_ONESELF: _Numbers = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-_SOCKETPAIR, _CLONE, _FCNTL, _IOCTL, _MMAP, _CLOSE_RANGE = (53, 199), (56, 220), (72, 25), (16, 29), (9, 222), (436, 436)
+_SOCKETPAIR, _CLONE, _FCNTL, _IOCTL, _MMAP, _CLOSE_RANGE = (
+    (53, 199),
+    (56, 220),
+    (72, 25),
+    (16, 29),
+    (9, 222),
+    (436, 436),
+)
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET = 1, 1, 5  # datagrams could be sent to the addresses of others
 _NEW_NAMESPACES = 0x7E020000
 _THREAD, _THREAD_AND_FILES = 0x10000, 0x10400  # a thread with descriptors of its own would hide them from the watcher
