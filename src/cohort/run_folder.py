@@ -50,7 +50,7 @@ _MAY_CHANGE = (
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
     # where code is judged, and how much at a time
-    *(f"sandbox.{key}" for key in ("backend", "url", "container", "unsafe_no_sandbox", "max_concurrent")),
+    *(f"sandbox.{key}" for key in ("backend", "url", "container", "confinement", "max_concurrent")),
 )
 # Arguments of a reward that may change: its server, and how it is asked.
 _SERVER = ("url", "api_key_env", "max_concurrent", "request_timeout_s", "retries")

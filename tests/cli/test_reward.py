@@ -171,7 +171,7 @@ def test_rows_that_are_no_completions(folder, row, words):
 def test_code_is_run_in_the_sandbox_which_is_named(folder):
     Path("run.yaml").write_text(
         "model: {path: m}\ndata: {path: train.jsonl, prompt: question}\nrewards: [{use: code}]\ntrain: {steps: 1}\n"
-        "sandbox: {backend: container, container: no-such-program, unsafe_no_sandbox: true}\n"
+        "sandbox: {backend: container, container: no-such-program, confinement: none}\n"
     )
     row = {"prompt": "one more", "tests": ["assert f(1) == 2"]}
     rows = [row | {"completion": f"```python\ndef f(x):\n    return x + {n}\n```"} for n in (1, 2)]
@@ -179,7 +179,7 @@ def test_code_is_run_in_the_sandbox_which_is_named(folder):
     lines = run("--completions", "own.jsonl").splitlines()
     assert lines[0].startswith("2 completions of ")
     assert lines[1] == "sandbox: none, holds nothing"
-    assert lines[2].startswith("warning: sandbox.unsafe_no_sandbox: code of the model runs with")
+    assert lines[2].startswith("warning: sandbox.confinement: none: code of the model runs with")
     (table,) = [line.split() for line in lines if line.startswith("code ")]
     assert table[:6] == ["code", "2", "0.5", "0.5", "0", "1"]
 

@@ -103,11 +103,11 @@ def test_the_tool_python_runs_code_and_the_sandbox_is_named(tmp_path, cohort, mo
     monkeypatch.setitem(LETTER_CALLS["fields"]["tool_calls"]["transform"], "function", function)
     save_turns_model(tmp_path / "model")
     # no backend of this name is there, so that the code runs without one
-    sandbox = {"backend": "container", "container": "no-such-program", "unsafe_no_sandbox": True}
+    sandbox = {"backend": "container", "container": "no-such-program", "confinement": "none"}
     run = set_up(tmp_path, rollout={**ROLLOUT, "tools": ["python"]}, rewards=[{"use": "exact"}], sandbox=sandbox)
     ended = cohort("rollout", run, "--rows", 1, "--json")
     assert ended.code == 0, ended.err
-    told = ["sandbox: none, holds nothing", "warning: sandbox.unsafe_no_sandbox: code of the model runs with"]
+    told = ["sandbox: none, holds nothing", "warning: sandbox.confinement: none: code of the model runs with"]
     assert [line[: len(text)] for line, text in zip(ended.err.splitlines(), told, strict=True)] == told
     (trajectory,) = json.loads(ended.out)
     results = [message["content"] for message in trajectory["messages"] if message["role"] == "tool"]

@@ -28,8 +28,8 @@ BASE = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
         ),
         (
             [{"use": "code"}],
-            {"backend": "sandbox_fusion", "url": "http://x", "unsafe_no_sandbox": True},
-            "unsafe_no_sandbox: True has no effect with backend: sandbox_fusion",
+            {"backend": "sandbox_fusion", "url": "http://x", "confinement": "none"},
+            "confinement: none has no effect with backend: sandbox_fusion",
         ),
         ([{"use": "code"}], {"max_concurrent": 0}, "at least 1, or auto"),
         ([{"use": "code"}], {"max_open_files": 3}, "16"),
@@ -45,6 +45,12 @@ def test_defaults_and_values():
     assert (plain.sandbox.backend, plain.sandbox.max_concurrent, plain.sandbox.wall_s) == ("auto", "auto", 30.0)
     config = config_from_dict({**BASE, "rewards": [{"use": "code"}], "sandbox": {"packages": ["numpy"], "cpu_s": 5}})
     assert (config.sandbox.packages, config.sandbox.cpu_s) == (("numpy",), 5)
+
+
+@pytest.mark.parametrize(("former", "level"), [(True, "none"), (False, "full")])
+def test_the_former_key_of_the_confinement_is_read(former, level):
+    config = config_from_dict({**BASE, "rewards": [{"use": "code"}], "sandbox": {"unsafe_no_sandbox": former}})
+    assert config.sandbox.confinement == level
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from cohort.demo import run
 from cohort.demo.functions import FunctionProblem, demonstration, generate, habit, split_of
 from cohort.demo.pretrain import tokenize
 from cohort.demo.tasks import CODE
-from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
 from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
 from cohort.sandbox.backends import Unconfined
@@ -179,7 +178,7 @@ def test_a_step_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(run, "demo_config", short)
     monkeypatch.setattr(run, "NUM_HELDOUT", 2)
-    result = run.run_demo(task="code", seed=0, out=tmp_path / "run", unsafe_no_sandbox=True)
+    result = run.run_demo(task="code", seed=0, out=tmp_path / "run")
     rows = pq.read_table(result.run_dir / "completions" / "step-000001.parquet").to_pylist()
     problems = {problem.question: problem for problem in generate(0, 2048)}
     assert len(rows) == 8
@@ -190,18 +189,5 @@ def test_a_step_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         if not row["completion"].startswith("def "):
             assert row["reward"] == 0.0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "sandbox: none, holds nothing warning: sandbox.unsafe_no_sandbox: code of the model runs with" in shown
+    assert "sandbox: none, holds nothing warning: sandbox.confinement: none: code of the model runs with" in shown
     assert "(right: def mark(low, high): ⏎ return min(low, high) - 14)" in shown
-
-
-def test_the_demo_needs_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    full = run.demo_config
-
-    def without(folder: Path, **options: Any) -> Config:
-        config = full(folder, **options)
-        update = {"backend": "container", "container": "no-such-program"}
-        return config.model_copy(update={"sandbox": config.sandbox.model_copy(update=update)})
-
-    monkeypatch.setattr(run, "demo_config", without)
-    with pytest.raises(UserError, match=r"no backend works here .*Install sandlock .* or bubblewrap"):
-        run.run_demo(task="code", seed=0, out=tmp_path / "run")

@@ -184,7 +184,7 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(demo, "demo_config", short)
     monkeypatch.setattr(demo, "NUM_HELDOUT", 16)
-    command = ("demo", "--task", task, "--out", tmp_path / "run", *(["--unsafe-no-sandbox"] if task == "code" else []))
+    command = ("demo", "--task", task, "--out", tmp_path / "run")
     assert run_command(monkeypatch, *command, "--seed", 3) == 0
     out = capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -214,7 +214,6 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
 @slow("whole demos; make test has two steps of each")
 @pytest.mark.parametrize(("task", "seed"), [*itertools.product(("words", "tools"), range(5)), ("code", 0)])
 def test_the_demo_gains_at_least_55_points(task: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    options = ["--unsafe-no-sandbox"] if task == "code" else []
-    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", seed, *options) == 0
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", seed) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.55

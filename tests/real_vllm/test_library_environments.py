@@ -30,7 +30,7 @@ def example(library: str, folder: Path, **rollout: Any) -> dict[str, Any]:
     config["rewards"] = [{"use": f"{folder}/r.py:length", "weight": 0.1}]  # random replies get no other reward
     config.pop("eval", None)
     if "sandbox" in config:
-        config["sandbox"]["unsafe_no_sandbox"] = True
+        config["sandbox"]["confinement"] = "none"
     return changed(
         config,
         rollout={**LENGTHS, "max_trajectory_tokens": 300, **rollout},

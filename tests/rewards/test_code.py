@@ -27,6 +27,7 @@ class Replies:
 
     name = "replies"
     counts_processes = True
+    guest_filter = b""
 
     def __init__(self, *outputs):
         self.outputs, self.requests = list(outputs), []
@@ -51,6 +52,7 @@ class UsesItsTime:
 
     name = "uses its time"
     counts_processes = True
+    guest_filter = b""
 
     def __init__(self):
         self.wall_s = []

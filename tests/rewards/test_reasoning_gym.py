@@ -17,7 +17,7 @@ COUNTDOWN = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
 
 def reward(*packages: str) -> ReasoningGymReward:
     """With any sandbox, or a plain process."""
-    config = SandboxConfig(packages=packages, unsafe_no_sandbox=True, max_concurrent=1)
+    config = SandboxConfig(packages=packages, confinement="none", max_concurrent=1)
     return ReasoningGymReward(SharedSandbox(config))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from cohort.config.sandbox import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
-from cohort.sandbox import Job, Sandbox, open_sandbox
+from cohort.sandbox import Job, Sandbox, SharedSandbox, open_sandbox
 from cohort.sandbox import choose as choosing
 from cohort.sandbox import launcher as launching
 from cohort.sandbox.backends import Container, Unconfined
@@ -42,16 +41,43 @@ def nothing_installed(monkeypatch):
 
 def test_no_backend_is_an_error_that_says_what_to_install(nothing_installed):
     with pytest.raises(
-        UserError, match=r"no backend works here \(sandlock: .*; bubblewrap: .*; container: .*\). Install"
+        UserError, match=r"no backend works here \(bubblewrap: .*; sandlock: .*; container: .*\). Install"
     ):
         open_sandbox(SandboxConfig())
 
 
 def test_without_a_sandbox_only_when_asked_for(nothing_installed):
-    sandbox = open_sandbox(SandboxConfig(unsafe_no_sandbox=True, **LIMITS))
+    sandbox = open_sandbox(SandboxConfig(confinement="none", **LIMITS))
     assert (sandbox.backend.name, sandbox.protections) == ("none", ())
     assert graded(sandbox, HONEST, CALLS) == 1.0
     assert graded(sandbox, "while True: pass", CALLS) == 0.0
+
+
+@pytest.mark.parametrize(("confinement", "chosen"), [("full", None), ("partial", "bubblewrap"), ("none", "bubblewrap")])
+def test_a_backend_that_holds_less_is_the_users_decision(monkeypatch, confinement, chosen):
+    monkeypatch.setattr(choosing, "_BACKENDS", {"sandlock": named("sandlock"), "bubblewrap": named("bubblewrap")})
+    failed = {"sandlock": {"disk": "full", "network": "connected"}, "bubblewrap": {"disk": "full", "network": ""}}
+    monkeypatch.setattr(choosing, "probe", lambda sandbox: failed[sandbox.backend.name])
+    shared = SharedSandbox(SandboxConfig(confinement=confinement))
+    if chosen is None:
+        with pytest.raises(UserError, match=r"bubblewrap: does not hold disk \(full\)\).*sandbox.confinement: partial"):
+            shared.open()
+        return
+    sandbox = shared.open()
+    assert (sandbox.backend.name, sandbox.protections, sandbox.lacks) == (chosen, ("network",), ("disk",))
+    warning = f"warning: sandbox.confinement: {confinement}: the sandbox does not hold disk"
+    assert shared.notes == ["sandbox: bubblewrap, holds network; does not hold disk", warning]
+
+
+def named(name):
+    """A backend of that name."""
+
+    def make(interpreter, config):
+        backend = Unconfined(interpreter)
+        backend.name = name
+        return backend
+
+    return make
 
 
 @slow("tries all escapes; the probe of each real backend is in the extras")
@@ -60,8 +86,8 @@ def test_the_probe_finds_that_no_sandbox_holds_nothing():
     sandbox = Sandbox(backend=Unconfined(interpreter), limits=Limits.of(SandboxConfig()), max_concurrent=2)
     failed = probe(sandbox)
     broken = {name for name, how in failed.items() if how}
-    assert broken >= {"reading files", "writing files", "network", "signals", "disk"}
-    assert not broken & {"memory", "shared memory", "files in memory", "file size"}
+    assert broken >= {"reading files", "writing files", "network", "signals", "disk", "system calls"}
+    assert not broken & {"memory", "shared memory", "files in memory", "socket buffers", "deleted files", "file size"}
 
 
 @slow("test_the_probe_finds_that_no_sandbox_holds_nothing has the probe; this one its message")
@@ -74,7 +100,7 @@ def test_a_backend_that_does_not_hold_is_refused(monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_protection_is_probed_and_held(backend):
     sandbox = sandbox_or_skip(backend)
-    assert len(sandbox.protections) == 13
+    assert len(sandbox.protections) == 19
     assert "network" in sandbox.protections
 
 
@@ -144,7 +170,8 @@ def test_a_package_that_cannot_be_imported_in_the_sandbox_is_an_error(monkeypatc
     monkeypatch.setattr(choosing, "probe", lambda sandbox: {})
     hidden = replace(sandbox, packages=str(new_folder()))
     why = r"cannot import py of sandbox.packages: pytest \(ModuleNotFoundError: No module named 'py'\)"
-    assert re.fullmatch(why, choosing._check(hidden, interpreter)[0])
+    with pytest.raises(OSError, match=why):
+        choosing._check(hidden, interpreter)
 
 
 def test_what_only_root_can_read_is_copied_for_verdicts(monkeypatch):
@@ -261,21 +288,21 @@ def test_containers_by_their_command_line(tmp_path):
 def test_files_of_an_image_are_not_those_of_the_run():
     with set_out() as canaries:
         here, image = (canaries.attempts(has_image=own)["reading files"][1][0] for own in (False, True))
-        assert set(here) - set(image) == {"/etc/passwd"}
+        assert set(here) - set(image) == {"/etc/passwd", "/etc/hosts", "/etc/hostname"}
         assert str(canaries.folder / "secret") in image
 
 
 @slow("probes a sandbox twice; test_files_of_an_image_are_not_those_of_the_run has the difference")
 def test_a_sandbox_with_an_image_holds(monkeypatch):
     sandbox = sandbox_or_skip("bubblewrap")
-    command = sandbox.backend._command
+    options_of = sandbox.backend._options
 
     def with_image(limits, *, toolchain):
-        options = command(limits, toolchain=toolchain)
+        options = options_of(limits, toolchain=toolchain)
         at = options.index("--size")
         return [*options[:at], "--ro-bind", "/etc/passwd", "/etc/passwd", *options[at:]]
 
-    monkeypatch.setattr(sandbox.backend, "_command", with_image)
+    monkeypatch.setattr(sandbox.backend, "_options", with_image)
     assert probe(sandbox)["reading files"] == "/etc/passwd"
     monkeypatch.setattr(sandbox.backend, "name", "container")
     assert probe(sandbox)["reading files"] == ""
@@ -286,7 +313,8 @@ def test_packages_exclude_containers_from_auto():
     interpreter = find_interpreter(("pytest",), new_folder())
     backend = Container(interpreter, config.model_copy(update={"container": "true run"}))
     sandbox = choosing._with_backend(backend, config, interpreter)
-    assert choosing._check(sandbox, interpreter)[0].startswith("sandbox.packages has no effect")
+    with pytest.raises(OSError, match=r"sandbox.packages has no effect"):
+        choosing._check(sandbox, interpreter)
 
 
 class Fusion(BaseHTTPRequestHandler):

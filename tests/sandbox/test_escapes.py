@@ -3,16 +3,24 @@
 `HONEST` is the control: the same tests pass for code that is right.
 """
 
+import copy
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 
 from cohort.rewards.code import CodeReward
-from cohort.sandbox.probe import set_out
+from cohort.sandbox import Job
+from cohort.sandbox.probe import probe, set_out
+from cohort.sandbox.system_calls import refused
+from cohort.sandbox.usage import descendants
+from escape_attempts import ATTEMPTS, PRELUDE
 from sandboxes import BACKENDS, graded, sandbox_or_skip
 from selection import slow
 
@@ -304,3 +312,175 @@ def test_the_memory_of_all_processes_together_is_limited(sandbox):
         "if sum(name.startswith('held') for name in os.listdir('.')) > 4:\n    def f(x):\n        return x + 1\n"
     )
     assert graded(sandbox, code, CALLS) == 0.0
+
+
+OTHER_CALLS = {"x86_64": {"clone": 56, "sendto": 44}, "aarch64": {"clone": 220, "sendto": 206}}
+
+
+def achieved(sandbox, attempts):
+    """What attempts achieved: title -> value."""
+    numbers = refused(attributes=True, owners=True) | OTHER_CALLS[os.uname().machine]
+    with set_out() as canaries:
+        outside = {
+            "pid": canaries.victim.pid,
+            "folder": str(canaries.folder),
+            "port": canaries.port,
+            "path": canaries.socket_path,
+            "name": canaries.socket_name,
+        }
+        case = {"function": "f", "arguments": [numbers, outside, attempts]}
+        parts = {"before": "", "code": PRELUDE, "after": ""}
+        outcome = sandbox.run(Job(request={"kind": "functions", "token": "", "parts": parts, "cases": [case]}))
+        assert not any(canaries.escaped().values())
+    (result,) = (record for record in outcome.records if "case" in record)
+    return dict(result["value"]["d"])
+
+
+@pytest.mark.parametrize("family", ATTEMPTS)
+def test_attempts(sandbox, family):
+    assert achieved(sandbox, ATTEMPTS[family]) == {}
+
+
+@pytest.mark.extras
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="some of the attempts are for x86-64")
+def test_the_filter_is_what_refuses_many_attempts():
+    sandbox = sandbox_or_skip("bubblewrap")
+    backend = copy.copy(sandbox.backend)
+    backend._filter = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)  # allow all
+    sandbox = replace(sandbox, backend=backend)
+    titles = [title for family in ATTEMPTS.values() for title in achieved(sandbox, family)]
+    assert len(titles) > 50
+    assert {"key in keyring -3", "by interrupt: getpid", "socket of inet, type 1", "watch by inotify"} <= set(titles)
+    failed = {name for name, how in probe(sandbox).items() if how}
+    assert failed >= {"keyrings", "system calls", "foreign system calls", "network"}
+
+
+HOLDING = """
+import ctypes, mmap, os, socket, threading, time
+held = []
+
+def anonymous(size):
+    held.append(bytearray(b"x" * size))
+
+def files_in_memory(size):
+    for i in range(size // 4_000_000):
+        held.append(os.memfd_create("x"))
+        os.write(held[-1], bytes(4_000_000))
+
+def mapped_files_in_memory(size):
+    for i in range(size // 4_000_000):
+        file = os.memfd_create("x")
+        os.write(file, bytes(4_000_000))
+        held.append(mmap.mmap(file, 4096))
+        os.close(file)
+
+def shared(size):
+    for i in range(size // 16_000_000):
+        held.append(mmap.mmap(-1, 16_000_000))
+        for at in range(0, 16_000_000, 4096):
+            held[-1][at] = 1
+        held[-1].resize(4096)  # the rest stays in memory
+
+def in_a_thread(size):
+    done = threading.Event()
+    def fill():
+        anonymous(size)
+        done.set()
+        time.sleep(60)
+    threading.Thread(target=fill).start()
+    done.wait()
+
+def f(way, size):
+    for i in range(5):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            globals()[way](size // 5)
+            os.write(write, b"x")
+            if way == "in_a_thread":
+                ctypes.CDLL(None).syscall(EXIT, 0)  # of the first thread
+            time.sleep(60)
+            os._exit(0)
+        os.close(write)
+        if not os.read(read, 1):
+            return "refused"
+    time.sleep(1)
+    return "held"
+""".replace("EXIT", "60" if os.uname().machine == "x86_64" else "93")
+
+
+@pytest.mark.parametrize("way", ["anonymous", "files_in_memory", "mapped_files_in_memory", "shared", "in_a_thread"])
+def test_memory_cannot_be_hidden(sandbox, way):
+    assert graded(sandbox, HOLDING, [{"call": f"f({way!r}, 600_000_000)", "expected": "held"}]) == 0.0
+    assert graded(sandbox, HOLDING, [{"call": f"f({way!r}, 100_000_000)", "expected": "held"}]) == 1.0  # the control
+
+
+DELETED = """
+import mmap, os, time
+held = []
+
+def f(size, number, mapped):
+    for i in range(number):
+        file = os.open("x", os.O_RDWR | os.O_CREAT)
+        try:
+            os.write(file, bytes(size))
+        except OSError:
+            return "full"
+        os.unlink("x")
+        held.append(file)
+        if mapped:
+            held.append(mmap.mmap(file, 4096))
+            os.close(file)
+    time.sleep(1)
+    return "held"
+"""
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_deleted_files_count(sandbox, mapped):
+    assert graded(sandbox, DELETED, [{"call": f"f(1_000_000, 40, {mapped})", "expected": "held"}]) == 0.0
+    assert graded(sandbox, DELETED, [{"call": f"f(1_000_000, 1, {mapped})", "expected": "held"}]) == 1.0  # the control
+
+
+TRAINER = """
+import sys
+from cohort.config.sandbox import SandboxConfig
+from cohort.sandbox import Job, Sandbox
+from cohort.sandbox.choose import _BACKENDS, _with_backend
+from cohort.sandbox.interpreter import find_interpreter, new_folder
+
+config = SandboxConfig(backend=sys.argv[1])
+interpreter = find_interpreter((), new_folder())
+sandbox = _with_backend(_BACKENDS[sys.argv[1]](interpreter, config), config, interpreter)
+parts = {"before": "", "code": sys.argv[2], "after": ""}
+sandbox.run(Job(request={"kind": "functions", "token": "", "parts": parts, "cases": []}))
+"""
+LEAVING = (
+    "import os, sys, time\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+    "        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(60)', {!r}])\n"
+    "time.sleep(60)\n"
+)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
+def test_nothing_outlives_a_death(sandbox, victim):
+    """The supervisor is the process that confines: sandlock's, or the outer one of bubblewrap."""
+    with set_out() as canaries:
+        command = [sys.executable, "-c", TRAINER, sandbox.backend.name, LEAVING.format(canaries.marker)]
+        with subprocess.Popen(command) as trainer:
+            try:
+                wait_until(lambda: canaries.count() == 3)
+                (first,) = descendants(trainer.pid)[1:2]
+                died = {"trainer": trainer.pid, "supervisor": first}[victim]
+                if victim == "supervisor" and sandbox.backend.name == "sandlock":  # the launcher is the first
+                    died = descendants(first)[1]
+                os.kill(died, signal.SIGKILL)
+                wait_until(lambda: canaries.count() == 0)
+            finally:
+                trainer.kill()
+
+
+def wait_until(is_so, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -18,7 +18,7 @@ from playing import save_turns_model
 from runs import Notes, metric
 from tiny import write_jsonl
 
-WARNING = "warning: sandbox.unsafe_no_sandbox: code of the model runs with this user's rights and network"
+WARNING = "warning: sandbox.confinement: none: code of the model runs with this user's rights and network"
 
 
 class Unheld:
@@ -26,6 +26,7 @@ class Unheld:
 
     name = "unheld"
     counts_processes = holds_sessions = True
+    guest_filter = b""
 
     def run(self, settings, request, limits, *, toolchain):
         output = b'{"ready": true}\n{"begun": true}'
@@ -49,7 +50,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Sandbox]:
     sandboxes: list[Sandbox] = []
 
     def open_sandbox(config: SandboxConfig) -> Sandbox:
-        held = () if config.unsafe_no_sandbox else ("network", "reads outside")
+        held = () if config.confinement == "none" else ("network", "reads outside")
         sandboxes.append(Sandbox(backend=Unheld(), limits=Limits.of(config), max_concurrent=1, protections=held))
         return sandboxes[-1]
 
@@ -70,7 +71,7 @@ def settings(folder: Path, use: str, *, tools: tuple[str, ...] = ("python",), un
         "data": {"path": str(folder / "d.jsonl"), "prompt": "prompt"},
         "rewards": [{"use": use}],
         "rollout": {"tools": list(tools), "engine": "local", "num_generations": 2, **lengths, **of_turns},
-        **({"sandbox": {"unsafe_no_sandbox": True}} if unsafe else {}),
+        **({"sandbox": {"confinement": "none"}} if unsafe else {}),
         "train": {"steps": 1, "prompts_per_step": 2},
         "run": {"dir": str(folder / "run")},
     }

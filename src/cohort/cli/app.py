@@ -269,10 +269,6 @@ def demo(
             "--rebuild-base", help="Rebuild the small base model (3 minutes), in --out or in place, and exit."
         ),
     ] = False,
-    unsafe_no_sandbox: Annotated[
-        bool,
-        typer.Option("--unsafe-no-sandbox", help="With --task code: run code with your rights if no sandbox works."),
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a small model on word problems, tools or code with GRPO: a minute or two, no GPU, no downloads."""
@@ -280,18 +276,11 @@ def demo(
     if rebuild_base:
         from cohort.demo.base_model import rebuild
 
-        rebuild(task, out, unsafe_no_sandbox=unsafe_no_sandbox)
+        rebuild(task, out)
     else:
         from cohort.demo.run import run_demo
 
-        run_demo(
-            task=task,
-            seed=seed,
-            out=out,
-            processes=processes,
-            engine=engine,
-            unsafe_no_sandbox=unsafe_no_sandbox,
-        )
+        run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
 
 
 app.command()(algorithms)

@@ -1,6 +1,6 @@
 """The section `sandbox`: where code of completions runs, and its limits."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "sandlock", "bubblewrap", "container", "sandbox_fusion"] = Field(
         "auto",
-        description="`auto`: the first of sandlock, bubblewrap and container whose escape checks pass. "
+        description="`auto`: the first of bubblewrap, sandlock and container whose escape checks pass. "
         "`sandbox_fusion`: a server at `url`.",
     )
     url: str | None = Field(None, description="Address of a SandboxFusion server, such as http://host:8080.")
@@ -23,8 +23,11 @@ class SandboxConfig(Section):
         description="Command that starts a container, such as `docker run` or `podman run`.",
     )
     image: str = Field("python:3.11-slim", min_length=1, description="Container image; it needs Python 3.11 or later.")
-    unsafe_no_sandbox: bool = Field(
-        False, description="Run code with this user's rights and network if no backend works. Limits are best effort."
+    confinement: Literal["full", "partial", "none"] = Field(
+        "full",
+        description="Least that the run accepts. `full`: a backend that withstands every escape check. `partial`: else "
+        "the one that withstands most; the run names what it does not hold. `none`: else no sandbox at all: code runs "
+        "with this user's rights and network, and limits are best effort.",
     )
     packages: tuple[str, ...] = Field(
         (), description="Installed Python packages that the code may import, such as [numpy]. Default: only the stdlib."
@@ -42,6 +45,15 @@ class SandboxConfig(Section):
     max_open_files: int = Field(64, ge=16, description="Open files per process.")
     max_output: Size = Field("1MB", description="Output, and return values, of all test cases.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_key(cls, values: Any) -> Any:
+        """Read `unsafe_no_sandbox`, the former `confinement: none`."""
+        if not isinstance(values, dict) or not isinstance(values.get("unsafe_no_sandbox"), bool):
+            return values
+        values = dict(values)
+        return ({"confinement": "none"} if values.pop("unsafe_no_sandbox") else {}) | values
+
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
         if self.backend == "sandbox_fusion" and self.url is None:
@@ -52,7 +64,7 @@ class SandboxConfig(Section):
             where = "the image" if self.backend == "container" else "the server"
             self.refuse("packages", f"backend: {self.backend}", f"remove it, and install them in {where}")
         if self.backend == "sandbox_fusion":
-            self.refuse("unsafe_no_sandbox", f"backend: {self.backend}", "remove it, or use backend: auto")
+            self.refuse("confinement", f"backend: {self.backend}", "remove it, or use backend: auto")
         if self.backend not in ("auto", "container"):
             for key in ("container", "image"):
                 self.refuse(key, f"backend: {self.backend}", "remove it, or use backend: container")

@@ -24,17 +24,17 @@ _NUM_TOKENIZER_PROBLEMS = 3000
 _SEED = 0
 
 
-def rebuild(task: str, out: Path | None, *, unsafe_no_sandbox: bool = False) -> None:
+def rebuild(task: str, out: Path | None) -> None:
     """Rebuild the base model of a task in `out`, or in place of the packaged one."""
     resume_gc()
     chosen = find_task(task)
     folder = out or chosen.base_path
-    accuracy = build_base(chosen, folder, unsafe_no_sandbox=unsafe_no_sandbox)["greedy_accuracy"]
+    accuracy = build_base(chosen, folder)["greedy_accuracy"]
     problems = "held-out" if chosen.development is None else "development"
     print(f"written to {folder}; greedy accuracy on {problems} problems {accuracy:.1%}")
 
 
-def build_base(task: DemoTask, out: Path, *, unsafe_no_sandbox: bool = False) -> dict[str, float]:
+def build_base(task: DemoTask, out: Path) -> dict[str, float]:
     """Train the tokenizer and the base model and save both as a Hugging Face folder of about 1 MB.
 
     The folder is the same on every machine of the same kind with the same number of threads; elsewhere rounding may
@@ -67,7 +67,7 @@ def build_base(task: DemoTask, out: Path, *, unsafe_no_sandbox: bool = False) ->
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner may read
-    results = _measure(task, out, unsafe_no_sandbox=unsafe_no_sandbox)
+    results = _measure(task, out)
     print(", ".join(f"{name} {value:.3f}" for name, value in results.items()))
     return results
 
@@ -90,11 +90,11 @@ def _texts(task: DemoTask, conversation: Sequence[Message]) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def _measure(task: DemoTask, base: Path, *, unsafe_no_sandbox: bool) -> dict[str, float]:
+def _measure(task: DemoTask, base: Path) -> dict[str, float]:
     """Evaluate as the demo does: greedy accuracy, and pass@1 and pass@8 at temperature 1."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = demo_config(folder, task=task, base=base, seed=_SEED, unsafe_no_sandbox=unsafe_no_sandbox)
+        config = demo_config(folder, task=task, base=base, seed=_SEED)
         write_data(folder, config, task=task, seed=_SEED)
         if task.development is not None:
             config = _changed(config, path=str(folder / "data" / "development.jsonl"))

@@ -34,7 +34,6 @@ def run_demo(
     out: Path | None,
     processes: int = 1,
     engine: str = "local",
-    unsafe_no_sandbox: bool = False,
 ) -> RunResult:
     """Train a base model on a task and show the result.
 
@@ -44,14 +43,11 @@ def run_demo(
         out: run folder; by default runs/demo, or the next free runs/demo-N.
         processes: number of training processes; the run is the same for any.
         engine: rollout engine.
-        unsafe_no_sandbox: run the code of completions without a sandbox if no backend works.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs/demo"))
     chosen = find_task(task)
-    config = demo_config(
-        folder, task=chosen, seed=seed, processes=processes, engine=engine, unsafe_no_sandbox=unsafe_no_sandbox
-    )
+    config = demo_config(folder, task=chosen, seed=seed, processes=processes, engine=engine)
     write_data(folder, config, task=chosen, seed=seed)
     console.print(chosen.intro, soft_wrap=True)
     console.print(f"To watch it learn, in another terminal: {view_command(folder)}", soft_wrap=True)
@@ -68,7 +64,6 @@ def demo_config(
     seed: int,
     processes: int = 1,
     engine: str = "local",
-    unsafe_no_sandbox: bool = False,
 ) -> Config:
     """Return a demo's configuration, which `cohort train` can run too. `base` replaces the task's base model."""
     return config_from_dict(
@@ -76,7 +71,7 @@ def demo_config(
             "model": {"path": str(base or task.base_path)},
             "data": {"path": str(folder / "data" / "train.jsonl"), "prompt": "question"},
             "rewards": [task.reward],
-            **({"sandbox": {"unsafe_no_sandbox": True}} if unsafe_no_sandbox else {}),
+            **({"sandbox": dict(task.sandbox)} if task.sandbox else {}),
             "rollout": {"engine": engine, "num_generations": 16, **task.rollout},
             "algorithm": {"name": "grpo"},
             "train": {"prompts_per_step": 16, "lr_schedule": "linear", "seed": seed, **task.train},

@@ -16,6 +16,7 @@ from cohort.sandbox.interpreter import GUEST_SOURCE, Interpreter, system_librari
 from cohort.sandbox.launcher import Launcher
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.process import Conversation, PopenChild, ProcessResult, run_process
+from cohort.sandbox.system_calls import filter_program
 
 GUEST_ENV = {
     "PATH": "/usr/bin:/bin",
@@ -25,6 +26,9 @@ GUEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
+_FOLDER = "/tmp/code"  # to work in: folders of the interpreter may be beside it
+_KEYS = ("/proc/keys", "/proc/key-users")  # names the keys of the run
+_MADE_UP = ("/etc/hosts", "/etc/hostname", "/proc/mounts", "/proc/self/mounts")  # files that sandlock invents
 _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
 _OWN_UID, _NUM_UIDS = (
     165_534,
@@ -38,6 +42,7 @@ class Backend(Protocol):
     name: str
     holds_sessions: bool  # whether a process can be talked to while it runs
     counts_processes: bool  # whether RLIMIT_NPROC counts the processes of one sandbox alone
+    guest_filter: bytes  # of system calls, that the guest program loads; empty if the backend does or there is none
 
     def missing(self) -> str | None:
         """Return what has to be installed, or None."""
@@ -64,9 +69,11 @@ class Bubblewrap:
     name = "bubblewrap"
     holds_sessions = True
     counts_processes = True
+    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
+        self._filter = filter_program(refuse_attributes=False)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -78,10 +85,18 @@ class Bubblewrap:
 
     def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         """See `Backend`."""
-        command = [*self._command(limits, toolchain=toolchain), *self._interpreter.command(settings)]
-        return run_process(PopenChild(command, env={}), request, limits)
+        program = os.memfd_create("system calls")
+        try:
+            os.write(program, self._filter)
+            os.lseek(program, 0, os.SEEK_SET)
+            options = self._options(limits, toolchain=toolchain)
+            command = [*options, "--seccomp", str(program), "--", *self._interpreter.command(settings)]
+            child = PopenChild(command, env={}, pass_fds=[program])
+        finally:
+            os.close(program)
+        return run_process(child, request, limits)
 
-    def _command(self, limits: Limits, *, toolchain: bool) -> list[str]:
+    def _options(self, limits: Limits, *, toolchain: bool) -> list[str]:
         own_uid = ("--reuid", str(_OWN_UID), "--regid", str(_OWN_UID), "--clear-groups")
         command = [str(shutil.which("setpriv")), *own_uid] if os.geteuid() == 0 else []
         command += [str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns"]
@@ -105,10 +120,13 @@ class Bubblewrap:
                 command += ["--ro-bind", name, name]
         for name in hidden:
             command += ["--remount-ro", name]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
+        command += ["--proc", "/proc"]
+        for name in _KEYS:
+            command += ["--ro-bind", "/dev/null", name]
+        command += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
         for key, value in (GUEST_ENV | self._interpreter.env).items():
             command += ["--setenv", key, value]
-        return [*command, "--chdir", "/tmp", "--"]
+        return [*command, "--dir", _FOLDER, "--chdir", _FOLDER]
 
 
 class Sandlock:
@@ -125,6 +143,8 @@ class Sandlock:
         hidden = (*interpreter.hidden, *_third_party_folders())
         self._denied = [path for folder in hidden for path in _denied_in(folder, interpreter.readable)]
         self.counts_processes = False  # sandlock counts them itself
+        # not loaded before sandlock starts, whose supervisor needs some of what judged code does not
+        self.guest_filter = filter_program(refuse_attributes=True, refuse_owners=os.geteuid() != 0)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -149,7 +169,7 @@ class Sandlock:
                 "folder": folder,
                 "changes": changes,
                 "readable": [*readable, *self._interpreter.readable, "/dev/null", "/dev/zero", "/dev/urandom"],
-                "denied": self._denied,
+                "denied": [*self._denied, *_MADE_UP],
                 "env": GUEST_ENV | self._interpreter.env | {"HOME": folder, "TMPDIR": folder},
                 "max_memory": limits.memory_bytes,
                 "max_processes": limits.max_processes,
@@ -169,6 +189,7 @@ class Container:
     def __init__(self, interpreter: Interpreter, config: SandboxConfig) -> None:
         self._guest = str(GUEST_SOURCE)  # not the compiled one: the image has its own interpreter
         self._start, self._image = shlex.split(config.container), config.image
+        self.guest_filter = filter_program(refuse_attributes=False)
 
     def missing(self) -> str | None:
         """See `Backend`."""
@@ -205,11 +226,12 @@ class Container:
 
 
 class Unconfined:
-    """No confinement: `unsafe_no_sandbox`. Only resource limits, and the end of what was started."""
+    """No confinement: only resource limits, and the end of what was started."""
 
     name = "none"
     holds_sessions = True
     counts_processes = False
+    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter

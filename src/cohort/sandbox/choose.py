@@ -4,6 +4,7 @@ import atexit
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cohort.config.sandbox import SandboxConfig
 from cohort.errors import UserError
@@ -15,17 +16,17 @@ from cohort.sandbox.pool import Job, Sandbox, default_concurrency
 from cohort.sandbox.probe import probe
 
 _BACKENDS: Mapping[str, Callable[[Interpreter, SandboxConfig], Backend]] = {
-    "sandlock": lambda interpreter, config: Sandlock(interpreter),
     "bubblewrap": lambda interpreter, config: Bubblewrap(interpreter),
+    "sandlock": lambda interpreter, config: Sandlock(interpreter),
     "container": lambda interpreter, config: Container(interpreter, config),
 }
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """Return a sandbox with the first backend whose escape checks pass.
+    """Return a sandbox with the first backend whose escape checks pass, or what else `confinement` accepts.
 
     Raises:
-        UserError: none passes; the message says why for each, and what to install.
+        UserError: there is none; the message says why for each, and what to install.
     """
     if config.backend == "sandbox_fusion":
         return _open_remote(config)
@@ -38,38 +39,52 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     interpreter = find_interpreter(config.packages, folder)
     names = list(_BACKENDS) if config.backend == "auto" else [config.backend]
-    reasons = []
+    reasons, partial = [], []
     for name in names:
-        sandbox = _with_backend(_BACKENDS[name](interpreter, config), config, interpreter)
-        reason, holds = _check(sandbox, interpreter)
-        if reason is None:
-            return _with_backend(sandbox.backend, config, interpreter, holds)
-        reasons.append(f"{name}: {reason}")
-    if config.unsafe_no_sandbox:
+        try:
+            sandbox = _with_backend(_BACKENDS[name](interpreter, config), config, interpreter)
+            failed = _check(sandbox, interpreter)
+        except OSError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        broken = {protection: how for protection, how in failed.items() if how}
+        held = tuple(protection for protection in failed if protection not in broken)
+        sandbox = replace(sandbox, protections=held, lacks=tuple(broken))
+        if not broken:
+            return sandbox
+        partial.append(sandbox)
+        reasons.append(f"{name}: does not hold {', '.join(f'{p} ({how[:60]})' for p, how in broken.items())}")
+    if partial and config.confinement != "full":
+        return min(partial, key=lambda sandbox: len(sandbox.lacks))
+    if config.confinement == "none":
         return _with_backend(Unconfined(interpreter), config, interpreter)
+    less = "sandbox.confinement: none, with your rights"
+    if partial:
+        less = f"sandbox.confinement: partial, without the protections named above, or {less}"
     raise UserError(
-        f"sandbox: no backend works here ({'; '.join(reasons)}). Install sandlock (`pip install sandlock`) or "
-        "bubblewrap, use a server with sandbox.backend: sandbox_fusion, or accept that completions' code runs with "
-        "your rights: sandbox.unsafe_no_sandbox: true (`cohort demo`: --unsafe-no-sandbox)"
+        f"sandbox: no backend works here ({'; '.join(reasons)}). Install bubblewrap (`apt install bubblewrap`) or "
+        "sandlock (`pip install sandlock`), use a server with sandbox.backend: sandbox_fusion, or accept that "
+        f"completions' code runs with less: {less}"
     )
 
 
-def _check(sandbox: Sandbox, interpreter: Interpreter) -> tuple[str | None, tuple[str, ...]]:
-    """Return why a backend cannot be used, or None; and the protections that hold."""
+def _check(sandbox: Sandbox, interpreter: Interpreter) -> dict[str, str]:
+    """Return each protection with how it failed, "" if it holds.
+
+    Raises:
+        OSError: the backend cannot be used.
+    """
     if (missing := sandbox.backend.missing()) is not None:
-        return missing, ()
+        raise OSError(missing)
     if sandbox.packages is None and interpreter.packages is not None:
-        return "sandbox.packages has no effect; use an image with them and backend: container", ()
+        raise OSError("sandbox.packages has no effect; use an image with them and backend: container")
     try:
         failed = probe(sandbox)
     except OSError as error:
-        return f"does not start ({error})", ()
-    broken = [f"{name} ({how[:60]})" for name, how in failed.items() if how]
-    if broken:
-        return f"does not hold {', '.join(broken)}", ()
+        raise OSError(f"does not start ({error})") from error
     if problem := _import_problem(sandbox, interpreter.modules):
-        return problem, ()
-    return None, tuple(failed)
+        raise OSError(problem)
+    return failed
 
 
 def _import_problem(sandbox: Sandbox, modules: Mapping[str, Sequence[str]]) -> str | None:
@@ -95,15 +110,12 @@ def _open_remote(config: SandboxConfig) -> Sandbox:
     )
 
 
-def _with_backend(
-    backend: Backend, config: SandboxConfig, interpreter: Interpreter, protections: tuple[str, ...] = ()
-) -> Sandbox:
+def _with_backend(backend: Backend, config: SandboxConfig, interpreter: Interpreter) -> Sandbox:
     return Sandbox(
         backend=backend,
         limits=Limits.of(config),
         max_concurrent=_concurrency(config),
         packages=None if backend.name == "container" else interpreter.packages,
-        protections=protections,
     )
 
 

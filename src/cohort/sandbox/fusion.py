@@ -18,6 +18,7 @@ class SandboxFusion:
 
     name = "sandbox_fusion"
     holds_sessions = False
+    guest_filter = b""
     counts_processes = False
 
     def __init__(self, url: str) -> None:

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.sandbox.process import descendants, held_bytes, pause_all, signal_all
+from cohort.sandbox.limits import Limits
+from cohort.sandbox.process import pause_all, signal_all
+from cohort.sandbox.usage import Usage, descendants, usage
 
 _MAX_REPLY_BYTES = 32
 _END_S = 10.0
@@ -78,9 +80,9 @@ class LaunchedChild:
         self._supervisor = supervisor  # process id
         self._lifeline = lifeline  # its supervisor kills everything when this closes
 
-    def resident_bytes(self) -> int:
+    def usage(self, limits: Limits) -> Usage:
         """See `Child`."""
-        return held_bytes(descendants(self._supervisor)[1:])
+        return usage(descendants(self._supervisor)[1:], limits)
 
     def pause(self) -> None:
         """See `Child`."""

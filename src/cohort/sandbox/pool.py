@@ -52,7 +52,8 @@ class Sandbox:
     limits: Limits
     max_concurrent: int
     packages: str | None = None  # folder to import packages from
-    protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none for `unsafe_no_sandbox`
+    protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none without a sandbox
+    lacks: tuple[str, ...] = field(default=())  # protections that it found not to hold
 
     def run(self, job: Job, *, end: float = math.inf) -> Outcome:
         """Run one job. A sandbox that does not start is tried twice.
@@ -106,8 +107,9 @@ class Sandbox:
 
     def _start(self, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         rlimits = limits.rlimits(counts_processes=self.backend.counts_processes, limits_addresses=not toolchain)
-        settings = marshal.dumps({"limits": rlimits, "path": [self.packages] if self.packages else []}, FORMAT).hex()
-        return self.backend.run(settings, request, limits, toolchain=toolchain)
+        path = [self.packages] if self.packages else []
+        settings = {"limits": rlimits, "path": path, "filter": self.backend.guest_filter}
+        return self.backend.run(marshal.dumps(settings, FORMAT).hex(), request, limits, toolchain=toolchain)
 
     def _run_once(self, job: Job, end: float) -> Outcome:
         limits = job.limits or self.limits

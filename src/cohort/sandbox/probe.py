@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from cohort.sandbox.backends import GUEST_ENV
 from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Job, Outcome, Sandbox
+from cohort.sandbox.system_calls import refused
 
 MB = 1_000_000
 _DYING_S = 5.0
@@ -31,11 +32,14 @@ LIMITS = Limits(
     max_open_files=64,
     max_output_bytes=MB,
 )
+_MANY_FILES = 512  # sockets of four processes with as many hold more than the memory
 _HARMLESS = (*GUEST_ENV, "USER", "TERM", "PWD")  # set in the sandbox too, to values that tell nothing
 _INSTALLED = str(importlib.util.find_spec("peft").origin)  # type: ignore[union-attr]  # some package of the run
 # Each function tries one escape and returns what it achieved; "" if nothing.
 _ATTEMPTS = """
-import ctypes, mmap, os, resource, signal, socket, subprocess, sys, time
+import ctypes, errno, mmap, os, resource, signal, socket, stat, subprocess, sys, time
+
+maps, pairs = [], []
 
 def tried(act, *arguments):
     try:
@@ -78,11 +82,12 @@ def network(port, name, path):
             client.settimeout(2)
             return client.connect(address)
     return (tried(connect, socket.AF_INET, ("127.0.0.1", port)) + tried(connect, socket.AF_UNIX, "\\0" + name)
-            + tried(connect, socket.AF_UNIX, path))
+            + tried(connect, socket.AF_UNIX, path)
+            + tried(socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM))  # its ends could send to any address
 
 def signals(pid):
-    return (tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0)) + tried(os.kill, pid, signal.SIGKILL)
-            + tried(os.killpg, pid, signal.SIGKILL))
+    return (tried(resource.prlimit, pid, resource.RLIMIT_CPU) + tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
+            + tried(os.kill, pid, signal.SIGKILL) + tried(os.killpg, pid, signal.SIGKILL))
 
 def traces(pid):
     return "attached" if ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0 else ""
@@ -120,11 +125,97 @@ def shared_memory(size):
     return in_four_processes(map_shared, size // 4)
 
 def fill_files(size, limit):
-    for _ in range(size // limit):
-        os.write(os.memfd_create("x"), bytes(limit))
+    for i in range(size // limit):
+        file = os.memfd_create("x")
+        os.write(file, bytes(limit))
+        if i % 2:  # held by a mapping alone
+            maps.append(mmap.mmap(file, 4096))
+            os.close(file)
 
 def memory_files(size, limit):
     return in_four_processes(fill_files, size // 4, limit)
+
+def fill_sockets(number):
+    for _ in range(number // 2):
+        pairs.append(socket.socketpair())
+        for end in pairs[-1]:
+            end.setblocking(False)
+            try:
+                while True:
+                    end.send(bytes(1 << 16))
+            except BlockingIOError:
+                pass
+
+def socket_buffers(number):
+    return in_four_processes(fill_sockets, number)
+
+def deleted_files(limit, size):
+    held = 0
+    try:
+        for i in range(6 * limit // size):
+            file = os.open(f"deleted{i}", os.O_RDWR | os.O_CREAT)
+            held += os.write(file, bytes(size))
+            os.unlink(f"deleted{i}")
+            if i % 2:
+                maps.append(mmap.mmap(file, 4096))
+                os.close(file)
+    except OSError:
+        pass
+    time.sleep(1)
+    return f"{held} bytes" if held > 2.5 * limit else ""
+
+def attributes():
+    def allowed(act, *arguments, **options):
+        try:
+            act(*arguments, **options)
+        except OSError as error:
+            refused = errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS, errno.ENOTSUP
+            return "" if error.errno in refused else repr(error)
+        return act.__name__ + " "
+    done = ""
+    for path in (os.__file__, sys.executable, sys.argv[0]):
+        status = os.stat(path)
+        times = {"ns": (status.st_atime_ns, status.st_mtime_ns)}
+        file = os.open(path, os.O_RDONLY)
+        for target in (path, file):  # changes nothing where it is allowed
+            done += allowed(os.utime, target, **times) + allowed(os.chmod, target, stat.S_IMODE(status.st_mode))
+            done += allowed(os.setxattr, target, "user.cohort", b"", os.XATTR_REPLACE)
+        os.close(file)
+    return done
+
+def keyrings(add_key):
+    library = ctypes.CDLL(None)
+    found = "".join(tried(lambda: open(path).read(1) or 1 / 0) for path in ("/proc/keys", "/proc/key-users"))
+    return found + ("a key" if library.syscall(add_key, b"user", b"cohort-canary", b"x", 1, -3) >= 0 else "")
+
+def system_calls(table):
+    library = ctypes.CDLL(None, use_errno=True)
+    through = []
+    for name, number in table:
+        result = library.syscall(number, *[ctypes.c_long(-1)] * 6)
+        if result != -1 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
+            through.append(name)
+    return " ".join(through)
+
+def foreign_calls():
+    def by_interrupt():
+        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code.write(bytes.fromhex("b814000000cd80c3"))  # getpid of 32 bits
+        return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+    def of_x32():
+        return ctypes.CDLL(None).syscall((1 << 30) + 39)
+    done = ""
+    for call in (by_interrupt, of_x32) if os.uname().machine == "x86_64" else ():
+        read, write = os.pipe()
+        if os.fork() == 0:  # it may be killed
+            try:
+                if call() > 0:
+                    os.write(write, call.__name__.encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        done += os.read(read, 100).decode()
+    return done
 
 def processes(limit):
     made = 0
@@ -187,8 +278,9 @@ class Canaries:
         Args:
             has_image: whether the sandbox has system files of its own.
         """
+        calls = refused()
         own = [str(self.folder), str(self.folder / "secret"), __file__, _INSTALLED]
-        own += [] if has_image else ["/etc/passwd"]
+        own += [] if has_image else ["/etc/passwd", "/etc/hosts", "/etc/hostname"]
         return {
             "reading files": ("reads", [own]),
             "writing files": ("writes", [str(self.folder)]),
@@ -199,9 +291,15 @@ class Canaries:
             "memory": ("memory", [2 * LIMITS.memory_bytes]),
             "shared memory": ("shared_memory", [2 * LIMITS.memory_bytes]),
             "files in memory": ("memory_files", [2 * LIMITS.memory_bytes, LIMITS.max_file_bytes]),
+            "socket buffers": ("socket_buffers", [_MANY_FILES - 32]),
             "processes": ("processes", [LIMITS.max_processes]),
             "file size": ("file_size", [LIMITS.max_file_bytes]),
             "disk": ("disk", [LIMITS.tmp_bytes]),
+            "deleted files": ("deleted_files", [LIMITS.tmp_bytes, LIMITS.max_file_bytes]),
+            "attributes of files": ("attributes", []),
+            "keyrings": ("keyrings", [calls["add_key"]]),
+            "system calls": ("system_calls", [[[name, number] for name, number in calls.items() if name != "msgget"]]),
+            "foreign system calls": ("foreign_calls", []),
             "leftover processes": ("outlives", [self.marker]),
         }
 
@@ -213,10 +311,14 @@ class Canaries:
             "leftover processes": self._outlived(),
         }
 
+    def count(self) -> int:
+        """Return the number of processes that have the marker as an argument."""
+        return sum(self.marker.encode() in line.split(b"\0") for line in _command_lines())
+
     def _outlived(self) -> bool:
         """Whether a process that should be gone stays: the kernel may take a moment to end a namespace."""
         deadline = time.monotonic() + _DYING_S
-        while any(self.marker.encode() in line for line in _command_lines()):
+        while self.count():
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.02)
@@ -282,7 +384,8 @@ def _attempt(sandbox: Sandbox, function: str, arguments: list[Any]) -> Outcome:
     case = {"function": function, "arguments": arguments}
     parts = {"before": "", "code": _ATTEMPTS, "after": ""}
     request = {"kind": "functions", "token": "", "parts": parts, "cases": [case]}
-    return sandbox.run(Job(request=request, limits=LIMITS))
+    limits = replace(LIMITS, max_open_files=_MANY_FILES) if function == "socket_buffers" else LIMITS
+    return sandbox.run(Job(request=request, limits=limits))
 
 
 def _achieved(outcome: Outcome) -> str:

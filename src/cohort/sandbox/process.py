@@ -6,18 +6,18 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 from cohort.sandbox.limits import Limits
+from cohort.sandbox.usage import Usage, descendants, usage
 
-MEMORY_CHECK_S = 0.1
+USAGE_CHECK_S = 0.1
 _READ_BYTES = 1 << 16
 _ERROR_BYTES = 4096
 
-Ending = Literal["exited", "wall time", "output limit", "memory"]
+Ending = Literal["exited", "wall time", "output limit", "memory", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Child(Protocol):
     stderr: int
     ended: int  # becomes readable when it has ended
 
-    def resident_bytes(self) -> int:
-        """Return the memory that the process and its descendants hold."""
+    def usage(self, limits: Limits) -> Usage:
+        """Return what the process and its descendants hold. Its first line of output must be there."""
         ...
 
     def pause(self) -> None:
@@ -72,7 +72,14 @@ class Conversation(Protocol):
 class PopenChild:
     """A child of this process in its own session. `command` must end all that it started when it is killed."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: str | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -80,6 +87,7 @@ class PopenChild:
             stderr=subprocess.PIPE,
             env=dict(env),
             cwd=cwd,
+            pass_fds=pass_fds,
             start_new_session=True,
         )
         # plain descriptors: run_process closes them
@@ -90,9 +98,9 @@ class PopenChild:
             pipe.close()
         self.ended = os.pidfd_open(self._process.pid)
 
-    def resident_bytes(self) -> int:
+    def usage(self, limits: Limits) -> Usage:
         """See `Child`."""
-        return held_bytes(descendants(self._process.pid))
+        return usage(descendants(self._process.pid), limits, ours=self._process.pid)
 
     def pause(self) -> None:
         """See `Child`."""
@@ -119,10 +127,10 @@ def run_process(child: Child, request: bytes | Conversation, limits: Limits) -> 
         limits: wall time, output and memory are limited here.
     """
     start = time.monotonic()
-    pump = _Pump(child, request if isinstance(request, bytes) else b"", limits.channel_bytes)
+    pump = _Pump(child, request if isinstance(request, bytes) else b"", limits)
     try:
         if isinstance(request, bytes):
-            ending = pump.run(start + limits.wall_s, limits.memory_bytes)
+            ending = pump.run(start + limits.wall_s)
         else:
             ending = request.converse(child, limits.wall_s)
     finally:
@@ -142,14 +150,15 @@ def run_process(child: Child, request: bytes | Conversation, limits: Limits) -> 
 class _Pump:
     """Writes one pipe and reads two until the process ends."""
 
-    def __init__(self, child: Child, request: bytes, max_output_bytes: int) -> None:
-        self._child, self._request, self._limit = child, memoryview(request), max_output_bytes
+    def __init__(self, child: Child, request: bytes, limits: Limits) -> None:
+        self._child, self._request, self._limits = child, memoryview(request), limits
         self.output, self.errors = bytearray(), bytearray()
 
-    def run(self, deadline: float, max_memory_bytes: int) -> Ending:
+    def run(self, deadline: float) -> Ending:
         """Pump until the process ends, and say why the pumping ended."""
         child = self._child
-        next_check = time.monotonic() + MEMORY_CHECK_S
+        next_check = time.monotonic() + USAGE_CHECK_S
+        max_bytes = self._limits.channel_bytes
         with selectors.DefaultSelector() as selector:
             for fd in (child.stdout, child.stderr, child.ended):
                 selector.register(fd, selectors.EVENT_READ)
@@ -163,7 +172,7 @@ class _Pump:
                         selector.unregister(fd)
                         if fd == child.stdin:
                             self._close_stdin()
-                if len(self.output) >= self._limit:
+                if len(self.output) >= max_bytes:
                     return "output limit"
                 if child.ended in ready and not ready & {child.stdout, child.stderr}:
                     return "exited"
@@ -171,9 +180,9 @@ class _Pump:
                 if now >= deadline:
                     return "wall time"
                 if now >= next_check:
-                    next_check = now + MEMORY_CHECK_S
-                    if child.resident_bytes() > max_memory_bytes:
-                        return "memory"
+                    next_check = now + USAGE_CHECK_S
+                    if self.output and (exceeded := child.usage(self._limits).exceeded(self._limits)):
+                        return exceeded
 
     def _close_stdin(self) -> None:
         """Close it, and leave a descriptor in its place for `run_process` to close."""
@@ -185,7 +194,8 @@ class _Pump:
         """Move some bytes; return whether there may be more."""
         if fd != self._child.stdin:
             data = os.read(fd, _READ_BYTES)
-            into, limit = (self.output, self._limit) if fd == self._child.stdout else (self.errors, _ERROR_BYTES)
+            is_output = fd == self._child.stdout
+            into, limit = (self.output, self._limits.channel_bytes) if is_output else (self.errors, _ERROR_BYTES)
             into += data[: limit - len(into)]
             return bool(data)
         try:
@@ -193,18 +203,6 @@ class _Pump:
         except BrokenPipeError:  # it does not read its input
             return False
         return bool(self._request)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    found, waiting = [], [pid]
-    while waiting:
-        found.append(waiting.pop())
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{found[-1]}/task").iterdir():
-                with contextlib.suppress(OSError):
-                    waiting += map(int, (task / "children").read_text().split())
-    return found
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -220,28 +218,3 @@ def pause_all(find: Callable[[], Sequence[int]]) -> None:
     while new := set(find()) - stopped:
         signal_all(new, signal.SIGSTOP)
         stopped |= new
-
-
-def held_bytes(pids: Sequence[int]) -> int:
-    """Return the memory that processes hold: anonymous, shared, and that of files without a name (`memfd_create`)."""
-    files = {key: size for pid in pids for key, size in _memory_files(pid)}
-    return sum(map(_resident_bytes, pids)) + sum(files.values())
-
-
-def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process, without pages of files on disk; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-
-
-def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the identity and the size of each open file in memory."""
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith("/memfd:"):
-                    status = os.stat(entry.path)
-                    yield (status.st_dev, status.st_ino), 512 * status.st_blocks

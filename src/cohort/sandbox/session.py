@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import FORMAT, Sandbox
-from cohort.sandbox.process import MEMORY_CHECK_S, Child, Ending, ProcessResult
+from cohort.sandbox.process import USAGE_CHECK_S, Child, Ending, ProcessResult
 
 
 class SessionEnded(Exception):  # noqa: N818
@@ -72,7 +73,7 @@ class Session:
             text, wall_s = request
             if calls:
                 child.resume()
-            exchange = _Exchange(child, self._sandbox.limits.channel_bytes, self._sandbox.limits.memory_bytes)
+            exchange = _Exchange(child, self._sandbox.limits, is_ready=calls > 0)
             lines = 1 if calls else 2  # the first says that the guest is ready
             ending = exchange.run(self, text, buffer, lines, time.monotonic() + min(wall_s, deadline_s))
             if ending is not None:
@@ -102,8 +103,8 @@ class Session:
 class _Exchange:
     """Writes one request and reads lines of an answer."""
 
-    def __init__(self, child: Child, max_bytes: int, max_memory_bytes: int) -> None:
-        self._child, self._max_bytes, self._max_memory_bytes = child, max_bytes, max_memory_bytes
+    def __init__(self, child: Child, limits: Limits, *, is_ready: bool) -> None:
+        self._child, self._limits, self._is_ready = child, limits, is_ready
 
     def run(self, session: Session, text: bytes, buffer: bytearray, num_lines: int, deadline: float) -> Ending | None:
         """Return None if the lines are in `buffer`, else why not."""
@@ -130,7 +131,7 @@ class _Exchange:
                         selector.unregister(fd)
                 if self._child.ended in ready and self._child.stdout not in ready:
                     return "exited"
-                if len(buffer) > self._max_bytes:
+                if len(buffer) > self._limits.channel_bytes:
                     return "output limit"
                 if session.ended:  # closed during a call
                     return "exited"
@@ -138,9 +139,10 @@ class _Exchange:
                 if now >= deadline:
                     return "wall time"
                 if now >= next_check:
-                    next_check = now + MEMORY_CHECK_S
-                    if self._child.resident_bytes() > self._max_memory_bytes:
-                        return "memory"
+                    next_check = now + USAGE_CHECK_S
+                    is_ready = self._is_ready or bool(buffer)
+                    if is_ready and (exceeded := self._child.usage(self._limits).exceeded(self._limits)):
+                        return exceeded
         return None
 
 

@@ -28,11 +28,15 @@ class SharedSandbox:
         if self._opened is None:
             return []
         held = ", ".join(self._opened.protections) or "nothing"
-        return [f"sandbox: {self._opened.backend.name}, holds {held}", *self.warnings]
+        lacks = f"; does not hold {', '.join(self._opened.lacks)}" if self._opened.lacks else ""
+        return [f"sandbox: {self._opened.backend.name}, holds {held}{lacks}", *self.warnings]
 
     @property
     def warnings(self) -> list[str]:
         """Warnings for the run's summary."""
-        if self._opened is None or self._opened.protections:
+        if self._opened is None or (self._opened.protections and not self._opened.lacks):
             return []
-        return ["warning: sandbox.unsafe_no_sandbox: code of the model runs with this user's rights and network"]
+        if not self._opened.protections:
+            return ["warning: sandbox.confinement: none: code of the model runs with this user's rights and network"]
+        level = self._config.confinement
+        return [f"warning: sandbox.confinement: {level}: the sandbox does not hold {', '.join(self._opened.lacks)}"]

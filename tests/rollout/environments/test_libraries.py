@@ -51,7 +51,7 @@ def need(library: str) -> None:
 
 
 def source(use: str, **args: Any) -> EnvironmentSource:
-    sandbox = SharedSandbox(SandboxConfig(packages=("reasoning-gym",), unsafe_no_sandbox=True))
+    sandbox = SharedSandbox(SandboxConfig(packages=("reasoning-gym",), confinement="none"))
     return find_source(EnvironmentSpec(use=use, args=args), field="rollout.environment", sandbox=sandbox)
 
 
@@ -113,7 +113,7 @@ def test_the_example_trains(tmp_path, monkeypatch, library):
     )
     config["model"] = {"path": str(tmp_path / "model")}
     if "sandbox" in config:
-        config["sandbox"]["unsafe_no_sandbox"] = True
+        config["sandbox"]["confinement"] = "none"
     config.pop("eval", None)
     if "data" in config:
         config["data"]["path"] = str(EXAMPLES / config["data"]["path"])
@@ -148,7 +148,7 @@ def test_reasoning_gym_scores_answers_of_its_own_rows(tmp_path):
         assert rows[key.prompt_id]["question"] in context and "Answer the question directly" in context
         return f"So <answer>{rows[key.prompt_id]['answer']}</answer>" if key.index else "no idea"
 
-    sandbox = {"packages": ["reasoning-gym"], "unsafe_no_sandbox": True}
+    sandbox = {"packages": ["reasoning-gym"], "confinement": "none"}
     played = trajectories(tmp_path, script, rows, {"use": use, "args": args}, sandbox=sandbox)
     assert [t.rewards["leg_counting"] for t in played] == [0.0, 1.0] * 3
 

@@ -80,7 +80,7 @@ def test_state_is_kept_in_a_trajectory_and_not_across(tmp_path):
         return [call("python", f'{{"code": "x = {key.index}"}}'), call("python", '{"code": "x"}'), "Done."][key.turn]
 
     tools = [{"use": "python", "args": {"state": True}}]
-    options = {"tools": tools, "num_generations": 2, "sandbox": {"unsafe_no_sandbox": True}}
+    options = {"tools": tools, "num_generations": 2, "sandbox": {"confinement": "none"}}
     (group,) = play(tmp_path, script, [{"prompt": "?"}], **options)
     results = [[m["content"] for m in t.messages if m["role"] == "tool"] for t in group.trajectories]
     assert results == [["", "0\n"], ["", "1\n"]]
