@@ -62,5 +62,5 @@ def test_only_runs_whose_process_is_alive_run():
 
 def test_the_sandbox_needs_linux():
     code = "from cohort.config.sandbox import SandboxConfig; from cohort.sandbox import open_sandbox; "
-    done = run_python("-c", code + "open_sandbox(SandboxConfig(unsafe_no_sandbox=True))")
+    done = run_python("-c", code + "open_sandbox(SandboxConfig(confinement='none'))")
     assert "UserError: sandbox.backend: 'auto' runs code on Linux only" in done.stderr

@@ -38,7 +38,7 @@ def expected(pair: Pair) -> float | None:
 
 def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
     """The reward of each pair, with one call for all that have the same arguments."""
-    sandbox = SharedSandbox(SandboxConfig(unsafe_no_sandbox=True, cpu_s=1)) if name == "code" else None
+    sandbox = SharedSandbox(SandboxConfig(confinement="none", cpu_s=1)) if name == "code" else None
     function = load_builtin(name, sandbox=sandbox)
     groups = defaultdict(list)
     for i, pair in enumerate(pairs):

@@ -32,7 +32,7 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
         return _open_remote(config)
     if sys.platform != "linux":
         raise UserError(
-            f"sandbox.backend: {config.backend!r} runs code on Linux only, also with unsafe_no_sandbox; use a server "
+            f"sandbox.backend: {config.backend!r} runs code on Linux only, whatever confinement is; use a server "
             f"with sandbox.backend: sandbox_fusion, or run Cohort in a Linux container or virtual machine"
         )
     folder = new_folder()

@@ -86,7 +86,8 @@ def network(port, name, path):
             + tried(socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM))  # its ends could send to any address
 
 def signals(pid):
-    return (tried(resource.prlimit, pid, resource.RLIMIT_CPU) + tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
+    return (tried(resource.prlimit, pid, resource.RLIMIT_CPU)
+            + tried(resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
             + tried(os.kill, pid, signal.SIGKILL) + tried(os.killpg, pid, signal.SIGKILL))
 
 def traces(pid):
