@@ -46,10 +46,13 @@ CASES = [
     ("2", r"<think>\boxed{1}</think> \boxed{2}", "correct"),
     ("The answer is 7.", r"\boxed{7}", "correct"),
     ("who knows", r"\boxed{7}", "gold_unparsable"),
+    ("7", "12 345 " * 20_000 + "\n7", "correct"),
+    ("7", r"\boxed{7} " + "so it is. " * 5_000, "correct"),
+    ("7", r"\boxed{" + "+1" * 1001 + "}", "answer_unparsable"),
 ]
 
 
-@pytest.mark.parametrize(("gold", "text", "verdict"), CASES)
+@pytest.mark.parametrize(("gold", "text", "verdict"), CASES, ids=[f"{gold}-{text:.20}" for gold, text, _ in CASES])
 def test_math_verdicts(gold, text, verdict):
     assert grade(gold, text) == verdict
 

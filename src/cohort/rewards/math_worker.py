@@ -24,6 +24,8 @@ from sympy import And, Eq, Float, MatrixBase, Mul, Set, Tuple, UnevaluatedExpr
 from cohort.rewards.stated import find_marks
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
+_MAX_CHARS = 15_000  # of a completion: math-verify's patterns take time quadratic in it
+_MAX_BOX_CHARS = 2_000  # of an answer that can be parsed
 _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
 # A box takes precedence over other LaTeX, and that over a plain number.
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -84,16 +86,26 @@ def grade(gold: str, text: str) -> str:
     parsed_gold = _parse(latex_of_gold(_renamed(gold)), extraction_mode="first_match")
     if not any(not isinstance(part, str) for part in parsed_gold):
         return "gold_unparsable"
-    text = readable(after_thinking(text))
+    text = readable(_near_the_answer(after_thinking(text)))
+    boxes = [mark.content for mark in find_marks(text) if mark.kind == "box"]
+    if boxes and len(boxes[-1]) > _MAX_BOX_CHARS:
+        return "answer_unparsable"
     answer = _parse(text, _ANSWER_CONFIG, extraction_mode="first_match")
     if not answer:
         return "answer_unparsable"
     if _is_percentage(answer[0]) and not _is_percentage(parsed_gold[0]):
         answer = [answer[0].doit()]  # math-verify takes 7% for 7, too
-    if _contradicts(gold, text, parsed_gold[0], answer):
+    if _contradicts(gold, boxes[-1] if boxes else text, parsed_gold[0], answer):
         return "wrong"
     is_equal = verify(parsed_gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
     return "correct" if is_equal else "wrong"
+
+
+def _near_the_answer(text: str) -> str:
+    """Return the end of a long text, or what follows the last box if that is farther away."""
+    box = text.rfind(r"\boxed")
+    start = min(len(text) - _MAX_CHARS, box if box >= 0 else len(text))
+    return text[max(0, start) :][:_MAX_CHARS]
 
 
 def readable(text: str) -> str:
@@ -126,12 +138,11 @@ def _is_percentage(parsed: Any) -> bool:
     return isinstance(parsed, Mul) and any(isinstance(factor, UnevaluatedExpr) for factor in parsed.args)
 
 
-def _contradicts(gold: str, text: str, parsed_gold: Any, answer: list[Any]) -> bool:
+def _contradicts(gold: str, given: str, parsed_gold: Any, answer: list[Any]) -> bool:
     """Whether the answer says something else, in a way that math-verify does not look at."""
     stated = str(answer[-1])
     base = _BASE.fullmatch(gold)
-    boxes = [mark.content for mark in find_marks(text) if mark.kind == "box"]
-    units = [_unit(gold), _unit(boxes[-1] if boxes else text)]
+    units = [_unit(gold), _unit(given)]
     is_list = _LIST.fullmatch(stated) is not None and not isinstance(parsed_gold, Set | Tuple | MatrixBase)
     return (
         is_list  # [7, 7] is not 7
