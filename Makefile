@@ -122,6 +122,7 @@ bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/trl_demo.py
 	@$(BIN)/python bench/packing.py
 	@$(BIN)/python bench/sandbox.py
+	@$(BIN)/python bench/stalls.py
 	@$(BIN)/python bench/invariance.py
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py

@@ -9,6 +9,7 @@ in a forked process that is ended after `--limit` seconds.
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -243,17 +244,19 @@ def _rollout(text: str) -> Task:
     return lambda: list(trajectory_lines(trajectory, lambda ids: text, width=100, max_lines=20))
 
 
-def tasks() -> dict[str, Callable[[str], Task]]:
-    """Name -> what prepares a task for a text."""
+def tasks() -> dict[str, Callable[[], Callable[[str], Task]]]:
+    """Name -> what makes what prepares a task for a text."""
     missing = () if importlib.util.find_spec("jsonschema") else ("json_schema",)
-    found = {name: _reward(name) for name in BUILTINS if name not in (*_NOT_CALLED, *missing)}
-    found["judge"] = _judge
-    found["model"] = lambda text: lambda: json.dumps(plain_text(messages_of("?", text)))
-    found["reasoning_gym"] = lambda text: lambda: answer_in_tags(text)
+    found: dict[str, Callable[[], Callable[[str], Task]]] = {
+        name: partial(_reward, name) for name in BUILTINS if name not in (*_NOT_CALLED, *missing)
+    }
+    found["judge"] = lambda: _judge
+    found["model"] = lambda: lambda text: lambda: json.dumps(plain_text(messages_of("?", text)))
+    found["reasoning_gym"] = lambda: lambda text: lambda: answer_in_tags(text)
     for family in FAMILIES:
-        found[f"parser of {family.name}"] = _parser(family.name, family.tokens)
-    found["parser of gemma3"] = _parser("gemma3", GEMMA)
-    return {**found, "console": _console, "cohort rollout": _rollout}
+        found[f"parser of {family.name}"] = partial(_parser, family.name, family.tokens)
+    found["parser of gemma3"] = partial(_parser, "gemma3", GEMMA)
+    return {**found, "console": lambda: _console, "cohort rollout": lambda: _rollout}
 
 
 # --- what a judged program returns -------------------------------------------------------------------------------
@@ -314,6 +317,8 @@ def results(size: int) -> dict[str, tuple[bytes, Any]]:
 def measure(prepare: Sequence[Callable[[], Task]], limit_s: float) -> list[float | None]:
     """Return the processor seconds of each task, in forks that are killed at the limit: None."""
     seconds: list[float | None] = []
+    gc.collect()
+    gc.freeze()  # what forks share is not searched for garbage, page by page
     while len(seconds) < len(prepare):
         read, write = os.pipe()
         child = os.fork()
@@ -358,8 +363,9 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [20_000] if args.quick else [1000 * kb for kb in args.kb]
     found: dict[str, dict[str, list[float | None]]] = {}
-    for name, prepare in tasks().items():
+    for name, make in tasks().items():
         if args.only is None or name in args.only:
+            prepare = make()
             prepare("7")()  # imports and compiles
             texts = [SHAPES[shape](size) for shape in args.shapes for size in sizes]
             found[name] = _by_size(args.shapes, measure([partial(prepare, text) for text in texts], args.limit))

@@ -32,6 +32,7 @@ SCRIPTS = {
     "sampler.py": "largest difference of a logprob",
     "sandbox.py": "| bubblewrap | ",
     "scaling.py": "| strong | 2 |",
+    "stalls.py": "| results | ",
     "training_step.py": "| shared | ",
     "trl_demo.py": "Cohort's step is ",
     "turns.py": "sampled tokens are the same",

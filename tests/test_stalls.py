@@ -1,0 +1,67 @@
+"""Completions and results of programs that are written to stall the trainer take time linear in their length."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selection import slow
+
+BENCH = Path(__file__).parents[1] / "bench" / "stalls.py"
+SHAPES = [
+    "a fence and blanks",
+    "<answer>",
+    "nested JSON",
+    "boxes that stay open",
+    "digits and commas",
+    "numbers",
+    "backslashes",
+    "the same words",
+    "JSON calls",
+    "arguments that stay open",
+]
+QUICK = ["choice", "code", "number", "parser of gptoss", "console", "results"]
+LIMIT_S = 20.0
+NOISE_S = 0.1  # shorter times are taken for this: a busy machine multiplies them
+
+
+def seconds(names: list[str]) -> dict[tuple[str, str], list[float | None]]:
+    """Processor seconds of each shape at 100 and 400 kB; None beyond the limit."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--json", "--kb", "100", "400", "--limit", str(LIMIT_S), "--shapes", *SHAPES]
+        + (["--only", *names] if names else []),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {(name, shape): taken for name, shapes in found.items() for shape, taken in shapes.items()}
+
+
+def stalls(taken: list[float | None]) -> bool:
+    """Whether four times the length takes more than six times as long."""
+    short, long = taken
+    return short is None or long is None or long > 6 * max(short, NOISE_S)
+
+
+def test_what_a_stall_is():
+    assert [stalls(taken) for taken in ([0.01, 0.59], [0.3, 1.7], [0.2, 1.3], [1.0, None])] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param([], marks=slow("some of these"), id="all")])
+def test_time_grows_with_the_length(names: list[str]):
+    failed = {key: taken for key, taken in seconds(names).items() if stalls(taken)}
+    for _ in range(2):  # times of a busy machine may jump once, but not three times
+        if failed:
+            again = seconds(sorted({name for name, _ in failed}))
+            failed = {key: again[key] for key in failed if stalls(again[key])}
+    assert not failed
