@@ -76,7 +76,7 @@ def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(proce
 
 def test_a_port_in_use_is_a_failed_start(process: ServerProcess, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr(server_module, "reserve_port", other.dup)
+        monkeypatch.setattr(server_module, "_free_port", lambda: other.getsockname()[1])
         process.start()
         until(lambda: process.poll() is not None, timeout_s=600)
     assert process.poll() == "exited with code 1"

@@ -11,13 +11,7 @@ from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import set_engine
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import read_or_create_secret, read_secret
-from cohort.rollout.engines.vllm.server import (
-    SECRET_VARIABLE,
-    check_vllm,
-    reserve_port,
-    server_command,
-    start_guarded,
-)
+from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, check_vllm, server_command, start_guarded
 from cohort.rollout.engines.vllm.server_options import server_options
 
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
@@ -73,15 +67,11 @@ def serve(config: Config, *, host: str, port: int) -> None:
     """Run a server until this process is terminated. The server's processes end with this one, however it ends.
 
     Raises:
-        UserError: no supported vLLM, the port is not free, or as for `serve_command`.
+        UserError: no supported vLLM, or as for `serve_command`.
         TrainingError: the server exited.
     """
     command, added = serve_command(config, host=host, port=port)
     check_vllm(command[0])
-    try:
-        reservation = reserve_port(host, port)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there: {error.strerror}; use another") from error
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = start_guarded(command, added, secret=read_secret(added[SECRET_VARIABLE]), log=None)
     try:
@@ -91,7 +81,6 @@ def serve(config: Config, *, host: str, port: int) -> None:
         process.stdin.close()
         process.wait(_STOP_TIMEOUT_S)
         process.stdout.close()
-        reservation.close()
         signal.signal(signal.SIGTERM, before)
     # an error even for code 0, with which vLLM exits after its engine has died
     raise TrainingError(f"the server exited with code {code}; see its output above")

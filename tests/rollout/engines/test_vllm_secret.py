@@ -3,11 +3,9 @@
 import asyncio
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
-from cohort.launch import serve as serve_module
 from cohort.rollout.engines.servers.handles import RemoteServer
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
 from cohort.rollout.engines.vllm import server as server_module
@@ -152,89 +149,6 @@ def test_only_the_server_learns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         process.stop()
     assert set(os.listdir("/proc/self/fd")) <= own_files  # no pipe is left open
     assert secret.text not in f"{secret} {secret!r} {process.__dict__}"
-
-
-LISTENING_SERVER = """
-import socket, sys, time
-from pathlib import Path
-while not Path(sys.argv[2]).exists():  # loading the model
-    time.sleep(0.01)
-server = socket.socket()
-server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-server.bind(("127.0.0.1", int(sys.argv[1])))
-server.listen()
-while True:
-    server.accept()[0].sendall(b"the server")
-"""
-
-
-def takes_port(port: int, *options: int) -> bool:
-    """Whether a process that binds `port` gets it."""
-    for host in ("127.0.0.1", "0.0.0.0"):
-        with socket.socket() as thief:
-            for option in options:
-                thief.setsockopt(socket.SOL_SOCKET, option, 1)
-            with suppress(OSError):
-                thief.bind((host, port))
-                return True
-    return False
-
-
-def takes_port_as_another_user(port: int) -> bool:
-    """Whether another user's process gets `port` by any option; without root: this user's, by those of most servers."""
-    both = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
-    if os.getuid():
-        return takes_port(port) or takes_port(port, socket.SO_REUSEADDR)
-    if (child := os.fork()) == 0:
-        os.setuid(65534)
-        os._exit(any(takes_port(port, *options) for options in ((), both[:1], both[1:], both)))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-
-
-def test_no_other_user_gets_requests_before_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ready = tmp_path / "ready"
-    monkeypatch.setattr(
-        server_module,
-        "server_command",
-        lambda _, port: ([sys.executable, "-c", LISTENING_SERVER, str(port), str(ready)], {}),
-    )
-    options = ServerOptions(python="", model="", device="cpu", dtype="float32", max_model_len=8, max_num_seqs=1)
-    process = ServerProcess(options, secret=Secret.new(), log_file=tmp_path / "server.log")
-    try:
-        process.start()
-        port = int(process.url.rpartition(":")[2])
-        assert not takes_port_as_another_user(port)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
-        ready.touch()
-
-        def answer() -> bytes:
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as connection:
-                return connection.recv(100)
-            assert process.poll() is None, process.log()
-            return b""
-
-        until(answer)
-        assert answer() == b"the server" and not takes_port_as_another_user(port)
-    finally:
-        process.stop()
-    assert takes_port(port, socket.SO_REUSEADDR)
-
-
-def test_cohort_serve_refuses_a_port_that_another_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serve_module, "check_vllm", lambda python: "0.32.0")
-    (tmp_path / "secret").write_text("abc")
-    (tmp_path / "secret").chmod(0o600)
-    rollout = {"engine": "vllm", "secret_file": str(tmp_path / "secret")}
-    config = config_from_dict(changed(make_inputs(tmp_path), rollout=rollout, hardware={"device": "cpu"}))
-    with socket.create_server(("127.0.0.1", 0)) as thief:
-        port = thief.getsockname()[1]
-        with pytest.raises(UserError, match=f"^--host 127.0.0.1 --port {port}: cannot listen there: Address already"):
-            serve_module.serve(config, host="127.0.0.1", port=port)
-        thief.settimeout(0)
-        with pytest.raises(BlockingIOError):  # nobody has connected
-            thief.accept()
 
 
 # Secret files

@@ -214,7 +214,6 @@ class ServerProcess:
         self.secret = secret
         self.log_file = log_file
         self.url = ""
-        self._reservation: socket.socket | None = None  # of the port
         self._guard: subprocess.Popen[str] | None = None
         self._group = 0  # process id of the server, and its process group
         self._log_start = 0
@@ -222,8 +221,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start or restart on a free port without waiting. Check `/health` and `poll` for the result."""
         self.stop()
-        self._reservation = reserve_port()
-        port = self._reservation.getsockname()[1]
+        port = _free_port()
         command, added = server_command(self.options, port)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
@@ -272,8 +270,6 @@ class ServerProcess:
         self._guard.stdout.close()
         self._end_group()
         self._guard = None
-        assert self._reservation is not None
-        self._reservation.close()
 
     def _end_group(self) -> None:
         """Kill what is left of the server's process group if the guard was killed."""
@@ -283,24 +279,8 @@ class ServerProcess:
             self._group = 0
 
 
-def reserve_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Reserve a port for a server, so that no other user's process gets the secret of requests to it.
-
-    vLLM sets SO_REUSEPORT, with which several sockets of one user can have the same port; those of others cannot. The
-    one that is returned never listens, and must stay open as long as requests are sent.
-
-    Args:
-        host: address that the server will listen on.
-        port: 0 for any free port.
-
-    Raises:
-        OSError: another process has the port, or this machine does not have the address.
-    """
-    reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reservation.bind((host, port))
-    except OSError:
-        reservation.close()
-        raise
-    return reservation
+def _free_port() -> int:
+    """Return a free port. If another process takes it before the server does, the start fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
