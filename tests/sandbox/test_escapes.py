@@ -197,7 +197,8 @@ def test_nothing_outside_can_be_written(sandbox, tmp_path):
     others = [f"{folder}/{name}" for folder in folders]
     try:
         assert graded(sandbox, WRITER, [{"call": f"f({str(tmp_path)!r}, {others})", "expected": []}]) == 1.0
-        assert graded(sandbox, WRITER, [{"call": "f('.', [])", "expected": [*range(8)]}]) == 1.0  # the control
+        here = [i for i in range(8) if i != 5 or sandbox.backend.name != "sandlock"]  # where nobody sets times
+        assert graded(sandbox, WRITER, [{"call": "f('.', [])", "expected": here}]) == 1.0  # the control
     finally:
         assert not [path for path in others if os.path.exists(path)]
     assert secret.read_text() == "secret"
