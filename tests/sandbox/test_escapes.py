@@ -459,7 +459,8 @@ sandbox.run(Job(request={"kind": "functions", "token": "", "parts": parts, "case
 """
 LEAVING = (
     "import os, sys, time\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
-    "        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import os, time; os.dup2(0, 9); time.sleep(60)', {!r}])\n"
+    "        os.execv(sys.executable, [sys.executable, '-S', '-c', "
+    "'import os, time; os.dup2(0, 9); time.sleep(60)', {!r}])\n"
     "time.sleep(60)\n"
 )
 
