@@ -312,14 +312,14 @@ class Canaries:
             "leftover processes": self._outlived(),
         }
 
-    def count(self) -> int:
-        """Return the number of processes that have the marker as an argument."""
-        return sum(self.marker.encode() in line.split(b"\0") for line in _command_lines())
+    def marked(self) -> list[int]:
+        """Return the processes that have the marker as an argument."""
+        return [pid for pid, arguments in _command_lines() if self.marker.encode() in arguments]
 
     def _outlived(self) -> bool:
         """Whether a process that should be gone stays: the kernel may take a moment to end a namespace."""
         deadline = time.monotonic() + _DYING_S
-        while self.count():
+        while self.marked():
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.02)
@@ -406,7 +406,7 @@ def _leaked(found: str, ours: Mapping[str, str]) -> str:
     )
 
 
-def _command_lines() -> Iterator[bytes]:
+def _command_lines() -> Iterator[tuple[int, list[bytes]]]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            yield (process / "cmdline").read_bytes()
+            yield int(process.name), (process / "cmdline").read_bytes().split(b"\0")
