@@ -133,6 +133,7 @@ _COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "number": {"answer": "7"},
 }
 
+_WALL_S = 36_000.0  # deadlines by the clock, which a busy machine must not reach
 _NOT_CALLED = ("judge", "model", "reasoning_gym")  # need a server, a model or a package: see `_texts`
 
 
@@ -141,6 +142,7 @@ class Replies:
 
     name = "replies"
     counts_processes = True
+    guest_filter = b""
 
     def __init__(self, output: bytes) -> None:
         self._output = output
@@ -169,7 +171,8 @@ BEGUN = b'{"ready": true}\n{"begun": true}\n'
 
 def code_reward(output: bytes) -> CodeReward:
     """The reward `code` with programs that all return the same."""
-    return CodeReward(Sandbox(backend=Replies(output), limits=Limits.of(SandboxConfig()), max_concurrent=1))
+    sandbox = Sandbox(backend=Replies(output), limits=Limits.of(SandboxConfig()), max_concurrent=1)
+    return CodeReward(sandbox, budget_s=_WALL_S)
 
 
 def _group(text: str, columns: Mapping[str, Any]) -> RolloutGroup:
@@ -184,12 +187,14 @@ def _reward(name: str) -> Callable[[str], Task]:
         reward: Any = code_reward(BEGUN)
     else:
         sandbox = SharedSandbox(SandboxConfig())
-        reward = BUILTINS[name](RewardContext(timeout_s=300.0, max_completion_tokens=100, sandbox=sandbox))
+        reward = BUILTINS[name](RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=sandbox))
     grader = getattr(reward, "grader", None) or getattr(reward, "_grader", None)
     if grader is not None:
         grader.worker = HereWorker()
     columns = _COLUMNS.get(name, {"solution": "$7$"})
-    runner = RewardRunner([RewardFunction(name=name, function=reward, args=_ARGUMENTS.get(name, {}))])
+    runner = RewardRunner(
+        [RewardFunction(name=name, function=reward, args=_ARGUMENTS.get(name, {}), timeout_s=_WALL_S)]
+    )
     return lambda text: lambda group=_group(text, columns): runner.score([group])
 
 
@@ -332,7 +337,7 @@ def measure(prepare: Sequence[Callable[[], Task]], limit_s: float) -> list[float
         if status == -signal.SIGPROF:
             seconds.append(None)
         elif status:
-            raise SystemExit(f"task {len(seconds)} failed")
+            raise SystemExit(f"task {len(seconds)} of {len(prepare)} ended with {status}")
     return seconds
 
 
