@@ -277,7 +277,7 @@ def test_many_short_calls_are_never_interrupted():
     assert isinstance(runner.functions[0], RewardFunction)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow("SIGTERM")), signal.SIGTERM])
 def test_a_signal_during_a_reward_stops_the_run_with_everything_saved(tmp_path, number):
     started = tmp_path / "started"
     files = {
