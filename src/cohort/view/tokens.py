@@ -100,11 +100,8 @@ def _tokens_problems(run: RunFiles, step: int, tokens: ParquetRows | None) -> Se
         return ()
     if tokens.names or (run.path / tokens_name(step)).exists():
         return tokens.problems
-    wanted = get(getattr(run, "config", None), "run", "record_tokens")
-    if wanted is True:
+    if get(getattr(run, "config", None), "run", "record_tokens") is True:
         return (f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.",)
-    if wanted == "auto":
-        return (f"{tokens_name(step)} was not kept: run.record_tokens: auto keeps the last steps; true keeps more.",)
     return ()
 
 
