@@ -269,7 +269,9 @@ def score(completions, answer, **kwargs):
     return [grade(c, a) for c, a in zip(completions, answer)]
 
 def grade(completion, answer):
-    return 1.0 / (answer != "1")
+    if answer == "1":
+        raise ArithmeticError("no grade")
+    return 1.0
 """
 
 
@@ -277,10 +279,10 @@ def test_a_run_names_the_completion_and_keeps_the_traceback(tmp_path, cohort):
     write_jsonl(tmp_path / "data.jsonl", [{"question": "1?", "answer": "1"}] * 2)
     rewards = [{"use": f"{tmp_path}/raises.py:score", "name": "my.reward"}]
     ended = cohort("train", set_up(tmp_path, files={"raises.py": RAISES}, rewards=rewards))
-    raised = f"reward 'my.reward' raised ZeroDivisionError: float division by zero (at {tmp_path}/raises.py:6, reading "
+    raised = f"reward 'my.reward' raised ArithmeticError: no grade (at {tmp_path}/raises.py:7, reading "
     assert re.search(re.escape(raised) + r"completion 1 of 4, '.+'\)", ended.err), ended.err
     saved = (tmp_path / "run" / "logs" / "reward-my_reward.txt").read_text()
-    assert saved.startswith("Traceback") and saved.endswith("ZeroDivisionError: float division by zero\n")
+    assert saved.startswith("Traceback") and saved.endswith("ArithmeticError: no grade\n")
     assert ", in score\n" in saved and ", in grade\n" in saved
 
 
