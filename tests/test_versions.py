@@ -42,9 +42,26 @@ def test_a_run_names_it_at_the_start_and_with_an_error(tmp_path, cohort, monkeyp
     assert_refused(ended, "no/such/model", note)
 
 
+def pins(name: str) -> dict[str, str]:
+    lines = (PROJECT / name).read_text().splitlines()
+    return dict(line.lower().split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
 def test_the_pinned_versions_are_the_newest_that_were_tested():
-    pins = dict(line.split("==") for line in (PROJECT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert release(pins["transformers"]) == release(TESTED["transformers"][1])
-    assert release(TESTED["torch"][0]) <= release(pins["torch"]) <= release(TESTED["torch"][1])
+    newest = pins("constraints.txt")
+    assert release(newest["transformers"]) == release(TESTED["transformers"][1])
+    assert release(TESTED["torch"][0]) <= release(newest["torch"]) <= release(TESTED["torch"][1])
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={TESTED['python'][0]}"
+
+
+def test_the_oldest_pins_are_the_lower_bounds_of_the_project():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    bounds = dict(dependency.split(">=") for dependency in project["dependencies"])
+    oldest = pins("constraints-oldest.txt")
+    assert bounds.keys() == oldest.keys()
+    for name, version in oldest.items():
+        if name != "torch":
+            assert (version + ".0").startswith(bounds[name] + "."), (name, version, bounds[name])
+    for name in ("torch", "transformers"):
+        assert release(bounds[name]) == release(TESTED[name][0])

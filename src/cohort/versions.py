@@ -8,8 +8,8 @@ from importlib import metadata
 # Oldest and newest version on which the tests have passed. README.md and docs/gpu.md show them (`make docs`).
 TESTED: dict[str, tuple[str, str]] = {
     "python": ("3.11", "3.14"),
-    "torch": ("2.13.0", "2.15.0"),
-    "transformers": ("5.23.0", "5.24.0"),
+    "torch": ("2.11.0", "2.15.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "vllm": ("0.32.0", "0.32.0"),
 }
 _DISTRIBUTIONS = {"cohort": "cohort-rl", "torch": "torch", "transformers": "transformers", "vllm": "vllm"}

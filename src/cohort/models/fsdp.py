@@ -194,13 +194,18 @@ class Sharding:
                 if grad_dtype != parameter.orig_dtype and hasattr(group, "_orig_dtype"):
                     group._orig_dtype = grad_dtype
 
+    @property
+    def can_recover(self) -> bool:
+        """Whether `reset` works: from torch 2.13 on."""
+        return hasattr(self.model, "reset_iter_state")
+
     def reset(self) -> None:
         """After a failed forward or backward, free gathered weights and drop unreduced gradients.
 
         Raises:
             RankDesyncError: this version of torch cannot reset its state.
         """
-        if not hasattr(self.model, "reset_iter_state"):
+        if not self.can_recover:
             raise RankDesyncError("out of memory; recovering with sharded models needs torch 2.13 or newer")
         self.model.reset_iter_state()
         for group in self._groups():
@@ -273,7 +278,11 @@ class Sharding:
 
     def _groups(self) -> Iterator[Any]:
         for module in self._modules:
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch 2.11: one group at most
+                yield state._fsdp_param_group
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -115,6 +115,11 @@ class Policy:
             notes.append(f"the model runs on {ways[self.layout]}, because {self.traits.reason}")
         if not self.has_plain_head:
             notes.append("the model computes full logits, because its head is not a supported linear layer")
+        if self.sharding is not None and not self.sharding.can_recover:
+            notes.append(
+                f"with torch {torch.__version__}, running out of memory ends a run whose weights are sharded; with torch 2.13 "
+                f"or newer it goes on with smaller micro-batches"
+            )
         return notes + quantization_notes(self.model)
 
     @property

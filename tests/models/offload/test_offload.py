@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
 from cohort.distributed import SINGLE_PROCESS
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.optimizer_offload import OffloadedUpdates
-from cohort.errors import UserError
+from cohort.errors import RankDesyncError, UserError
 from cohort.models import load_tokenizer, save_policy
 from cohort.models.offload.master_weights import MasterWeights
 from cohort.plan.layout import check_cpu_offload, check_resharding
@@ -28,6 +29,20 @@ from tiny import save_model_folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model_folder(tmp_path_factory.mktemp("offload") / "model"))
+
+
+def test_a_torch_without_recovery_of_shards_is_named_at_the_start(folder: str, monkeypatch: pytest.MonkeyPatch):
+    policy = make_engine(folder, SINGLE_PROCESS, "parameters").policy
+    assert policy.sharding is not None
+    if policy.sharding.can_recover:  # torch 2.13 or newer
+        assert policy.notes() == []
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    [note] = policy.notes()
+    assert note.startswith(
+        f"with torch {torch.__version__}, running out of memory ends a run whose weights are sharded"
+    )
+    with pytest.raises(RankDesyncError, match="needs torch 2"):
+        policy.sharding.reset()
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])

@@ -104,6 +104,7 @@ def test_memory_that_is_not_the_trainers_is_refused(memory: Memory, worker: Any,
         worker.open_ipc_buffer({change.pop("gpu", "GPU-1"): handle | change}, DEVICES[1])
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not tell them")
 def test_what_is_lent_lies_outside_of_expandable_segments(monkeypatch: pytest.MonkeyPatch):
     """The allocator's settings while it allocates, and after."""
     settings = "expandable_segments:True,garbage_collection_threshold:0.8"
@@ -121,6 +122,29 @@ def test_what_is_lent_lies_outside_of_expandable_segments(monkeypatch: pytest.Mo
         assert torch._C._accelerator_getAllocatorSettings() == settings
     finally:
         torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:4"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:4"}, ""),
+    ],
+)
+def test_with_torch_2_11_the_allocators_settings_are_those_of_the_start(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], settings: str | None
+):
+    settings = environment["PYTORCH_ALLOC_CONF"] if settings is None else settings
+    did: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", did.append)
+    assert allocate(10, torch.device("cpu")).shape == (10,)
+    assert did == ([f"{settings},expandable_segments:False", settings] if settings else [])
 
 
 def test_tensors_are_laid_out_in_portions_that_fit(monkeypatch: pytest.MonkeyPatch):

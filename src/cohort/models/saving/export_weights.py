@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.models.loading.weight_conversion import weight_conversions
 from cohort.models.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[st
 
     A group is a single tensor, unless transformers split or merged tensors when loading them.
     """
-    from transformers.core_model_loading import WeightConverter, apply_converters
+    from transformers.core_model_loading import WeightConverter
 
     found = reversed(weight_conversions(policy.model))
     converters = [c.reverse_transform() for c in found if isinstance(c, WeightConverter)]
@@ -69,9 +73,17 @@ def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[st
     for name, held in named_saved_tensors(policy.model):
         master = None if master_weights is None else master_weights.of(name)
         tensor = held if master is None else master
-        stored_name, pattern = apply_converters(name, converters)
-        together.setdefault(name if pattern is None else stored_name, []).append((name, tensor))
+        together.setdefault(_stored_name(name, converters), []).append((name, tensor))
     yield from together.values()
+
+
+def _stored_name(name: str, converters: list["WeightConverter"]) -> str:
+    """Return the name that the first matching converter gives a weight; without a match the weight keeps its own."""
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return str(renamed)
+    return name
 
 
 def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ All ranks gather every tensor anyway. Each copies them, one bucket at a time, in
 the server on that GPU reads. The layout is the same on all ranks, so one list of names and offsets serves all servers.
 """
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -95,7 +96,7 @@ def allocate(num_bytes: int, device: torch.device) -> Tensor:
     Expandable segments are shared through file descriptors, which containers often block ("pidfd_getfd: Operation not
     permitted"). They are therefore disabled during this allocation, which also keeps it out of existing ones.
     """
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = _allocator_settings()
     if "expandable_segments:True" not in settings:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")  # keep the other settings
@@ -103,6 +104,14 @@ def allocate(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     finally:
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    """Return the settings of PyTorch's allocator. torch 2.11 does not tell: what a run was started with."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return str(torch._C._accelerator_getAllocatorSettings())
+    set_outside = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return set_outside or "expandable_segments:True"  # as the trainer sets it
 
 
 def ipc_handle(buffer: Tensor) -> dict[str, Any]:
