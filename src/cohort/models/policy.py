@@ -117,8 +117,8 @@ class Policy:
             notes.append("the model computes full logits, because its head is not a supported linear layer")
         if self.sharding is not None and not self.sharding.can_recover:
             notes.append(
-                f"with torch {torch.__version__}, running out of memory ends a run whose weights are sharded; with torch 2.13 "
-                f"or newer it goes on with smaller micro-batches"
+                f"with torch {torch.__version__}, running out of memory ends a run whose weights are sharded; "
+                f"with torch 2.13 or newer it goes on with smaller micro-batches"
             )
         return notes + quantization_notes(self.model)
 
