@@ -166,7 +166,7 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     print(f"{machine('torchao')}; one thread for each process\n\n{SIZES[args.size]}\n")
-    print(table({name: results[name] for name in args.modes if name in results}))
+    print(table({name: results[name] for name in args.modes if name in results}, failed))
     if failed:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failed.items()))
 
@@ -201,7 +201,8 @@ def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured],
 def workload(job: dict[str, Any]) -> dict[str, Any]:
     """Modes, in a process of its own or in one of several."""
     several = "RANK" in os.environ
-    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    ranks = join_ranks(backend=backend, timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
     folder, size = Path(job["folder"]), SIZES[job["size"]]
     found = {}
     for name in job["modes"]:
@@ -224,7 +225,9 @@ def measure(config: Config, size: Size, ranks: Ranks = SINGLE_PROCESS) -> Measur
         size: of a step.
         ranks: as many as the run has.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     sequences = make_step(size, 2 * ranks.world_size)
     with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
@@ -344,8 +347,8 @@ def _written(value: Any) -> str:
     return json.dumps(value).replace('"', "")
 
 
-def table(results: Mapping[str, Measured]) -> str:
-    """Of each mode megabytes by part, and peak and time as shares of the first."""
+def table(results: Mapping[str, Measured], failed: Mapping[str, str] | None = None) -> str:
+    """Of each mode megabytes by part, and peak and time as shares of the first; or why it failed."""
     first = next(iter(results.values()), None)
     if first is None:
         return "nothing was measured"
@@ -355,6 +358,8 @@ def table(results: Mapping[str, Measured]) -> str:
             sizes = [f"{r.counted[part] / 1e6:.1f}" if part in r.counted else "" for part in PARTS]
             peak = f"{r.peak_bytes / first.peak_bytes:.2f}x" if "activations" in r.counted else ""
             yield [title(ALL[name]), *sizes, peak, f"{r.seconds:.2f}", f"{r.seconds / first.seconds:.2f}x"]
+        for name, why in (failed or {}).items():
+            yield [f"{title(ALL[name])}: {why}", *[""] * (len(PARTS) + 3)]
 
     return markdown(["keys", *(f"{part}, MB" for part in PARTS), "peak", "seconds", "time"], rows())
 
