@@ -28,11 +28,11 @@ SMALL = ModelShape(hidden=1024, layers=8, intermediate=3072, vocab=32_768, heads
 
 
 def begin(device: torch.device) -> dict[str, int]:
-    """Start to use a GPU as a run does: the memory that this takes without any tensor."""
+    """Start to use a GPU as a run does; what the driver reports as used before the first tensor, by all processes."""
     use_expandable_segments()
     torch.cuda.init()
     torch.cuda.synchronize(device)
-    return {"context_bytes": _used_bytes(device)}
+    return {"used_before_bytes": _used_bytes(device)}
 
 
 def peaks(device: torch.device) -> dict[str, int]:
