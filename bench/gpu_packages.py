@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,13 @@ def unmet(
     return found
 
 
-def problems(wanted: Iterable[Requirement]) -> list[str]:
-    """What is missing or has a wrong version in this environment, a line each."""
+def problems(wanted: Sequence[Requirement]) -> tuple[list[str], list[str]]:
+    """What is wrong in this environment, a line each.
+
+    Returns:
+        What is missing or does not suit `wanted` itself; and versions that only do not suit other packages, which may
+        work all the same.
+    """
     have: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():  # in the order of sys.path: the first one counts
         have.setdefault(canonicalize_name(distribution.metadata["Name"] or ""), distribution.version)
@@ -87,12 +92,15 @@ def problems(wanted: Iterable[Requirement]) -> list[str]:
     def needs(name: str) -> list[Requirement]:
         return [Requirement(text) for text in importlib.metadata.requires(name) or ()]
 
-    return [
-        f"{name} {have[name]} is here, but must be {', '.join(sorted({str(r.specifier) for r in requirements}))}"
-        if name in have
-        else f"{name}{requirements[0].specifier} is missing"
-        for name, requirements in unmet(wanted, have, needs, {**default_environment(), "extra": ""}).items()
-    ]
+    wrong, doubtful = [], []
+    own = {canonicalize_name(requirement.name) for requirement in wanted}
+    for name, requirements in unmet(wanted, have, needs, {**default_environment(), "extra": ""}).items():
+        specifiers = ", ".join(sorted({str(requirement.specifier) for requirement in requirements}))
+        if name not in have:
+            wrong.append(f"{name}{requirements[0].specifier} is missing")
+        else:
+            (wrong if name in own else doubtful).append(f"{name} {have[name]} is here, but must be {specifiers}")
+    return wrong, doubtful
 
 
 def check() -> None:
@@ -102,10 +110,13 @@ def check() -> None:
         SystemExit: something without which nothing runs.
     """
     for text in COMPARED:
-        if lines := problems([Requirement(text)]):
+        if lines := problems([Requirement(text)])[0]:
             print(f"not compared with: {'; '.join(lines)}", flush=True)
-    if lines := problems(required()):
-        listed = "\n".join(f"  {line}" for line in lines)
+    wrong, doubtful = problems(required())
+    for line in doubtful:
+        print(f"may not work: {line}", flush=True)
+    if wrong:
+        listed = "\n".join(f"  {line}" for line in wrong)
         raise SystemExit(
             f"{sys.executable} cannot run Cohort, and nothing was measured:\n{listed}\n"
             "Install them there, or carry them: bench/gpu.sh wheels (docs/gpu.md)"

@@ -1,9 +1,11 @@
 """What `bench/gpu.sh` says is missing before it measures anything, and the wheels that it collects."""
 
+import importlib.metadata
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -50,6 +52,17 @@ def test_everything_that_is_missing_is_in_one_message(
     message = str(error.value)
     assert "  no-such-package>=1.5 is missing\n" in message and "  nor-this is missing\n" in message
     assert " is here, but must be >=99\n" in message and "numpy" not in message
+
+
+def test_a_version_that_only_another_package_refuses_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An image's own packages may disagree and work."""
+    monkeypatch.setattr(gpu_packages, "COMPARED", ())
+    monkeypatch.setattr(gpu_packages, "required", lambda: [Requirement("rich")])
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=99"] if name == "rich" else [])
+    check()
+    assert capsys.readouterr().out == f"may not work: numpy {numpy.__version__} is here, but must be >=99\n"
 
 
 def make_wheel(folder: Path, name: str, version: str, needs: list[str], files: Mapping[str, str] | None = None) -> Path:
