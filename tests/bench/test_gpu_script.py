@@ -282,7 +282,7 @@ def test_the_full_form_on_a_cpu_goes_on_where_vllm_is_broken(tmp_path: Path) -> 
     out = script("full", "--tiny", out=tmp_path, code=1, COHORT_VLLM_PYTHON="/no/python")
     found = json.loads((tmp_path / gpu.FILE).read_text())
     failed = [result["name"] for result in found["parts"] if result["status"] == "failed"]
-    assert failed == ["vLLM server", "demo, vllm", "vllm_servers.py"]
+    assert failed == ["vLLM server", "vllm_servers.py", "demo, vllm"]
     why = "'/no/python' is not a working Python"
     assert len(found["failures"]) == 3 and all(why in line for line in found["failures"])
     output = {result["name"]: result["output"] for result in found["parts"] if "output" in result}
