@@ -6,8 +6,8 @@ Each mode is a configuration that differs from the defaults in a few keys, built
 each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
 hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
 what PyTorch has given out on rank 0 when loading, backward and the update are done, and the most in between
-(`allocations.py`); time is processor time of one more step, on a GPU all of it. A mode that fails is
-named at the end, and the others are measured. A new way to save memory is one more line in `MODES`.
+(`allocations.py`); time is processor time of one more step, on a GPU all of it. A mode that fails has
+a row that says why, and the others are measured. A new way to save memory is one more line in `MODES`.
 """
 
 import argparse
@@ -201,8 +201,7 @@ def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured],
 def workload(job: dict[str, Any]) -> dict[str, Any]:
     """Modes, in a process of its own or in one of several."""
     several = "RANK" in os.environ
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    ranks = join_ranks(backend=backend, timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
+    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
     folder, size = Path(job["folder"]), SIZES[job["size"]]
     found = {}
     for name in job["modes"]:
@@ -225,9 +224,7 @@ def measure(config: Config, size: Size, ranks: Ranks = SINGLE_PROCESS) -> Measur
         size: of a step.
         ranks: as many as the run has.
     """
-    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sequences = make_step(size, 2 * ranks.world_size)
     with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
