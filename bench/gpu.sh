@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Correctness, time and memory on one GPU: bench/gpu.py, docs/gpu.md.
 #   bench/gpu.sh check      only whether all packages are here
-#   bench/gpu.sh quick      less than six minutes (an estimate)
+#   bench/gpu.sh quick      5 to 7 minutes on a large GPU (an estimate)
 #   bench/gpu.sh full       quick, larger steps, and the tables of docs/benchmarks.md
 #   bench/gpu.sh wheels     packages for a machine without a network: bench/gpu_packages.py --help
 # With --tiny either is tried on a CPU. PYTHON is the interpreter (torch and Cohort's dependencies, no network; that of
