@@ -149,9 +149,11 @@ def padded_fused(model: Any, sequences: Sequence[TrainSequence]) -> None:
 
 
 def _hidden(model: Any, rows: Rows) -> Tensor:
-    """Hidden states [G, C, H] that predict the completions."""
+    """Hidden states [G, C, H] that predict the completions, in the dtype of products."""
     out = model.base_model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, use_cache=False)
-    return out.last_hidden_state[:, -rows.completion_ids.shape[1] - 1 : -1]
+    hidden = out.last_hidden_state[:, -rows.completion_ids.shape[1] - 1 : -1]
+    on = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(on)) if torch.is_autocast_enabled(on) else hidden
 
 
 def _grpo_loss(logprobs: Tensor, rows: Rows) -> Tensor:

@@ -7,11 +7,13 @@ logits. Where a product rounds to bfloat16, the plain way in bfloat16 is measure
 import copy
 import importlib.util
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -20,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from cohort.config import AdamwConfig
+from cohort.config import AdamwConfig, ModelConfig
 from cohort.engine.optimizer import Optimizers
 from cohort.host_to_device import to_device
-from cohort.models import Operands, Policy, linear_logprobs, linear_loss
+from cohort.models import LoadRequest, Operands, Policy, linear_logprobs, linear_loss, load_policy
 from cohort.models.attention import interface
 from cohort.models.lm_head import tiled_softmax
 from cohort.models.offload.master_weights import MasterWeights
 from cohort.packing import collate
 from cohort.records import TrainSequence
 from comparisons import Check, attempt
-from harness import ModelShape, forward_backward, grpo, make_engine, make_group
+from harness import ModelShape, SkippedError, forward_backward, grpo, make_engine, make_group
 
 EXACT = 1e-4  # relative error of float32, summed in another order
 PLAIN = 0.1  # relative error of a gradient in bfloat16 that others are compared with
@@ -40,6 +42,7 @@ STEP_SIZE = 1e-5  # of AdamW in the one step that is compared
 LEAST_FALL = 1e-3  # of the loss in it
 # Of the loss before the step as a share of its fall, of the gradient's norm, of the loss after the step
 STEP_LIMITS = {torch.float32: (1e-3, 1e-4, 1e-2), torch.bfloat16: (0.1, 0.05, 0.2)}
+LENGTHS = tuple(range(37, 37 + 40 * 53, 53))  # 40 numbers of tokens
 DEFAULT = "by default"  # the backend that the library chooses
 HEAD = ("logprobs", "gradient of hidden", "gradient of weight")
 STEP = ("loss before", "norm of the gradient", "loss after")
@@ -69,6 +72,36 @@ def offload(device: torch.device, tiny: bool) -> dict[str, Any]:
 def one_step(device: torch.device, tiny: bool) -> dict[str, Any]:
     """A training step of a small model: the loss before and after it."""
     return _rows(_one_step(device, tiny))
+
+
+def sharding(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """The same step with FSDP2 over this process alone, weights on the device and on the host."""
+    return _rows(_sharding(device, tiny))
+
+
+def compilations(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """How many variants of the head's Triton kernels are compiled for rows of many lengths.
+
+    Triton compiles anew for the divisibility of sizes and addresses, but must not for every size.
+
+    Raises:
+        SkippedError: there is no GPU.
+    """
+    if device.type == "cpu":
+        raise SkippedError("needs CUDA")
+    from cohort.models.lm_head import triton_kernels
+
+    weight = torch.randn(20_000, 256, device=device, dtype=torch.bfloat16)
+    for tokens in LENGTHS:
+        hidden = torch.randn(tokens, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(0, len(weight), (tokens,), device=device)
+        logprobs, _ = linear_logprobs(Operands(hidden, weight), targets, tile_elements=1 << 22)
+        logprobs.sum().backward()
+    kernels = {name: kernel for name, kernel in vars(triton_kernels).items() if hasattr(kernel, "device_caches")}
+    variants = {name: sum(len(c[0]) for c in kernel.device_caches.values()) for name, kernel in kernels.items()}
+    checks = [Check(name=f"variants of {name}", error=n, limit=len(LENGTHS) / 2) for name, n in variants.items()]
+    checks.append(Check(name="no kernel was compiled", error=float(not any(variants.values())), limit=0.0))
+    return {"checks": [check.row() for check in checks], "measured": variants}
 
 
 def _rows(*checks: Iterator[Check]) -> dict[str, Any]:
@@ -283,11 +316,49 @@ def _one_step(device: torch.device, tiny: bool) -> Iterator[Check]:
         yield from attempt(f"one step, {_name(compute)}", dict(zip(STEP, STEP_LIMITS[compute], strict=True)), compare)
 
 
+def _sharding(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """Against the step without sharding: in bfloat16 the two round differently (docs/gpu.md)."""
+    model, sequences = model_and_sequences(tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for compute, on_host in itertools.product(_dtypes(device), (False, True)):
+            dtype = _name(compute)
+            config = ModelConfig(path=folder, compute_dtype=dtype, parameter_offload=on_host)
+            load = partial(_load_request, config, device)
+
+            def compare(load: Callable[[type[LoadRequest]], Policy] = load) -> dict[str, float]:
+                expected = _losses_of(load(_PlainRequest), sequences)
+                actual = _losses_of(load(_ShardedRequest), sequences)
+                scales = (expected[0] - expected[2], expected[1], expected[0] - expected[2])
+                errors = [abs(a - e) / scale for a, e, scale in zip(actual, expected, scales, strict=True)]
+                return dict(zip(STEP, errors, strict=True))
+
+            title = f"one step, FSDP2{' with parameter_offload' if on_host else ''}, {dtype}"
+            yield from attempt(title, dict(zip(STEP, STEP_LIMITS[compute], strict=True)), compare)
+
+
+class _ShardedRequest(LoadRequest):
+    is_sharded = True
+
+
+class _PlainRequest(LoadRequest):
+    is_sharded = False
+
+
+def _load_request(config: ModelConfig, device: torch.device, kind: type[LoadRequest]) -> Policy:
+    policy = load_policy(kind(config, device=device, tokenizer=SimpleNamespace(pad_token_id=0)))
+    assert (policy.sharding is not None) == kind.is_sharded
+    return policy
+
+
 def _losses(
     model: Any, device: torch.device, compute: torch.dtype | None, sequences: list[TrainSequence]
 ) -> tuple[float, float, float]:
     """The loss, the gradient's norm, and the loss of the same step's second pass, after an update."""
-    policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0)
+    return _losses_of(Policy(model, device=device, compute_dtype=compute, pad_token_id=0), sequences)
+
+
+def _losses_of(policy: Policy, sequences: list[TrainSequence]) -> tuple[float, float, float]:
     engine = make_engine(policy, micro_batch_tokens=1 << 20, learning_rate=STEP_SIZE)
     before = forward_backward(engine, sequences).metrics["loss"]
     norm = engine.optim_step().grad_norm

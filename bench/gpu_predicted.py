@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from cohort.config import AdamwConfig, AdapterConfig, ModelConfig, SgdConfig
-from cohort.models.adapters.adapter_folder import adapter_spec
+from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
@@ -26,6 +26,7 @@ def predicted_bytes(
     rank: int,
     updates: bool,
     on_gpu: bool,
+    **more: Any,
 ) -> int:
     """The peak of one process's tensors while it trains on one group; CUDA's own memory is no tensor.
 
@@ -39,6 +40,7 @@ def predicted_bytes(
         rank: of LoRA on all linear layers; 0: every weight is trained.
         updates: whether AdamW's moments are there.
         on_gpu: where it runs.
+        more: other fields of the plan's workload.
     """
     shape = shape_from_config(config.to_dict(), name="bench")
     workload = Workload(
@@ -47,7 +49,6 @@ def predicted_bytes(
         weight_bytes=dtype.itemsize,
         compute_bytes=compute.itemsize,
         checkpointing=checkpointing,
-        offload=False,
         gradients_in_forward=False,
         has_reference=False,
         packed_tokens=prompt_tokens + sum(completion_tokens) - len(completion_tokens),
@@ -61,13 +62,18 @@ def predicted_bytes(
         shares_prompts=len(completion_tokens) > 1,
         adapter=adapter_shape(AdapterConfig(rank=rank), shape) if rank else None,
         optim=AdamwConfig() if updates else SgdConfig(),
+        **{"offload": False, **more},
     )
     phases = plan_memory(workload)
     return max(phases.total("backward"), phases.total("optimizer"))
 
 
-def add_adapter(model: Any, rank: int) -> None:
-    """LoRA on all linear layers, as a run has it."""
-    wanted = ModelConfig(path="m", adapter=AdapterConfig(rank=rank))
-    start = AdapterInit(spec=adapter_spec(wanted, model), seed=0, weights=None, reference=None)
+def lora_spec(model: Any, rank: int) -> AdapterSpec:
+    """LoRA on all linear layers of a model that is not quantized yet."""
+    return adapter_spec(ModelConfig(path="m", adapter=AdapterConfig(rank=rank)), model)
+
+
+def add_adapter(model: Any, spec: AdapterSpec) -> None:
+    """Add an adapter, as a run has it."""
+    start = AdapterInit(spec=spec, seed=0, weights=None, reference=None)
     Adapter(model, start, trainable=True).initialize()

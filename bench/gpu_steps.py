@@ -3,41 +3,57 @@
 A step is forward, backward and AdamW on one group, in one micro-batch; the better of two after one that warms up.
 `tokens_per_s` counts the tokens of all sequences, a prompt once for each of its completions. `mfu` counts operations as
 the metric of that name does (docs/metrics.md): those of the tokens that were computed, a shared prompt once, without
-what is computed again. Memory is `torch.cuda.max_memory_allocated`.
+what is computed again. Memory is `torch.cuda.max_memory_allocated`. Of offload, the bytes that cross the bus in a step
+are counted; divided by the step's time they say what the bus had to reach at least.
 """
 
 import gc
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from baselines import trl_fused
+from cohort.config import ModelConfig
+from cohort.distributed import SINGLE_PROCESS
 from cohort.metrics.speed import device_peak_flops, flops_of
-from cohort.models import Policy
-from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
+from cohort.models import CollectiveCounter, Policy
+from cohort.models.fsdp import Sharding
+from cohort.models.loading.meta_device import meta_model
+from cohort.models.offload.activation_checkpointing import (
+    ActivationOffload,
+    enable_gradient_checkpointing,
+    enable_offload,
+)
+from cohort.models.offload.master_weights import MasterWeights
+from cohort.models.quantization import replace_quantized_layers
 from cohort.records import TrainSequence
+from cohort.rendezvous import init_single_process_group
 from comparisons import Check
-from gpu_predicted import add_adapter, predicted_bytes
-from harness import ModelShape, SkippedError, forward_backward, make_engine, make_group
+from gpu_predicted import add_adapter, lora_spec, predicted_bytes
+from gpu_speed import profile_step
+from harness import QWEN3_06B, TINY, ModelShape, SkippedError, forward_backward, make_engine, make_group
 
-QWEN3_06B = ModelShape(hidden=1024, layers=28, intermediate=3072, vocab=151_936, heads=16, kv_heads=8, head_dim=128)
 QWEN3_4B = ModelShape(hidden=2560, layers=36, intermediate=9728, vocab=151_936, heads=32, kv_heads=8, head_dim=128)
 QWEN25_7B = ModelShape(
     hidden=3584, layers=28, intermediate=18_944, vocab=152_064, heads=28, kv_heads=4, head_dim=128, tied=False,
     is_qwen2=True,
 )  # fmt: skip
-TINY = ModelShape(hidden=32, layers=2, intermediate=64, vocab=512, heads=4, kv_heads=2, head_dim=16)
 PUBLISHED = (  # prime-rl, benchmarks/results/BENCHMARKS.md, February 2026: its trainer alone on one H100
     ("prime-rl, Qwen3-0.6B, full, 16k (published, H100)", "11,900", "11.1%", "12.5"),
     ("prime-rl, Qwen3-0.6B, full, 65k (published, H100)", "10,200", "26.8%", "19.6"),
     ("prime-rl, Qwen3-4B, LoRA, 16k (published, H100)", "6,200", "21.7%", "23.3"),
 )
+STEPS = 3  # of which the first warms up
 AS_PLANNED = 0.1  # the most that a peak may differ from the plan's, as a share of it
 Operations = tuple[int, int, int]  # tokens, scored positions and attended pairs that are computed
+Offload = Literal["activations", "optimizer", "parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +69,8 @@ class Case:
     trl: bool = False  # compare with TRL's loss path
     rank: int = 0  # of LoRA on all linear layers; 0: every weight is trained
     most_bytes: int | None = None  # of the GPU's memory that may be used
+    is_nf4: bool = False  # the frozen matrices of layers
+    offload: Offload | None = None
 
 
 QUICK_CASE = Case(
@@ -80,6 +98,17 @@ CASES = (
         dtype=torch.float32,
     ),
 )  # fmt: skip
+PROFILED_CASE = replace(CASES[2], name="Qwen2.5-7B, 4 x 4k", completion_tokens=(3072,) * 4)
+QLORA_CASE = replace(CASES[4], name="Qwen2.5-7B, nf4, 4 x 1k, on 24 GB", is_nf4=True)
+_OFFLOAD = Case(
+    name="Qwen3-4B, 4 x 2k", shape=QWEN3_4B, prompt_tokens=512, completion_tokens=(1792,) * 4, dtype=torch.float32,
+)  # fmt: skip
+OFFLOAD_CASES = (
+    replace(_OFFLOAD, name=f"{_OFFLOAD.name}, none"),
+    replace(_OFFLOAD, name=f"{_OFFLOAD.name}, activations", offload="activations"),
+    replace(_OFFLOAD, name=f"{_OFFLOAD.name}, optimizer", offload="optimizer"),
+    replace(_OFFLOAD, name=f"{_OFFLOAD.name}, parameters", offload="parameters"),
+)
 TINY_CASES = (
     Case(name="tiny", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, trl=True),
     Case(
@@ -87,6 +116,11 @@ TINY_CASES = (
         most_bytes=10**9,
     ),
 )  # fmt: skip
+_QLORA_SHAPE = replace(TINY, hidden=64, heads=8, kv_heads=4, head_dim=16)  # blocks of 64 weights
+TINY_QLORA_CASE = replace(TINY_CASES[1], name="tiny, nf4", shape=_QLORA_SHAPE, is_nf4=True)
+TINY_OFFLOAD_CASES = tuple(
+    replace(TINY_CASES[0], name=f"tiny, {kind}", trl=False, offload=kind) for kind in ("optimizer", "parameters")
+)
 
 
 def run_case(case: Case, device: torch.device, *, trl: bool = False) -> dict[str, Any]:
@@ -98,16 +132,14 @@ def run_case(case: Case, device: torch.device, *, trl: bool = False) -> dict[str
         trl: by TRL's loss path, and not by Cohort.
 
     Raises:
-        SkippedError: it does not fit this GPU by the plan, or TRL is missing.
+        SkippedError: it does not fit this GPU by the plan, or a package is missing.
     """
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     updates = _fits_with_updates(case, device, compute)
-    model = _model(case, device)
-    sequences = make_group(case.prompt_tokens, case.completion_tokens, case.shape.vocab)
-    step, layout = (_trl_step if trl else _our_step)(model, compute, sequences, updates=updates)
-    seconds, peak, operations = _measure(step, device)
+    built = _build(case, device, compute, updates=updates, trl=trl)
+    seconds, peak, operations = _measure(built.step, device)
     tokens, scored, pairs = operations
-    flops = flops_of(model).forward_backward(tokens=tokens, loss_tokens=scored, pairs=pairs)
+    flops = flops_of(built.model).forward_backward(tokens=tokens, loss_tokens=scored, pairs=pairs)
     best = device_peak_flops(device, compute)
     planned = None if trl else _planned(case, compute, updates=updates, on_gpu=device.type == "cuda")
     checks = []
@@ -115,7 +147,7 @@ def run_case(case: Case, device: torch.device, *, trl: bool = False) -> dict[str
         checks.append(Check(name=f"{case.name}: peak and plan", error=abs(peak / planned - 1), limit=AS_PLANNED).row())
     measured = {
         "method": "trl" if trl else "ours",
-        "layout": layout,
+        "layout": built.layout,
         "updates": updates,
         "seconds": seconds,
         "tokens_per_s": sum(case.prompt_tokens + c for c in case.completion_tokens) / seconds,
@@ -123,8 +155,43 @@ def run_case(case: Case, device: torch.device, *, trl: bool = False) -> dict[str
         "mfu": flops / seconds / best if best else None,
         "peak_bytes": peak,
         "planned_bytes": planned,
+        "moved_bytes": _moved_bytes(case, built, compute),
     }
     return {"checks": checks, "step": asdict(case) | {"dtype": str(case.dtype)} | measured}
+
+
+def profiled(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Where the time of one step goes: the kernels that take most of it, and shares of kinds of kernels."""
+    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    built = _build(case, device, compute, updates=_fits_with_updates(case, device, compute), trl=False)
+    return {"measured": profile_step(built.step, device)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """A model and its step."""
+
+    model: Any
+    step: Callable[[], Operations]
+    layout: str  # of rows
+    activations: ActivationOffload | None = None
+
+
+def _build(case: Case, device: torch.device, compute: torch.dtype, *, updates: bool, trl: bool) -> _Built:
+    sequences = make_group(case.prompt_tokens, case.completion_tokens, case.shape.vocab)
+    if trl:
+        model = _model(case, device)
+        return _Built(model=model, step=_trl_step(model, compute, sequences, updates=updates), layout="padded")
+    activations = None
+    if case.offload == "parameters":
+        policy = _policy_on_host(case, device, compute)
+    else:
+        model = _model(case, device)
+        masters = MasterWeights(model, compute) if case.offload == "optimizer" else None
+        activations = enable_offload(model) if case.offload == "activations" else None
+        policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0, master_weights=masters)
+    step = _our_step(policy, sequences, updates=updates)
+    return _Built(model=policy.model, step=step, layout=policy.layout, activations=activations)
 
 
 def _fits_with_updates(case: Case, device: torch.device, compute: torch.dtype) -> bool:
@@ -146,22 +213,92 @@ def _fits_with_updates(case: Case, device: torch.device, compute: torch.dtype) -
 
 
 def _planned(case: Case, compute: torch.dtype, *, updates: bool, on_gpu: bool) -> int:
+    more: dict[str, Any] = {
+        "quantization": "nf4" if case.is_nf4 else None,
+        "offload": case.offload == "activations",
+        "masters_on_host": case.offload == "optimizer",
+        "parameters_on_host": case.offload == "parameters",
+    }
     return predicted_bytes(
         case.shape.config(), case.prompt_tokens, case.completion_tokens, dtype=case.dtype, compute=compute,
-        checkpointing=case.checkpointing, rank=case.rank, updates=updates, on_gpu=on_gpu,
+        checkpointing=case.checkpointing, rank=case.rank, updates=updates, on_gpu=on_gpu, **more,
     )  # fmt: skip
+
+
+def _moved_bytes(case: Case, built: _Built, compute: torch.dtype) -> int | None:
+    """Bytes that cross the bus in a step, both ways; None without offload."""
+    weights = sum(p.numel() for p in built.model.parameters())
+    match case.offload:
+        case "activations":
+            assert built.activations is not None
+            return 2 * built.activations.num_bytes_moved // STEPS
+        case "optimizer":  # gradients in the masters' dtype, weights in that of products
+            return weights * (case.dtype.itemsize + compute.itemsize)
+        case "parameters":  # weights for forward and for backward, gradients
+            return weights * 3 * case.dtype.itemsize
+    return None
 
 
 def _model(case: Case, device: torch.device) -> Any:
     with device:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=case.dtype)
-    if case.rank:
-        add_adapter(model, case.rank)
+    adapter = lora_spec(model, case.rank) if case.rank else None
+    if case.is_nf4:
+        _quantize(model, case.dtype)
+    if adapter is not None:
+        add_adapter(model, adapter)
     model.train()
     if case.checkpointing:
         enable_gradient_checkpointing(model)
     return model
+
+
+def _quantize(model: Any, compute_dtype: torch.dtype) -> None:
+    """Quantize the matrices of a model's layers where they are, as loading with `model.quantization: nf4` does.
+
+    Raises:
+        SkippedError: bitsandbytes is missing.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise SkippedError("needs bitsandbytes, not installed")
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    model.requires_grad_(False)
+    for layer in [m for m in model.base_model.layers.modules() if isinstance(m, nn.Linear)]:
+        codes, state = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
+        layer.weight = Params4bit(codes, quant_state=state, quant_type="nf4", bnb_quantized=True)
+    replace_quantized_layers(model, compute_dtype)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _policy_on_host(case: Case, device: torch.device, compute: torch.dtype) -> Policy:
+    """The policy of a run with `model.parameter_offload`, with random weights."""
+    first = Policy(
+        _model(replace(case, shape=replace(case.shape, layers=1)), device), device=device, compute_dtype=compute,
+        pad_token_id=0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        case.shape.config().save_pretrained(folder)
+        model = meta_model(ModelConfig(path=folder, dtype=str(case.dtype).removeprefix("torch.")))
+    model.set_attn_implementation(first.traits.attention)
+    if case.checkpointing:
+        enable_gradient_checkpointing(model)
+    init_single_process_group(device)
+    mesh = SINGLE_PROCESS.device_mesh(device.type)
+    counter = CollectiveCounter()
+    sharding = Sharding(model, counter, mesh=mesh, device=device, compute_dtype=compute, on_host=True)
+    sharding.allocate()
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        rows = parameter.detach().to_local()
+        is_matrix = rows.ndim > 1
+        numbers = torch.randn(rows.shape, device=device, generator=generator) * 0.02 if is_matrix else torch.ones(1)
+        rows.copy_(numbers)
+    sharding.finalize()
+    return Policy(model, device=device, compute_dtype=compute, pad_token_id=0, traits=first.traits, sharding=sharding)
 
 
 def _measure(step: Callable[[], Operations], device: torch.device) -> tuple[float, int | None, Operations]:
@@ -172,7 +309,7 @@ def _measure(step: Callable[[], Operations], device: torch.device) -> tuple[floa
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(2):
+    for _ in range(STEPS - 1):
         _wait(device)
         start = time.perf_counter()
         step()
@@ -181,11 +318,8 @@ def _measure(step: Callable[[], Operations], device: torch.device) -> tuple[floa
     return min(seconds), torch.cuda.max_memory_allocated() if on_gpu else None, operations
 
 
-def _our_step(
-    model: Any, compute: torch.dtype, sequences: Sequence[TrainSequence], *, updates: bool
-) -> tuple[Callable[[], Operations], str]:
-    """Cohort's training step, the whole group in one micro-batch, and how it lays out rows."""
-    policy = Policy(model, device=model.device, compute_dtype=compute, pad_token_id=0)
+def _our_step(policy: Policy, sequences: Sequence[TrainSequence], *, updates: bool) -> Callable[[], Operations]:
+    """Cohort's training step, the whole group in one micro-batch."""
     engine = make_engine(policy, micro_batch_tokens=1 << 30)
     scored = sum(s.num_loss_tokens for s in sequences)
 
@@ -194,15 +328,15 @@ def _our_step(
         if updates:
             engine.optim_step()
         else:
-            model.zero_grad(set_to_none=True)
+            policy.model.zero_grad(set_to_none=True)
         return result.num_computed_tokens, scored, result.attention_pairs
 
-    return step, policy.layout
+    return step
 
 
 def _trl_step(
     model: Any, compute: torch.dtype, sequences: Sequence[TrainSequence], *, updates: bool
-) -> tuple[Callable[[], Operations], str]:
+) -> Callable[[], Operations]:
     """TRL's loss path and the same optimizer. Padding is not among its operations."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     lengths = [len(s.token_ids) - 1 for s in sequences]  # the last token is no input
@@ -218,7 +352,7 @@ def _trl_step(
         model.zero_grad(set_to_none=True)
         return sum(lengths), scored, pairs
 
-    return step, "padded"
+    return step
 
 
 def _wait(device: torch.device) -> None:

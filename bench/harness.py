@@ -50,7 +50,11 @@ class SkippedError(Exception):
 
 
 class FailedError(Exception):
-    """A process ended without a result; the message has what it said last."""
+    """A process ended without a result; the message has what it said last, `output` what it printed before."""
+
+    def __init__(self, message: str, output: str = ""):
+        super().__init__(message)
+        self.output = output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,10 @@ class ModelShape:
         attention = (14 if recomputed else 12) * self.attention_width * self.layers * pairs
         head = (8 if recomputed else 6) * sum(completion_tokens) * self.vocab * self.hidden
         return 6 * self.body_weights * tokens + attention + head
+
+
+QWEN3_06B = ModelShape(hidden=1024, layers=28, intermediate=3072, vocab=151_936, heads=16, kv_heads=8, head_dim=128)
+TINY = ModelShape(hidden=32, layers=2, intermediate=64, vocab=512, heads=4, kv_heads=2, head_dim=16)
 
 
 def _pairs(length: int) -> float:
@@ -347,7 +355,8 @@ def run_command(
             file.seek(0)
             texts.append(file.read())
     if timed_out:
-        raise FailedError(f"{' '.join(command)} did not end within {timeout_s:.0f} s:\n{texts[1][-3000:]}")
+        message = f"{' '.join(command)} did not end within {timeout_s:.0f} s:\n{texts[1][-3000:]}"
+        raise FailedError(message, texts[0])
     return subprocess.CompletedProcess(list(command), code, *texts)
 
 

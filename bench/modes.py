@@ -6,8 +6,8 @@ Each mode is a configuration that differs from the defaults in a few keys, built
 each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
 hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
 what PyTorch has given out on rank 0 when loading, backward and the update are done, and the most in between
-(`allocations.py`); time is processor time of one more step, on a GPU all of it. A mode that fails is
-named at the end, and the others are measured. A new way to save memory is one more line in `MODES`.
+(`allocations.py`); time is processor time of one more step, on a GPU all of it. A mode that fails has
+a row that says why, and the others are measured. A new way to save memory is one more line in `MODES`.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     print(f"{machine('torchao')}; one thread for each process\n\n{SIZES[args.size]}\n")
-    print(table({name: results[name] for name in args.modes if name in results}))
+    print(table({name: results[name] for name in args.modes if name in results}, failed))
     if failed:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failed.items()))
 
@@ -344,8 +344,8 @@ def _written(value: Any) -> str:
     return json.dumps(value).replace('"', "")
 
 
-def table(results: Mapping[str, Measured]) -> str:
-    """Of each mode megabytes by part, and peak and time as shares of the first."""
+def table(results: Mapping[str, Measured], failed: Mapping[str, str] | None = None) -> str:
+    """Of each mode megabytes by part, and peak and time as shares of the first; or why it failed."""
     first = next(iter(results.values()), None)
     if first is None:
         return "nothing was measured"
@@ -355,6 +355,8 @@ def table(results: Mapping[str, Measured]) -> str:
             sizes = [f"{r.counted[part] / 1e6:.1f}" if part in r.counted else "" for part in PARTS]
             peak = f"{r.peak_bytes / first.peak_bytes:.2f}x" if "activations" in r.counted else ""
             yield [title(ALL[name]), *sizes, peak, f"{r.seconds:.2f}", f"{r.seconds / first.seconds:.2f}x"]
+        for name, why in (failed or {}).items():
+            yield [f"{title(ALL[name])}: {why}", *[""] * (len(PARTS) + 3)]
 
     return markdown(["keys", *(f"{part}, MB" for part in PARTS), "peak", "seconds", "time"], rows())
 

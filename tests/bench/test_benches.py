@@ -10,7 +10,7 @@ import torch
 
 import training_step
 from gpu_tables import TABLES
-from harness import ModelShape, disagreement, make_group, sketch, spread
+from harness import FailedError, ModelShape, disagreement, make_group, sketch, spread
 from selection import slow
 from training_step import Point, ratio, run_point, sharing_table
 
@@ -98,6 +98,18 @@ def test_another_gradient_is_refused(monkeypatch):
     point = Point(model="tiny", prompt_tokens=4, completion_tokens=(2, 2))
     with pytest.raises(SystemExit, match=r"gradient of shared is not that of packed: w differs by 4\.5e-04"):
         run_point(point, ["packed", "shared"], 1, "folder")
+
+
+def test_a_method_that_fails_is_a_row_and_others_are_measured(monkeypatch: pytest.MonkeyPatch):
+    def run_apart(_: str, job: dict) -> dict:
+        if job["method"] == "liger":
+            raise FailedError("it ended with 1:\nTraceback\nImportError: no kernel")
+        return {"seconds": 1.0, "wall_s": 1.0, "peak_bytes": 10**6, "gradient": {"w": [1.0, 2.0]}}
+
+    monkeypatch.setattr(training_step, "run_apart", run_apart)
+    found = run_point(Point(model="tiny", prompt_tokens=4, completion_tokens=(2, 2)), ["liger", "shared"], 2, "folder")
+    liger, shared = training_step.point_table(found).splitlines()[2:]
+    assert liger.startswith("| liger (failed: ImportError: no kernel) |") and shared.startswith("| shared | 1 | 1.00 |")
 
 
 @pytest.mark.parametrize("size", [3, 64, 1000])

@@ -31,6 +31,18 @@ def test_seven_billion_weights_under_lora_fit_24_gigabytes() -> None:
     assert 15.2 + 0.6 < predicted(lora) / GIGABYTE < 24
 
 
+def test_the_plan_counts_what_is_quantized_and_offloaded() -> None:
+    """6.5 billion weights in 4 bits and a little, 1.1 billion in 16; of 4 billion, 12 bytes each leave the GPU."""
+    case = gpu_steps.QLORA_CASE
+    nf4 = gpu_steps._planned(case, torch.bfloat16, updates=True, on_gpu=True) / GIGABYTE
+    assert case.most_bytes == 24 * GIGABYTE and 6.5 / 2 + 2.2 < nf4 < 12
+    plain, activations, optimizer, parameters = (
+        gpu_steps._planned(case, torch.bfloat16, updates=True, on_gpu=True) / GIGABYTE
+        for case in gpu_steps.OFFLOAD_CASES
+    )
+    assert 78 * 2**30 / GIGABYTE > plain > activations > optimizer + 4 * 8 > parameters
+
+
 def test_seven_billion_trained_weights_fit_141_gigabytes_and_their_gradients_80() -> None:
     """16 bytes for each of 7,615,616,512 weights are 121.8 GB; without moments, 60.9 GB."""
     (full,) = [case for case in gpu_steps.CASES if "7B, float32" in case.name]

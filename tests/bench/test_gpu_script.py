@@ -1,7 +1,9 @@
 """`bench/gpu.sh`: every part runs whatever becomes of the others, and one file says what was found."""
 
 import json
+import re
 import sys
+import tarfile
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import torch
 import gpu
 from cohort.errors import UserError
 from comparisons import Check, attempt
+from gpu_speed import shares
 from gpu_tables import TABLES
 from harness import FailedError, SkippedError, run_apart, run_command
 from selection import slow
@@ -86,6 +89,82 @@ def test_what_is_missing_is_told_and_no_failure(tmp_path: Path, capsys: pytest.C
     ]
     said = capsys.readouterr().out
     assert "Nothing failed." in said and "a table" in said and "- vLLM server: not installed" in said
+
+
+def test_a_later_call_adds_to_what_earlier_ones_found(tmp_path: Path) -> None:
+    right, wrong = (Check(name="product", error=error, limit=0.1) for error in (0.01, 0.2))
+    code, _ = run_parts(tmp_path, part("first", checked(wrong)), part("second", checked(right)))
+    assert code == 1
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "table.txt").write_text("a table")
+    code, found = run_parts(tmp_path, part("third", checked(right)), part("first", checked(right)))
+    assert code == 0 and found["failures"] == []  # of a result that was replaced
+    assert [(r["name"], r["call"]) for r in found["parts"]] == [("first", 2), ("second", 1), ("third", 2)]
+    assert [call["form"] for call in found["calls"]] == ["quick", "quick"]
+    with tarfile.open(tmp_path / gpu.ARCHIVE) as archive:
+        assert archive.getnames() == ["folder/table.txt", gpu.FILE]
+    with pytest.raises(SystemExit, match="is of --tiny; use another folder"):
+        gpu.earlier(tmp_path, tiny=False)
+
+
+def test_no_part_is_started_that_cannot_end_in_time(tmp_path: Path) -> None:
+    def run(*parts: gpu.Part, within_s: float) -> dict[str, str]:
+        gpu.run_parts(parts, "quick", CPU, out=tmp_path, apart=False, within_s=within_s)
+        found = json.loads((tmp_path / gpu.FILE).read_text())
+        return {r["name"]: r.get("skipped", r["status"]) for r in found["parts"]}
+
+    quick, long = part("quick", checked(), about_s=1.0), part("long", checked(), about_s=100.0)
+    found = run(quick, long, within_s=50.0)
+    assert found["quick"] == "passed"
+    assert re.fullmatch(r"not started: \d+ s were left, and it takes about 100 s", found["long"])
+    assert run(long, within_s=1000.0)["long"] == "passed"
+    assert run(long, within_s=50.0)["long"] == "passed"  # it took less than a second before
+    assert run(quick, within_s=-1.0)["quick"] == "passed"  # what an earlier call has found stays
+
+
+def test_a_script_gets_the_time_that_is_left_and_keeps_what_it_printed() -> None:
+    given: list[float] = []
+
+    def work(_: torch.device, most_s: float) -> dict[str, Any]:
+        given.append(most_s)
+        raise FailedError("modes.py ended with 1:\nint8: ImportError: torchao", "| a table |\n" * 999)
+
+    script = gpu.Part(name="modes.py", work=work, is_script=True, most_s=900.0)
+    result = gpu.run_part(script, "full", CPU, apart=True, left_s=300.0)
+    assert given == [300.0] and result["status"] == "failed"
+    assert result["output"] == "| a table |\n" * 999 and "torchao" in result["failed"]
+
+
+def test_the_rest_is_what_has_no_result_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [part.name for part in gpu.parts_of("quick", tiny=True, out=tmp_path)]
+    parts = [{"name": name, "status": "passed", "seconds": 1.0} for name in names]
+    parts[names.index("ceilings")]["not_started"] = True
+    (tmp_path / gpu.FILE).write_text(json.dumps({"tiny": True, "parts": parts}))
+    gpu.main(["quick", "--tiny", "--rest", "--within", "0", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert [line.split()[-1] for line in said.splitlines() if line.startswith("left out")] == ["ceilings"]
+
+
+def test_a_profile_says_where_the_time_goes() -> None:
+    kernels = {
+        "nvjet_tst_128x256": 0.5,
+        "sm90_xmma_gemm_bf16": 0.1,
+        "flash_fwd_kernel": 0.2,
+        "_softmax_kernel": 0.05,
+        "at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>": 0.04,
+        "Memcpy HtoD (Pinned -> Device)": 0.01,
+        **{f"other {n}": 0.0001 for n in range(20)},
+    }
+    found = shares(kernels, 1.0)
+    assert list(found.items())[:4] == [
+        ("matrix products", "60.0% (600.0 ms)"),
+        ("attention", "20.0% (200.0 ms)"),
+        ("idle", "9.8% (98.0 ms)"),
+        ("Triton", "5.0% (50.0 ms)"),
+    ]
+    assert found["elementwise"] == "4.0% (40.0 ms)" and found["copies"] == "1.0% (10.0 ms)"
+    assert found["nvjet_tst_128x256"] == "50.0% (500.0 ms)"
+    assert sum(name.startswith("other ") for name in found) == 15 - 6
 
 
 def test_the_file_says_what_it_was_measured_with(tmp_path: Path) -> None:
@@ -181,7 +260,12 @@ def test_the_quick_form_on_a_cpu(tmp_path: Path) -> None:
     out = script("quick", "--tiny", out=tmp_path, COHORT_VLLM_PYTHON="")
     found = json.loads((tmp_path / gpu.FILE).read_text())
     status = {result["name"]: result["status"] for result in found["parts"]}
-    assert status.pop("vLLM server") == "left out" and set(status.values()) == {"passed"}
+    left_out = {name for name in status if status[name] == "left out"}
+    assert left_out == {"vLLM server", "Triton compilations", "expandable segments"}
+    assert {status[name] for name in status.keys() - left_out} == {"passed"}
+    measured = {result["name"]: result["measured"] for result in found["parts"] if "measured" in result}
+    assert measured["weights to another process"]["transport"] == "gloo"
+    assert measured["ceilings"]["bfloat16, TFLOP/s"] > 0
     assert "- vLLM server: vLLM is not installed here" in out and "Nothing failed." in out
     assert "| tiny, LoRA: ours, shared | " in out
     names = {check["name"] for result in found["parts"] for check in result.get("checks", ())}
@@ -198,12 +282,19 @@ def test_the_full_form_on_a_cpu_goes_on_where_vllm_is_broken(tmp_path: Path) -> 
     out = script("full", "--tiny", out=tmp_path, code=1, COHORT_VLLM_PYTHON="/no/python")
     found = json.loads((tmp_path / gpu.FILE).read_text())
     failed = [result["name"] for result in found["parts"] if result["status"] == "failed"]
-    assert failed == ["vLLM server", "demo, vllm", "vllm_servers.py"]
+    assert failed == ["vLLM server", "vllm_servers.py", "demo, vllm"]
     why = "'/no/python' is not a working Python"
     assert len(found["failures"]) == 3 and all(why in line for line in found["failures"])
     output = {result["name"]: result["output"] for result in found["parts"] if "output" in result}
-    assert {table.script for table in TABLES} == {*output, "vllm_servers.py"} | {"trl_demo.py"}
-    assert all(SCRIPTS[name] in text for name, text in output.items())
+    assert {table.name for table in TABLES} == {*output, "vllm_servers.py"} | {"trl_demo.py"}
+    assert all(SCRIPTS[table.script] in output[table.name] for table in TABLES if table.name in output)
+    steps = {result["name"]: result["step"] for result in found["parts"] if "step" in result}
+    assert steps["QLoRA, tiny, nf4"]["tokens_per_s"] > 0
+    assert steps["offload, tiny, parameters"]["moved_bytes"] > steps["offload, tiny, optimizer"]["moved_bytes"] > 0
+    measured = {result["name"]: result["measured"] for result in found["parts"] if "measured" in result}
+    assert measured["out of memory"]["failures"] == 1
+    assert measured["out of memory"]["messages"] == ["OutOfMemoryError: CUDA out of memory. Made up for a CPU"]
+    assert measured["sampling"]["tokens"] == 8 * 8 * 4 and "idle" in measured["profile"]
     if found["versions"]["trl"] is None:
         assert "- trl_demo.py: needs trl, not installed" in out
         assert "- training_step.py: rows with trl: not installed" in out

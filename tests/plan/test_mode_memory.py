@@ -90,6 +90,8 @@ def test_the_table_compares_with_the_first() -> None:
     *_, one, two = modes.table({"float32": first, "two processes": second}).splitlines()
     assert one == "| the defaults | 1.0 | 1.0 | 1.0 | 1.0 | 1.00x | 2.00 | 1.00x |"
     assert two == "| `hardware.processes: 2` | 0.5 |  |  |  |  | 3.00 | 1.50x |"
+    *_, failed = modes.table({"float32": first}, {"sgd": "ImportError: no"}).splitlines()
+    assert failed == "| `optim.name: sgd`: ImportError: no |  |  |  |  |  |  |  |"
 
 
 def test_allocations_are_counted_to_the_byte() -> None:

@@ -65,7 +65,7 @@ def calibrate(device: torch.device | None = None, size: BenchmarkSize | None = N
         torch_version=torch.__version__,
         flops={name: _product_flops(device, dtype, size) for name, dtype in dtypes.items()},
         memory_bandwidth=_memory_bandwidth(device, size),
-        host_bandwidth=_host_bandwidth(device, size) if on_gpu else None,
+        host_bandwidth=min(host_bandwidths(device, size)) if on_gpu else None,
         collective_bandwidth=collective_bandwidth(device.type, num_devices, size) if num_devices > 1 else None,
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else available_memory_bytes(),
         framework_bytes=_framework_bytes_of_gpu(device) if on_gpu else _framework_bytes_of_cpu(),
@@ -104,11 +104,15 @@ def _memory_bandwidth(device: torch.device, size: BenchmarkSize) -> float:
     return 2.0 * size.copied_bytes / _best_s(lambda: target.copy_(source), device, size.seconds)
 
 
-def _host_bandwidth(device: torch.device, size: BenchmarkSize) -> float:
+def host_bandwidths(device: torch.device, size: BenchmarkSize) -> tuple[float, float]:
+    """Bytes/s from a GPU to pinned host memory, and back."""
     here = torch.zeros(size.copied_bytes, dtype=torch.uint8, device=device)
     host = torch.empty(size.copied_bytes, dtype=torch.uint8, pin_memory=True)
-    ways = (lambda: host.copy_(here), lambda: here.copy_(host))
-    return size.copied_bytes / max(_best_s(way, device, size.seconds) for way in ways)
+    to_host, to_device = (
+        size.copied_bytes / _best_s(way, device, size.seconds)
+        for way in (lambda: host.copy_(here), lambda: here.copy_(host))
+    )
+    return to_host, to_device
 
 
 def collective_bandwidth(device_type: str, num_processes: int, size: BenchmarkSize) -> float:
