@@ -197,6 +197,7 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             return lambda tensor: tensor
         total_bytes = sum(num_bytes(spec) for spec in specs)
+        torch.cuda.empty_cache()  # of the last update
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= total_bytes + SPARE_BYTES:
             return lambda tensor: tensor.to(self.device)
