@@ -112,7 +112,7 @@ class ServersSetup(ABC):
         for text in self._announcements(folder / LOGS):
             notify(text)
         connect, publish = self.make_channels(workers, folder=folder, notify=notify)
-        make_room = partial(workers.call, Worker.empty_cache)
+        make_room: Callable[[], object] = partial(workers.call, Worker.empty_cache)
         if self.shares_gpus:
             make_room()  # a server does not start unless its share of the GPU is free
         engine = ServerEngine(
