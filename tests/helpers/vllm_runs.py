@@ -88,7 +88,9 @@ class Run:
         self.notes: list[str] = []
         self.published = Published()
         client = lambda: make_client(limits.request_timeout_s)  # noqa: E731
-        self.fleet = Fleet(handles, client, limits, server_name="vLLM server", find_cause=root_cause)
+        self.fleet = Fleet(
+            handles, client, limits, server_name="vLLM server", find_cause=root_cause, failures_pause_starts=sleeps
+        )
         self.engine = ServerEngine(
             self.fleet,
             connect=Channel,

@@ -56,6 +56,7 @@ def load_worker(patch: pytest.MonkeyPatch) -> Any:
             "WeightTransferInitInfo": object,
             "WeightTransferUpdateInfo": object,
         },
+        "lora.request": {"LoRARequest": SimpleNamespace},
         "logger": {"init_logger": lambda _: SimpleNamespace(error=print, info=print)},
         "model_executor.model_loader.reload": {
             "initialize_layerwise_reload": lambda model: None,

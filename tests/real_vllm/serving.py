@@ -76,6 +76,12 @@ def models(url: str) -> list[str]:
     return [model["id"] for model in httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=10).json()["data"]]
 
 
+def num_running(url: str) -> int:
+    """Completions that are being sampled now."""
+    lines = httpx.get(f"{url}/metrics", headers=HEADERS, timeout=20).text.splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
+
+
 def secret_file(folder: Path) -> str:
     """A file with the secret of the tests, as `rollout.secret_file` has it."""
     file = folder / "secret"

@@ -1,6 +1,8 @@
 """An adapter travels alone, and is what a server samples with."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.models.adapters.lora import Adapter
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.server import ServerProcess
 from cohort.rollout.engines.vllm.server_options import server_options
@@ -21,16 +24,35 @@ from serving import (
     LONG_PROMPT,
     SECRET,
     Server,
+    engine_of,
     largest_difference,
     models,
+    num_running,
     options_for,
     random_prompt,
     secret_file,
     serving_folder,
     serving_model,
+    slow_steps,
     start,
 )
 from test_runs import run_config, steps_of
+from waiting import until
+
+# A worker extension that logs every adapter that is read from disk.
+LOGGING_WORKER = """
+from cohort_vllm_worker import CohortWorker
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+def load_and_log(self, request):
+    print("ADAPTER READ", request.lora_path, flush=True)
+    return load(self, request)
+
+load, WorkerLoRAManager._load_adapter = WorkerLoRAManager._load_adapter, load_and_log
+
+class LoggingWorker(CohortWorker):
+    pass
+"""
 
 
 def adapted(seed: int) -> Any:
@@ -68,9 +90,42 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
 
         # an empty folder
         (error,) = send_adapter([channel], 3, save=Path.mkdir, folder=tmp_path / "adapters").values()
-        assert "/v1/load_lora_adapter" in str(error)
+        assert "/collective_rpc: HTTP 500: " in str(error) and "No adapter found" in str(error)
         send_adapter([channel], 4, save=adapted(4).save_pretrained, folder=tmp_path / "adapters")
         server.assert_serves(adapted(4), 4)
+        server.close()
+    finally:
+        process.stop()
+
+
+def test_an_adapter_is_read_once_and_requests_in_flight_go_on_with_the_next_one(
+    tmp_path: Path, vllm_python: str, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "logging_worker.py").write_text(LOGGING_WORKER)
+    monkeypatch.setattr(server_module, "WORKER_FOLDER", f"{server_module.WORKER_FOLDER}:{tmp_path}")
+    options = options_for(vllm_python, serving_folder(tmp_path / "model", tie=True), lora_rank=4)
+    extra = {**options.extra, "worker_extension_cls": "logging_worker.LoggingWorker"}
+    process = ServerProcess(replace(options, extra=extra), secret=SECRET, log_file=tmp_path / "server.log")
+    try:
+        start(process)
+        server, adapters, prompt = Server(process=process, tie=True), tmp_path / "adapters", random_prompt(LONG_PROMPT)
+        channel = AdapterChannel(server.api)
+        old, new = adapted(1), adapted(2)
+        assert send_adapter([channel], 1, save=old.save_pretrained, folder=adapters) == {}
+        server.generate(prompt, n=1, max_tokens=20)
+        assert process.log().count("ADAPTER READ") == 1
+        with slow_steps(engine_of(process.log_file)), ThreadPoolExecutor(1) as pool:
+            request = pool.submit(server.generate, prompt, n=2, max_tokens=600, seed=1)
+            until(lambda: num_running(process.url) == 2 or request.done())
+            assert send_adapter([channel], 2, save=new.save_pretrained, folder=adapters) == {}
+            choices = request.result()
+        assert process.log().count("ADAPTER READ") == 2
+        for choice in choices:
+            (before, start_, change), (after, _, end) = choice.versions
+            assert (before, after) == ("1", "2") and start_ == 0 < change < end == 600
+            assert largest_difference(old, prompt, choice, slice(0, change)) < 1e-4
+            assert largest_difference(new, prompt, choice, slice(change, 600)) < 1e-4
+            assert largest_difference(old, prompt, choice, slice(change, 600)) > 0.1
         server.close()
     finally:
         process.stop()
@@ -126,3 +181,15 @@ def test_runs_of_an_adapter(
     monkeypatch.setattr(Adapter, "save", tampered)
     with pytest.raises(TrainingError, match=r"after step 2 the logprobs of http.* differ"):
         cohort.train(config | {"run": config["run"] | {"dir": str(tmp_path / "tampered")}})
+
+
+def test_an_adapter_trains_while_the_next_steps_are_sampled(
+    tmp_path: Path, vllm_python: str, elsewhere: dict[str, Any]
+):
+    config = adapter_run(tmp_path / "run", vllm_python)
+    own = VllmRolloutConfig.managed_server_keys
+    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in own} | elsewhere | {"max_staleness": 1}
+    config["train"] |= {"steps": 6}
+    steps = steps_of(cohort.train(config).run_dir)
+    assert len(steps) == 6 and max(step["rollout/staleness_max"] for step in steps) == 1
+    assert all(0 < step["sampling/parity/mean"] < 1e-5 for step in steps)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2 as httpx
 import pytest
 import torch
 
@@ -14,12 +13,12 @@ from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from serving import (
-    HEADERS,
     LONG_PROMPT,
     SECRET,
     Server,
     engine_of,
     largest_difference,
+    num_running,
     random_prompt,
     send,
     serving_model,
@@ -59,7 +58,7 @@ def test_a_completion_that_spans_an_update_says_which_version_made_each_token(un
     prompt = random_prompt(LONG_PROMPT)
     with slow_steps(engine_of(untied.process.log_file)), ThreadPoolExecutor(1) as pool:
         request = pool.submit(untied.generate, prompt, n=2, max_tokens=600, seed=1)
-        until(lambda: num_running(untied) == 2 or request.done())
+        until(lambda: num_running(untied.process.url) == 2 or request.done())
         untied.publish(new, 109)
         choices = request.result()
     assert len(choices) == 2
@@ -193,9 +192,3 @@ def test_an_error_in_the_stream_gives_the_update_up(untied: Server):
     with pytest.raises(ZeroDivisionError):
         send_to_servers([untied.channel], broken(), weight_specs(policy, FP32), 116)
     untied.assert_serves(serving_model(tie=False, seed=100), 100)
-
-
-def num_running(server: Server) -> int:
-    """Completions that are being sampled now."""
-    lines = httpx.get(f"{server.process.url}/metrics", headers=HEADERS, timeout=20).text.splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))

@@ -112,6 +112,9 @@ class ServersSetup(ABC):
         for text in self._announcements(folder / LOGS):
             notify(text)
         connect, publish = self.make_channels(workers, folder=folder, notify=notify)
+        make_room: Callable[[], object] = partial(workers.call, Worker.empty_cache)
+        if self.shares_gpus:
+            make_room()  # a server does not start unless its share of the GPU is free
         engine = ServerEngine(
             self._start_fleet(workers.local, folder / LOGS),
             connect=connect,
@@ -119,7 +122,7 @@ class ServersSetup(ABC):
             notify=notify,
             while_waiting=partial(keep_ranks_alive, workers),
             sleeps=self.shares_gpus,
-            make_room=partial(workers.call, Worker.empty_cache),
+            make_room=make_room,
         )
         try:
             engine.update_weights(policy_version=workers.local.engine.updates_done)
@@ -156,6 +159,7 @@ class ServersSetup(ABC):
             limits,
             server_name=rollout.server_name,
             find_cause=self.find_cause,
+            failures_pause_starts=self.shares_gpus,
         )
 
     def _announcements(self, logs: Path) -> Iterator[str]:

@@ -155,6 +155,16 @@ def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatc
             del staged, keep
 
 
+def test_weights_are_staged_in_the_memory_that_the_last_update_left(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
+    """PyTorch caches it, so that the GPU does not count it as free."""
+    worker, free = load_worker(monkeypatch), [1 << 30]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 2 << 30))
+    engine = worker.CohortWeightTransferEngine(None, None, CUDA, None)
+    engine._make_stager([{"shape": [1 << 20], "dtype": "float32"}])
+    assert not cudart.pinned
+
+
 def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From where they are loaded to where they are updated: nothing moves them, nor pins them again."""
     monkeypatch.setattr(fsdp, "PinnedMemory", lambda num_bytes, device: PinnedMemory(num_bytes, CUDA))

@@ -1,6 +1,7 @@
 """A rollout engine of one folder and one config class: the rest treats it by what the class says it can do."""
 
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union
 
@@ -14,11 +15,13 @@ from cohort.config.schema import sections_in
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import serve_command
 from cohort.launch.slurm_rollout import plan_rollout_nodes
-from cohort.placement import split_machine
+from cohort.placement import Placement, split_machine
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
+from cohort.trainer import server_setup
 from cohort.trainer.sample_rows import sample_rows
+from cohort.trainer.worker import Worker
 from plans import EIGHT
 from playing import save_turns_model, turns_tokenizer
 from runs import changed, make_inputs, metric, train
@@ -120,6 +123,29 @@ def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, m
     )
     with pytest.raises(TrainingError, match=r"parity: after step 0 the logprobs of http://127\.0\.0\.1:\d+ differ"):
         train(changed(run, rollout={"parity_tolerance": 1e-6}, run={"dir": str(tmp_path / "compared")}))
+
+
+def test_on_shared_gpus_cached_memory_is_freed_before_servers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a resume, too, when the optimizer's state has just been loaded."""
+    events: list[str] = []
+
+    def log(cls: type, name: str) -> None:
+        method = getattr(cls, name)
+        called = wraps(method)(lambda *args: (events.append(name), method(*args))[1])
+        monkeypatch.setattr(cls, name, called)
+
+    shared = Placement(gpus=("",), shared=True, reason="shared")
+    monkeypatch.setattr(server_setup, "server_placement", lambda config: shared)
+    run = changed(make_inputs(tmp_path), rollout={"engine": "stub", "parity_every": 0}, train={"steps": 1})
+    run = changed(run, hardware={"device": "cpu"}, run={"checkpoint_every": 1})
+    for name in ("empty_cache", "load_engine_state"):
+        log(Worker, name)
+    log(StubHandle, "start")
+    train(run)
+    assert events[:2] == ["empty_cache", "start"] and events.count("start") == 1
+    events.clear()
+    train(changed(run, train={"steps": 2}), resume=True)
+    assert events[:3] == ["load_engine_state", "empty_cache", "start"]
 
 
 SPANNING = """

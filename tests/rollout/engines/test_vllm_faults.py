@@ -270,6 +270,23 @@ def test_a_server_that_fails_asleep_is_started_when_it_is_needed():
         assert len(server.fakes) == 2
 
 
+def test_a_server_that_shares_its_gpu_is_started_again_after_room_was_made(monkeypatch: pytest.MonkeyPatch):
+    server, events = ThreadServer(), []
+    start = ThreadServer.start
+    monkeypatch.setattr(ThreadServer, "start", lambda self: (events.append("start"), start(self)))
+    with run_with(server, limits=IMPATIENT, sleeps=True) as run:
+        run.engine.make_room = lambda: events.append("make room")
+        assert_right(run.generate(1))
+        run.engine.update_weights(policy_version=7)  # wakes it
+        assert events == ["start", "make room"]
+        server.fakes[0].faults = ["deaf"]
+        until(lambda: not run.fleet.running())
+        time.sleep(0.2)  # several times the pause before a restart
+        assert events == ["start", "make room"]
+        assert_right(run.generate(1))
+    assert events == ["start", "make room", "make room", "start"]
+
+
 def test_close_with_requests_in_flight_ends_at_once():
     servers = [ThreadServer(["hang"] * 100), ThreadServer(["html"] * 100)]
     limits = replace(LIMITS, request_timeout_s=3600.0, first_pause_s=3600.0, longest_pause_s=3600.0)

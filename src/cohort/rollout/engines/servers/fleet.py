@@ -40,6 +40,7 @@ class Fleet:
         *,
         server_name: str,
         find_cause: Callable[[str], str | None] = lambda log: None,
+        failures_pause_starts: bool = False,
     ):
         """Start the servers without waiting for them.
 
@@ -49,10 +50,12 @@ class Fleet:
             limits: timeouts and allowed failures.
             server_name: what messages call a server, such as "vLLM server".
             find_cause: extracts why a server failed from its log; None if the log does not say.
+            failures_pause_starts: whether a failed server restarts only after `pause_starts(False)`.
         """
         self.limits = limits
         self.server_name = server_name
         self._find_cause = find_cause
+        self._failures_pause_starts = failures_pause_starts
         self._make_client = client
         self._handles = handles
         self._servers: list[Server] = []
@@ -179,6 +182,10 @@ class Fleet:
         """Pause or resume server starts."""
         self._call(self._supervisor.may_start.clear if hold else self._supervisor.may_start.set)
 
+    def starts_paused(self) -> bool:
+        """Whether servers wait for `pause_starts(False)` before they start."""
+        return self._call(lambda: not self._supervisor.may_start.is_set())
+
     def close(self) -> None:
         """Stop the servers of this run. Unfinished requests fail with a `TrainingError`."""
         if self._thread.is_alive():
@@ -229,6 +236,7 @@ class Fleet:
                 client=self._client,
                 limits=self.limits,
                 find_cause=self._find_cause,
+                failures_pause_starts=self._failures_pause_starts,
                 notify=self._notify,
                 on_up=self._signal_change,
                 on_down=self._release,

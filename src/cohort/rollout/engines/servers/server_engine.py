@@ -56,11 +56,12 @@ class ServerEngine(Generic[C]):
     notify: Callable[[str], None]  # receives messages for the user, in the calling thread
     while_waiting: Callable[[], None] = lambda: None  # called about twice a second during waits
     sleeps: bool = False  # whether servers share GPUs with training and sleep while it runs
-    make_room: Callable[[], object] = lambda: None  # frees cached GPU memory before the servers wake up
+    make_room: Callable[[], object] = lambda: None  # frees cached GPU memory before servers wake up or restart
     _waiting: defaultdict[RunningServer | None, CallQueue] = field(  # by the `only` of `generate`
         default_factory=lambda: defaultdict(CallQueue), init=False
     )
     _asleep: bool = field(default=False, init=False)
+    _may_restart: bool = field(default=True, init=False)  # whether servers that share GPUs may take memory now
     _channels: dict[tuple[int, int], C] = field(default_factory=dict, init=False)  # by server index and start number
     _policy_version: int | None = field(default=None, init=False)
 
@@ -164,6 +165,9 @@ class ServerEngine(Generic[C]):
         """Forward messages, raise errors, and send weights to servers with old ones."""
         self._forward_notes()
         self.fleet.check()
+        if self.sleeps and self._may_restart and self.fleet.starts_paused():  # since a server has failed
+            self.make_room()
+            self.fleet.pause_starts(False)
         if self._policy_version is None or self._asleep:
             return
         behind = [s for s in self.fleet.running() if s.version != self._policy_version]
@@ -215,6 +219,7 @@ class ServerEngine(Generic[C]):
         if not self.sleeps or self._asleep or self.fleet.num_unfinished():
             return
         # a server that starts during training would take its memory
+        self._may_restart = False
         self.fleet.pause_starts(True)
         self._wait_until(lambda: not self.fleet.num_starting())
         for server in self.fleet.running():
@@ -229,7 +234,7 @@ class ServerEngine(Generic[C]):
         """Prepare for servers to wake up, which they do when they next receive weights."""
         if self._asleep:
             self.make_room()
-            self._asleep = False
+            self._asleep, self._may_restart = False, True
             self.fleet.pause_starts(False)
 
 

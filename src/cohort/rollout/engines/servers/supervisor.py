@@ -19,6 +19,7 @@ class Supervisor:
     client: Client
     limits: FleetLimits
     find_cause: Callable[[str], str | None]  # extracts why a server failed from its log; None if the log does not say
+    failures_pause_starts: bool  # whether a failure clears `may_start`
     notify: Callable[[str], None]  # receives messages for the user
     on_up: Callable[[], None]  # called when a server has come up
     on_down: Callable[[Server], None]  # called with a server that just failed
@@ -99,6 +100,8 @@ class Supervisor:
         """Take a failed server out of service, permanently after too many failures. Returns a description."""
         server.state = State.FAILED
         server.num_failures += 1
+        if self.failures_pause_starts:
+            self.may_start.clear()
         self.on_down(server)
         failure, kind = await self._describe_failure(server, error)
         await server.in_thread(server.handle.stop)

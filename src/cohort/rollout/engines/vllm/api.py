@@ -114,10 +114,12 @@ class VllmApi:
         return [str(model.get("id")) for model in models]
 
     def load_lora_adapter(self, name: str, path: str) -> None:
-        """Load an adapter's folder as `name`, replacing an adapter of the same name."""
-        self._request(
-            "POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, "load_inplace": True}
-        )
+        """Load an adapter's folder as `name`, once. If `name` exists, also requests in flight continue with it."""
+        if name in self.model_names():
+            # Not by the endpoint's `load_inplace`: vLLM 0.32 repeats it, and reads the folder, at every token.
+            self._request("POST", "/collective_rpc", json={"method": "replace_adapter", "kwargs": {"folder": path}})
+        else:
+            self._request("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
 
     def _request(self, method: str, endpoint: str, **request: Any) -> Any:
         """Send a request and return the answer, parsed if it is JSON, else as text.

@@ -23,8 +23,7 @@ class AdapterChannel:
         Requests are paused while it loads, and continue with the new adapter.
 
         Raises:
-            ServerError: it failed. Requests stay paused until an adapter is loaded: the server has dropped the old one,
-                and its engine would crash at the next token.
+            ServerError: it failed. Requests stay paused until an adapter is loaded.
         """
         self._api.pause()
         if self._asleep:
@@ -63,7 +62,7 @@ def send_adapter(
     Returns:
         Errors by channel.
     """
-    path = folder / f"version-{version}"  # vLLM keys its prefix cache by the path
+    path = folder / f"version-{version}"
     save(path)
     failed = {}
     for channel in channels:

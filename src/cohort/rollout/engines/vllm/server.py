@@ -30,6 +30,7 @@ _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={
 # expandable segments. An API key would be demanded in place of the secret.
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *(f"TORCHELASTIC_{name}" for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE")),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT", "VLLM_API_KEY"),
 }

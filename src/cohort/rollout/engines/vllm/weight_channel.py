@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -83,6 +83,9 @@ class WeightChannel:
         self._sleeps = sleeps
         self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
         self._ipc_opened = False  # the server has opened the shared buffers before
+        self._nccl_connected = False  # NCCL has connected to this server before
+        self._excludes_nccl = False  # NCCL cannot connect to it
+        self._joined: Future[None] | None = None  # the server's call of the last rendezvous
         self._transfer: WeightTransfer | None = None
         self._unsent: Iterator[TensorSpec] | None = None  # declared tensors of the update in progress
 
@@ -106,8 +109,13 @@ class WeightChannel:
         try:
             self._rendezvous()
         except (RuntimeError, OSError) as error:
+            failed = self.transport
             self._close_transfer()
-            raise self._error(error, "weight transfer rendezvous") from error
+            failure = self._error(error, "weight transfer rendezvous")
+            if failed != "nccl" or self._nccl_connected:  # NCCL worked before: something else is wrong
+                raise failure from error
+            self._open_without_nccl(failure)
+        self._nccl_connected |= self.transport == "nccl"
 
     def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
         """Begin an update. The server's requests are paused until `finish` or `abort`.
@@ -225,6 +233,7 @@ class WeightChannel:
         api = self._new_api(timeout_s=self._meet_timeout_s)
         joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
         joined.add_done_callback(lambda _: api.close())
+        self._joined = joined
         ranks = [f"here/{rank}" for rank in range(1, size)]
         self._wait_for_workers(lambda: store.check(ranks), joined)
         transport, note = choose_transport(
@@ -232,6 +241,8 @@ class WeightChannel:
             [json.loads(store.get(rank)) for rank in ranks],
             ipc_gpus=self._ipc_gpus,
         )
+        if transport == "nccl" and self._excludes_nccl:
+            transport = "gloo"
         if note and note != self._last_note:  # may be another rendezvous with the same server
             self.notes.append(f"{self.url}: {note}")
         self._last_note = note
@@ -245,6 +256,20 @@ class WeightChannel:
             self._transfer = GroupTransfer(transport, group, self._new_api(timeout_s=None), timeout_s=self._timeout_s)
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
+
+    def _open_without_nccl(self, failure: ServerError) -> None:
+        """Open through gloo after a `failure` of NCCL, which containers, firewalls and network interfaces can block."""
+        self._excludes_nccl = True
+        assert self._joined is not None
+        wait((self._joined,), self._meet_timeout_s)  # the workers have given up, too
+        try:
+            self.open()
+        except ServerError:
+            raise failure from None
+        self.notes.append(
+            f"NCCL cannot connect trainer and server, so weights go through host memory, which is slower; run with "
+            f"NCCL_DEBUG=WARN to see why: {failure}"
+        )
 
     def _prepare_transfer(self, handles: Mapping[str, Any]) -> WeightTransfer:
         """Prepare the chosen transport, or another one if the GPU's memory cannot be shared."""

@@ -36,6 +36,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 logger = init_logger("vllm.cohort")
@@ -196,6 +197,7 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             return lambda tensor: tensor
         total_bytes = sum(num_bytes(spec) for spec in specs)
+        torch.cuda.empty_cache()  # of the last update
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= total_bytes + SPARE_BYTES:
             return lambda tensor: tensor.to(self.device)
@@ -235,7 +237,15 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class CohortWorker:
-    """Target of `--worker-extension-cls`. Adds no methods: importing this module registers the engine."""
+    """Target of `--worker-extension-cls`: methods for vLLM's workers. Importing this module registers the engine."""
+
+    list_loras: Callable[[], set[int]]
+    add_lora: Callable[[LoRARequest], bool]
+
+    def replace_adapter(self, folder: str) -> None:
+        """Load an adapter in place of the one that all requests use, under the id that they have."""
+        (adapter_id,) = self.list_loras()
+        self.add_lora(LoRARequest("policy", adapter_id, folder, load_inplace=True))
 
 
 def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bool]]:
