@@ -18,12 +18,12 @@ SHAPES = [
     "boxes that stay open",
     "digits and commas",
     "numbers",
-    "backslashes",
+    "surrogates and zero-width characters",
     "the same words",
     "JSON calls",
     "arguments that stay open",
 ]
-QUICK = ["choice", "code", "number", "parser of gptoss", "console", "results"]
+QUICK = ["choice", "code", "number", "parser of gptoss", "console", "cohort rollout", "results"]
 # Those of other packages read a completion as these do, with math-verify in a process of its own, until `deadline_s`.
 BY_DEADLINE = {"open_r1.accuracy", "open_r1.cosine", "open_r1.len"}
 BY_DEADLINE |= {"trl.accuracy", "trl.cosine", "trl.reasoning_accuracy"}

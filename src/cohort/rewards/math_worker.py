@@ -87,9 +87,12 @@ def grade(gold: str, text: str) -> str:
     if not any(not isinstance(part, str) for part in parsed_gold):
         return "gold_unparsable"
     text = readable(_near_the_answer(after_thinking(text)))
-    boxes = [mark.content for mark in find_marks(text) if mark.kind == "box"]
+    marks = [mark for mark in find_marks(text) if mark.kind == "box"]
+    boxes = [mark.content for mark in marks]
     if boxes and len(boxes[-1]) > _MAX_BOX_CHARS:
         return "answer_unparsable"
+    if len(boxes) > 1 and boxes[-1]:
+        text = text[marks[-1].start :]  # of boxes in a row math-verify makes one set: "\boxed{41}, no: \boxed{42}"
     answer = _parse(text, _ANSWER_CONFIG, extraction_mode="first_match")
     if not answer:
         return "answer_unparsable"
