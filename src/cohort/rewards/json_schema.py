@@ -19,7 +19,8 @@ class JsonSchemaReward:
     """1.0 for valid JSON, else 0.0; None if the row has no schema.
 
     The JSON is the last fenced block (three backticks, alone or with `json`), else the whole text, behind the last
-    `</think>`. NaN and infinities are not JSON, nor is a text of more than 200,000 characters read. References to other documents are not resolved.
+    `</think>`. NaN and infinities are not JSON, and more than 200,000 characters are not read. References to other
+    documents are not resolved.
 
     Arguments (in `rewards[i].args`), one of:
         schema: the JSON schema, as YAML.
