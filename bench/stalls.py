@@ -2,7 +2,7 @@
 
     python bench/stalls.py [--quick]
 
-Each of 40 shapes of a completion goes through every built-in reward, the parser of replies of each family of models and
+Each of 42 shapes of a completion goes through every built-in reward, the parser of replies of each family of models and
 the console; results of judged programs go through the comparison with what is expected. Seconds of processor time, each
 in a forked process that is ended after `--limit` seconds.
 """
@@ -73,6 +73,7 @@ def _repeated(unit: str, start: str = "", end: str = "") -> Callable[[int], str]
 SHAPES: Mapping[str, Callable[[int], str]] = {
     "a fence and letters": _repeated("a", "```"),
     "a fence and blanks": _repeated(" ", "```"),
+    "a fence, a line break and blanks": _repeated(" ", "```\n"),
     "a fence and dashes": _repeated("-", "```python"),
     "backticks": _repeated("`"),
     "opening fences": _repeated("```python\nx = 1\n"),
@@ -86,6 +87,7 @@ SHAPES: Mapping[str, Callable[[int], str]] = {
     "opening brackets": _repeated("([{"),
     "nested JSON": _nested('{"a":', "1", "}"),
     "flat JSON": _repeated("1,", "[", "1]"),
+    "different objects": lambda size: json.dumps([{"a": number} for number in range(size // 13)]),
     "boxes that stay open": _repeated(r"\boxed{"),
     "boxes": _repeated(r"\boxed{7} "),
     "a box and letters": _repeated("a ", r"\boxed{"),
@@ -116,7 +118,7 @@ SHAPES: Mapping[str, Callable[[int], str]] = {
 # --- rewards -----------------------------------------------------------------------------------------------------
 
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
-    "json_schema": {"schema": {"type": "array", "items": {"type": "number"}}},
+    "json_schema": {"schema": {"type": "array", "items": {"type": ["number", "object"]}, "uniqueItems": True}},
     "open_r1.repetition_penalty": {"ngram_size": 3, "max_penalty": -1.0},
     "open_r1.soft_overlong": {"max_completion_len": 100, "soft_punish_cache": 10},
     "overlong": {"buffer_tokens": 10},

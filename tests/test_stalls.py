@@ -18,15 +18,12 @@ SHAPES = [
     "boxes that stay open",
     "digits and commas",
     "numbers",
-    "backslashes",
+    "surrogates and zero-width characters",
     "the same words",
     "JSON calls",
     "arguments that stay open",
 ]
-QUICK = ["choice", "code", "number", "parser of gptoss", "console", "results"]
-# Those of other packages read a completion as these do, with math-verify in a process of its own, until `deadline_s`.
-BY_DEADLINE = {"open_r1.accuracy", "open_r1.cosine", "open_r1.len"}
-BY_DEADLINE |= {"trl.accuracy", "trl.cosine", "trl.reasoning_accuracy"}
+QUICK = ["choice", "code", "number", "parser of gptoss", "trl.accuracy", "console", "cohort rollout", "results"]
 LIMIT_S = 20.0
 NOISE_S = 0.1  # shorter times are taken for this: a busy machine multiplies them
 
@@ -42,12 +39,7 @@ def seconds(names: list[str]) -> dict[tuple[str, str], list[float | None]]:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    return {
-        (name, shape): taken
-        for name, shapes in found.items()
-        if name not in BY_DEADLINE
-        for shape, taken in shapes.items()
-    }
+    return {(name, shape): taken for name, shapes in found.items() for shape, taken in shapes.items()}
 
 
 def stalls(taken: list[float | None]) -> bool:

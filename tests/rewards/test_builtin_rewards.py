@@ -170,6 +170,11 @@ def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(("reward", "answer"), [(NumberReward(), "7"), (ChoiceReward(), "B")])
+def test_an_answer_is_read_in_the_last_100_000_characters(reward, answer):
+    assert reward([answer + "\n" * 99_999, answer + "\n" * 100_000], answer=[answer] * 2) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("package", "extra", "config"),
     [
@@ -293,6 +298,31 @@ def test_json_schema():
     assert f(['{"n": 1}'] * 4, schema_column="s", s=schemas) == [1.0, 1.0, None, 0.0]
     with pytest.raises(UserError, match="column 's' holds 'x': not JSON"):
         f(["1"], schema_column="s", s=["x"])
+
+
+@pytest.mark.extras
+def test_json_schema_takes_bounded_time():
+    f = JsonSchemaReward()
+    fenced = "```json\n[1]" + " " * 300_000 + "\n```"
+    assert f(["[" + "1," * 99_998 + end for end in ("11]", "111]")] + [fenced], schema={}) == [1.0, 0.0, 1.0]
+    many = json.dumps([{"a": i} for i in range(15_000)])
+    assert f([many, many[:-1] + ', {"a": 7.0}]'], schema={"uniqueItems": True}) == [1.0, 0.0]
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("items", "is_unique"),
+    [
+        ("[1, true, null, 0, false]", True),
+        ("[1, 1.0]", False),
+        ('[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', False),
+        ('["1", 1, [1], {"1": 1}]', True),
+        ("[1e999, 1e998]", False),
+    ],
+)
+def test_json_schema_compares_items_as_json(items, is_unique):
+    assert JsonSchemaReward()([items, items], schema={"uniqueItems": True}) == [float(is_unique)] * 2
+    assert JsonSchemaReward()([items], schema={"uniqueItems": False}) == [1.0]
 
 
 @pytest.mark.extras

@@ -124,3 +124,10 @@ def test_binaries_of_a_linker_that_may_not_make_them_executable(same_user):
     language = {"c": {"compile": "gcc -o main main.c", "run": "./main"}}
     code = '#include <stdio.h>\nint main() { puts("4"); return 0; }'
     assert graded(opened(), code, {"inputs": [""], "outputs": ["4"]}, language=language) == 1.0
+
+
+def test_users_without_an_entry_in_the_password_file(tmp_path, monkeypatch):
+    sandbox = opened()
+    (tmp_path / "sitecustomize.py").write_text("import pwd\npwd.getpwuid = {}.__getitem__\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert graded(sandbox, "def f(x):\n    return x + 1\n", ["assert f(1) == 2"]) == 1.0

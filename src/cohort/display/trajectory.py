@@ -1,7 +1,7 @@
 """Trajectories as text: token by token with the loss mask, or as a short conversation."""
 
 import json
-import textwrap
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,12 +172,12 @@ def format_call(call: Mapping[str, Any]) -> str:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Lines of at most `width` characters, broken at spaces. Nothing is left out; control characters are escaped."""
-    lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.split("\n")]
+    escapes = {ord(c): repr(c)[1:-1] for c in set(text) if not c.isprintable()}
+    lines = [line.translate(escapes) for line in text.split("\n")]
     lines = lines[:-1] if len(lines) > 1 and not lines[-1] else lines
-    wrapper = textwrap.TextWrapper(
-        width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False, break_on_hyphens=False
-    )
-    return [part for line in lines for part in wrapper.wrap(line) or [""]]
+    # textwrap takes time quadratic in the length of a word
+    part = re.compile(rf".{{1,{width}}}(?:(?<=[^ ])(?= )|(?<= )(?=[^ ])|$)|.{{1,{width}}}")
+    return [piece for line in lines for piece in (part.findall(line) if len(line) > width else [line])]
 
 
 def _without_middle(lines: list[str], max_lines: int | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 
-from cohort.rewards.stated import Mark, find_marks
+from cohort.rewards.stated import MAX_CHARS, Mark, find_marks
 
 # How answers are introduced. Capital letters are choices, so words are matched without their case one by one.
 _CORRECT = r"(?:correct|right|best|final)"
@@ -59,6 +59,7 @@ class ChoiceReader:
 
     def read(self, text: str) -> str:
         """Return the letter of the last statement, in upper case; "" if there is none, or if it names several."""
+        text = text[-MAX_CHARS:]
         for pattern, by in _TO_PLAIN:
             text = pattern.sub(by, text)
         text = _SPACES.sub(lambda match: "\n" if "\n" in match[0] else " ", text.strip())

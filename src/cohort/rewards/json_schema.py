@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,14 +11,16 @@ from cohort.rewards.arguments import require_package
 from cohort.rewards.describe import answer_text, excerpt
 from cohort.rewards.function import column_values
 
-_FENCED = re.compile(r"```(?i:json)?[^\S\n]*\n(.*?)\n?[^\S\n]*```", re.DOTALL)
+_FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)
+_MAX_CHARS = 200_000  # of JSON: half a second for 100,000 numbers
 
 
 class JsonSchemaReward:
     """1.0 for valid JSON, else 0.0; None if the row has no schema.
 
     The JSON is the last fenced block (three backticks, alone or with `json`), else the whole text, behind the last
-    `</think>`. NaN and infinities are not JSON. References to other documents are not resolved.
+    `</think>`. NaN and infinities are not JSON, and more than 200,000 characters are not read. References to other
+    documents are not resolved.
 
     Arguments (in `rewards[i].args`), one of:
         schema: the JSON schema, as YAML.
@@ -66,9 +68,11 @@ class JsonSchemaReward:
 
 def _is_valid(validator: Any, text: str) -> bool:
     answer = text.rpartition("</think>")[2]
-    blocks = _FENCED.findall(answer)
+    text = (_FENCED.findall(answer) or [answer])[-1].strip()
+    if len(text) > _MAX_CHARS:
+        return False
     try:
-        value = json.loads(blocks[-1] if blocks else answer, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
         return bool(validator.is_valid(value))
     except (ValueError, RecursionError):  # also of nesting that is too deep to read or to validate
         return False
@@ -101,12 +105,31 @@ def _validator(schema_text: str) -> Any:
     resource = specification_with(str(kind.META_SCHEMA["$schema"]), DRAFT202012).create_resource(schema)
     _check_references(REGISTRY.resolver_with_root(resource), resource)
     # A registry of the meta-schemas alone: by default jsonschema would download what a schema refers to.
-    validator = kind(schema, registry=REGISTRY)
+    validator = jsonschema.validators.extend(kind, {"uniqueItems": _unique_items})(schema, registry=REGISTRY)
     try:
         validator.is_valid(None)
     except RecursionError:
         raise ValueError("schema refers to itself without end") from None
     return validator
+
+
+def _unique_items(validator: Any, is_required: bool, items: Any, schema: Any) -> Iterator[Exception]:
+    """Check `uniqueItems` in linear time: jsonschema compares each item with each."""
+    import jsonschema
+
+    if is_required and validator.is_type(items, "array"):
+        texts = {json.dumps(_whole_as_int(item), sort_keys=True) for item in items}
+        if len(texts) < len(items):
+            yield jsonschema.ValidationError("the items are not unique")
+
+
+def _whole_as_int(value: Any) -> Any:
+    """Return a JSON value with 1 for 1.0, which are equal."""
+    if isinstance(value, list):
+        return [_whole_as_int(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole_as_int(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_references(resolver: Any, resource: Any) -> None:

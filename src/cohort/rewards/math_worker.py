@@ -87,9 +87,12 @@ def grade(gold: str, text: str) -> str:
     if not any(not isinstance(part, str) for part in parsed_gold):
         return "gold_unparsable"
     text = readable(_near_the_answer(after_thinking(text)))
-    boxes = [mark.content for mark in find_marks(text) if mark.kind == "box"]
+    marks = [mark for mark in find_marks(text) if mark.kind == "box"]
+    boxes = [mark.content for mark in marks]
     if boxes and len(boxes[-1]) > _MAX_BOX_CHARS:
         return "answer_unparsable"
+    if len(boxes) > 1 and boxes[-1]:
+        text = text[marks[-1].start :]  # of boxes in a row math-verify makes one set: "\boxed{41}, no: \boxed{42}"
     answer = _parse(text, _ANSWER_CONFIG, extraction_mode="first_match")
     if not answer:
         return "answer_unparsable"
@@ -176,25 +179,29 @@ def _is_false(relation: Any) -> bool:
 
 def grade_as_trl(gold: str, text: str) -> str:
     """Compare as TRL's `accuracy_reward` does: only LaTeX counts as an answer, a box first."""
-    return _compare(_parse(gold), _parse(text, [_boxed_latex(units=True)], extraction_mode="first_match"))
+    return _compare(_parse(gold), _parse_latex(text, _boxed_latex(units=True)))
 
 
 def grade_as_open_r1(gold: str, text: str) -> str:
     """Compare as Open-R1's `accuracy_reward` does."""
-    answer = _parse(text, [_boxed_latex(**_OPEN_R1, boxed="all")], extraction_mode="first_match")
+    answer = _parse_latex(text, _boxed_latex(**_OPEN_R1, boxed="all"))
     return _compare(_parse(gold, extraction_mode="first_match"), answer)
 
 
 def grade_as_open_r1_latex(gold: str, text: str) -> str:
     """Compare as Open-R1's `cosine` and `len` do: the gold answer is LaTeX, and math-verify's target."""
     parsed_gold = _parse(gold, [LatexExtractionConfig()], extraction_mode="first_match")
-    answer = _parse(text, [_boxed_latex(**_OPEN_R1, boxed=True)], extraction_mode="first_match")
+    answer = _parse_latex(text, _boxed_latex(**_OPEN_R1, boxed=True))
     return _compare(parsed_gold, answer, gold_is_target=True)
 
 
 def _boxed_latex(**normalization: Any) -> LatexExtractionConfig:
     config = NormalizationConfig(**normalization)
     return LatexExtractionConfig(normalization_config=config, boxed_match_priority=0, try_extract_without_anchor=False)
+
+
+def _parse_latex(text: str, config: LatexExtractionConfig) -> list[Any]:
+    return _parse(_near_the_answer(text), [config], extraction_mode="first_match")
 
 
 def _parse(text: str, *config: Any, **options: Any) -> list[Any]:

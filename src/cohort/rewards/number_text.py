@@ -5,7 +5,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cohort.rewards.stated import find_marks
+from cohort.rewards.stated import MAX_CHARS, find_marks
 
 _MAX_STRICT_CHARS = 500  # a box, a line or a gold answer that is longer is not a number
 _MAX_DIGITS = 3000  # of a power
@@ -158,6 +158,7 @@ def read_number(text: str) -> Fraction | None:
 
     It is in the last box, answer tags or line after `####`, else the last number of the text.
     """
+    text = text[-MAX_CHARS:]
     for mark in reversed(find_marks(text)):
         if mark.kind == "box":
             return _strict(mark.content)

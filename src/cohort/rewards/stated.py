@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+MAX_CHARS = 100_000  # at the end of a completion, in which `choice` and `number` look: that takes a tenth of a second
 _INNER = r"(?:[^{}]++|\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\})*+"
 _MARKED = re.compile(
     rf"\\f?box(?:ed)?\s*\{{(?P<box>{_INNER})(?:\}}|$)"  # a completion that is cut may leave the box open

@@ -64,7 +64,9 @@ class Launcher:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"PYTHONPATH": os.pathsep.join(filter(None, paths))},  # nothing else of the run's for code to find
+                # Nothing else of the run's for code to find. Importing sandlock needs a home folder, and a user
+                # without an entry in the password file has none.
+                env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HOME": "/"},
             )
             theirs.close()
             self._socket = ours
