@@ -62,6 +62,15 @@ def test_one_completion_is_enough_for_what_needs_no_peers(name: str):
     assert config.rollout.num_generations == 1
 
 
+@pytest.mark.parametrize("old", [{"record_tokens": False}, {"record_tokens": False, "completions_every": 0}])
+def test_configurations_of_runs_that_recorded_no_tokens_still_load(old):
+    """A run writes every key, and `false` was the default."""
+    raw = {**MINIMAL, "run": {**old, "record_tokens_max_size": "1GB"}}
+    assert config_from_dict(raw).run.record_tokens is False
+    assert config_from_dict(MINIMAL).run.record_tokens == "auto"
+    assert config_from_dict({**MINIMAL, "run": {"completions_every": 0}}).run.completions_every == 0
+
+
 def test_freeze():
     config = config_from_dict(MINIMAL)
     for section, key in ((config, "model"), (config.train, "seed"), (config.rewards[0], "weight")):

@@ -54,3 +54,15 @@ def test_a_slow_model_is_no_slow_environment():
     watch, shown = warnings()
     watch.metrics(1, {**STALE, **FINE, "turns/model_s": 4.0, "turns/environment_s": 3.0})
     assert shown == []
+
+
+def test_cut_completions_are_said_once_with_the_cure():
+    watch, shown = warnings()
+    shares = [0.6, 0.49, 0.5, 0.9, 0.7, 0.9, 0.9, 0.2, 0.9, 0.9, 0.9]
+    for step, share in enumerate(shares):
+        watch.metrics(step, {**STALE, "frac_reward_zero_std": 0.0, "completions/clipped_ratio": share})
+        assert bool(shown) == (step >= 4)  # 0.5, 0.9 and 0.7
+    assert shown == [
+        "warning: 70% of the completions of the last 3 steps were cut at rollout.max_completion_tokens: 256, and what "
+        "is cut has seldom reached its answer; raise it, or add the reward overlong, which teaches shorter ones"
+    ]

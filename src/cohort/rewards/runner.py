@@ -23,7 +23,7 @@ from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajec
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
 from cohort.rewards.compose import GatedParts, is_for, stages
-from cohort.rewards.describe import TurnsText, excerpt, last_text
+from cohort.rewards.describe import TurnsText, excerpt, first_paragraph, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
@@ -138,7 +138,7 @@ class RewardRunner:
         scorable = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
         if require_scores and not scorable:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
-            first = next((f"; the first error:\n\n{t.error}" for _, t in members if t.error), "")
+            first = next((f"; the first error:\n\n{first_paragraph(t.error)}" for _, t in members if t.error), "")
             raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}{first}")
         scorable_parts = self._score_parts(scorable, during)
         parts = {name: _for_members(members, part) for name, part in scorable_parts.items()}

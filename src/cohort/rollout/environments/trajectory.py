@@ -12,6 +12,7 @@ from cohort.chat import ChatTemplate, ResponseParser
 from cohort.records import EndReason, Prompt, Trajectory, TurnStats
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
+from cohort.user_code import describe_error, is_user_code
 
 Row = Mapping[str, Any]  # one row of the dataset
 
@@ -215,4 +216,11 @@ def _trajectory(
 
 
 def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
+    """Return what failed, and where in the user's code, in a line; below it the traceback."""
+    what = str(error) if isinstance(error, EnvironmentFailure) else describe_error(error)
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    own = [frame for frame in traceback.extract_tb(root.__traceback__) if is_user_code(frame.filename)]
+    place = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{what.partition(chr(10))[0]}{place}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
