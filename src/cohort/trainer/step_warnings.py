@@ -72,10 +72,14 @@ class StepWarnings:
         share = mostly_cut(list(self._last)) if len(self._last) == CUT_WINDOW and not self._warned_of_cut else None
         if share is not None:
             self._warned_of_cut = True
+            rollout = self.rollout
+            limit = f"rollout.max_completion_tokens: {rollout.max_completion_tokens}"
+            if rollout.has_turns:
+                limit += f" or {rollout.max_new_tokens_key}: {rollout.max_new_tokens}"
             self.notify(
-                f"warning: {share:.0%} of the completions of the last {CUT_WINDOW} steps were cut at "
-                f"rollout.max_completion_tokens: {self.rollout.max_completion_tokens}, and what is cut has seldom "
-                f"reached its answer; raise it, or add the reward overlong, which teaches shorter ones"
+                f"warning: {share:.0%} of the completions of the last {CUT_WINDOW} steps were cut at {limit}, and "
+                f"what is cut has seldom reached its answer; raise it, or add the reward overlong, which teaches "
+                f"shorter ones"
             )
 
     def _turns(self, metrics: Mapping[str, float]) -> None:
