@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
@@ -422,8 +423,9 @@ def _details_for_members(
     return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in members)
 
 
-def _prompt(prompt: Prompt, _: Trajectory) -> Any:
-    return prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:
+    content = append_observation(prompt.content, trajectory.observation) if trajectory.observation else prompt.content
+    return content if isinstance(content, str) else [dict(message) for message in content]
 
 
 def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:

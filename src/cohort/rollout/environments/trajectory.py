@@ -25,6 +25,7 @@ class Outcome:
     reward: float | None = None  # None: not scored by the environment
     metrics: Mapping[str, float] = field(default_factory=dict)
     environment: Any = None  # instance for reward functions
+    observation: str = ""  # text of `reset`, appended to the prompt
     end: EndReason | None = None  # None: the limit that was reached; else "answer", or "length" if the reply was cut
     stats: TurnStats = field(default_factory=TurnStats)  # counts only; the runner adds times and attempts
 
@@ -199,6 +200,7 @@ def _trajectory(
         messages=tuple(messages),
         text="\n".join(texts),
         end=outcome.end or model.ended or ("length" if cut else "answer"),
+        observation=outcome.observation,
         rewards={outcome.name: sum(scores)} if scores else {},
         step_rewards=tuple(model.step_rewards),
         metrics=outcome.metrics,
