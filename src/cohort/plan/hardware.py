@@ -88,7 +88,9 @@ def find_gpu(text: str) -> str | None:
     if not sizes:
         return name if name in GPUS else None
     size = re.fullmatch(r"([1-9]\d*)(gb|gib)?", "".join(sizes))
-    for key, (_, memory) in GPUS.items() if size else ():
+    if size is None:
+        return None
+    for key, (_, memory) in GPUS.items():
         if key.split("-")[0] == name and abs(memory / 2**30 / int(size[1]) - 1) < _SIZE_TOLERANCE:
             return key
     return None
