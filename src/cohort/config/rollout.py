@@ -80,9 +80,9 @@ class SamplingConfig(TurnsConfig):
         ),
     ] = Field(
         (),
-        description='Stop strings, such as ["</answer>"]: a completion ends with the token that completes one. The '
-        "token is trained, and its text is part of the completion that rewards and environments read. Evaluation uses "
-        "them too.",
+        description='Stop strings, such as ["</answer>"]: a completion ends with the token that completes one, in '
+        "its text with special tokens. The token is trained, and its text is part of the completion that rewards and "
+        "environments read. Evaluation uses them too.",
     )
     max_num_seqs: int = Field(
         256, ge=1, description="Completions sampled at the same time (bounds the KV cache); per server with vllm."
