@@ -65,8 +65,18 @@ def test_old_steps_are_thinned_out_evenly(num_steps: int, left: list[int], tmp_p
     assert steps_in(folder) == []
 
 
-def write(folder: Path, steps: Iterable[int], *, max_bytes: int) -> None:
-    records = TokenRecords(folder, max_bytes=max_bytes)
+def test_the_last_steps_are_kept_within_a_size(tmp_path: Path):
+    write(tmp_path / "a", range(1, 8), max_bytes=10**9, max_recent=3)
+    assert steps_in(tmp_path / "a") == [5, 6, 7]
+    size = tokens_file(tmp_path / "a", 7).stat().st_size
+    write(tmp_path / "b", range(1, 8), max_bytes=2 * size, max_recent=3)
+    assert steps_in(tmp_path / "b") == [6, 7]
+    write(tmp_path / "a", [8], max_bytes=10**9)  # resumed with record_tokens: true
+    assert steps_in(tmp_path / "a") == [5, 6, 7, 8]
+
+
+def write(folder: Path, steps: Iterable[int], *, max_bytes: int, max_recent: int | None = None) -> None:
+    records = TokenRecords(folder, max_bytes=max_bytes, max_recent=max_recent)
     for step in steps:
         records.write(step, num_trajectories=2, sequences=[TWO_TURNS], outputs=ForwardOnlyOutputs(), with_context=True)
 
@@ -89,8 +99,8 @@ def test_recording_changes_no_weight_and_agrees_with_the_metrics(algorithm: dict
         {**make_inputs(tmp_path), "algorithm": algorithm},
         train={"steps": 2, "updates_per_rollout": 2, "learning_rate": 1e-3},
     )
-    plain = train(changed(config, run={"dir": str(tmp_path / "plain")}))
-    run = train(changed(config, run={"record_tokens": True})).run_dir
+    plain = train(changed(config, run={"dir": str(tmp_path / "plain"), "record_tokens": False}))
+    run = train(config).run_dir
     assert not (plain.run_dir / "tokens").exists()
     assert_same_weights(run / "final", plain.final_dir)
     for step in (1, 2):

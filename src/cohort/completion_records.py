@@ -107,6 +107,8 @@ def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
         "calls": pa.array(calls, pa.list_(_CALL)),
     }
+    if any(t.observation for t in trajectories):
+        columns["observation"] = pa.array([t.observation for t in trajectories], pa.string())
     for names, kind in ((_COUNTS, pa.int64()), (_TIMES, pa.float64())):
         for name in names:
             values = [None if t.stats is None else getattr(t.stats, name) for t in trajectories]

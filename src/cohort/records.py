@@ -69,6 +69,7 @@ class Trajectory:
     messages: tuple[Message, ...]  # messages after the prompt, for display and rewards
     text: str  # text of the sampled tokens, without special tokens
     end: EndReason
+    observation: str = ""  # text of the environment's `reset`, appended to the prompt
     rewards: Mapping[str, float] = field(default_factory=dict)  # given by the environment or the agent, by its name
     step_rewards: tuple[float, ...] = ()  # one per trained call, or empty
     metrics: Mapping[str, float] = field(default_factory=dict)  # given by the environment or the agent

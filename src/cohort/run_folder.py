@@ -17,6 +17,7 @@ from typing import Any
 from cohort.atomic_files import remove_leftovers, write_file_atomically
 from cohort.completion_records import are_single_turn, write_completions_file
 from cohort.config import Config, load_config, to_yaml
+from cohort.config.schema import RECENT_STEPS, RECENT_TOKENS_SIZE
 from cohort.config.sizes import parse_size
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
@@ -85,7 +86,12 @@ class RunFolder:
         tokens = self.path / "tokens"
         for folder in (self.path, self.checkpoints_path, self.path / "completions", tokens):
             remove_leftovers(folder)
-        self._tokens = TokenRecords(tokens, max_bytes=parse_size(config.run.record_tokens_max_size))
+        is_recent = config.run.record_tokens == "auto"
+        self._tokens = TokenRecords(
+            tokens,
+            max_bytes=parse_size(RECENT_TOKENS_SIZE if is_recent else config.run.record_tokens_max_size),
+            max_recent=RECENT_STEPS if is_recent else None,
+        )
 
     @property
     def checkpoints_path(self) -> Path:

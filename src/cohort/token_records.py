@@ -16,16 +16,18 @@ _ROWS_AT_A_TIME = 64  # rows of a row group, which is read as a whole
 class TokenRecords:
     """The files `tokens/step-N.parquet` of a run, bounded in size."""
 
-    def __init__(self, folder: Path, *, max_bytes: int):
+    def __init__(self, folder: Path, *, max_bytes: int, max_recent: int | None = None):
         """Find the files that exist.
 
         Args:
             folder: folder of the files; created with the first one.
             max_bytes: maximum size of all files. Beyond it, files are deleted so that evenly spread steps and the
                 newest remain.
+            max_recent: maximum number of steps; the oldest are deleted first. None: any number, evenly spread.
         """
         self._folder = folder
         self._max_bytes = max_bytes
+        self._max_recent = max_recent
         self._sizes = {  # step -> bytes
             int(file.stem.removeprefix("step-")): file.stat().st_size for file in folder.glob("step-[0-9]*.parquet")
         }
@@ -49,8 +51,12 @@ class TokenRecords:
             file, num_trajectories=num_trajectories, sequences=sequences, outputs=outputs, with_context=with_context
         )
         self._sizes[step] = file.stat().st_size
-        while self._sizes and sum(self._sizes.values()) > self._max_bytes:
-            self._delete(_most_crowded(sorted(self._sizes)))
+        while self._sizes and (
+            sum(self._sizes.values()) > self._max_bytes
+            or (self._max_recent is not None and len(self._sizes) > self._max_recent)
+        ):
+            steps = sorted(self._sizes)
+            self._delete(_most_crowded(steps) if self._max_recent is None else steps[0])
 
     def delete_after(self, steps_done: int) -> None:
         """Delete the files of steps after the first `steps_done`."""

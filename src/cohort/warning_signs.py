@@ -3,6 +3,7 @@
 Plain functions over rows of metrics, without torch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ Metrics = Mapping[str, float]  # the training metrics of a step
 WINDOW = 10  # steps that are compared, or in which a reward has to have no signal
 LENGTH_COLLAPSE = 0.5  # of the length at the start
 REWARD_RISE = 0.1  # of the largest absolute value that the reward had, and of its standard deviation
+OUTWEIGHED = 100  # ratio of two rewards' spreads
 MOST = 0.5  # share of tool calls or trajectories above which to warn
+CUT_WINDOW = 3  # steps in which most completions have to be cut
 _SLOW_S = 1.0  # seconds per trajectory above which to warn
 _TOLERANCE = 1e-8
 
@@ -43,7 +46,12 @@ def shorter_but_higher(
 
 
 def constant_reward(last: Sequence[Metrics], name: str) -> float | None:
-    """Return the value that a reward had for every completion of these steps; None if it had several."""
+    """Return the value that a reward had for every completion of these steps; None if it had several.
+
+    None too if it scored only a minority of the completions.
+    """
+    if float(np.mean([metrics.get(f"rewards/{name}/frac_unscored", 0.0) for metrics in last])) > MOST:
+        return None
     means = np.array([metrics[f"rewards/{name}/mean"] for metrics in last])
     stds = np.array([metrics[f"rewards/{name}/std"] for metrics in last])
     if np.isnan(means).any() or stds.max() > _TOLERANCE or np.ptp(means) > _TOLERANCE:
@@ -51,9 +59,33 @@ def constant_reward(last: Sequence[Metrics], name: str) -> float | None:
     return float(means[-1])
 
 
+def outweighed(last: Sequence[Metrics], weights: Mapping[str, float]) -> tuple[str, str, float] | None:
+    """Return the reward with the widest spread, the one with the narrowest, and their ratio if it is too large.
+
+    Spreads are standard deviations times the weights, means of the steps that the reward scored; rewards that were
+    constant have none.
+    """
+    spreads = {}
+    for name, weight in weights.items():
+        stds = [metrics[f"rewards/{name}/std"] for metrics in last if not math.isnan(metrics[f"rewards/{name}/mean"])]
+        if stds and (spread := abs(weight) * float(np.mean(stds))) > _TOLERANCE:
+            spreads[name] = spread
+    if not spreads:
+        return None
+    widest, narrowest = max(spreads, key=spreads.__getitem__), min(spreads, key=spreads.__getitem__)
+    ratio = spreads[widest] / spreads[narrowest]
+    return (widest, narrowest, ratio) if ratio >= OUTWEIGHED else None
+
+
 def all_groups_equal(last: Sequence[Metrics]) -> bool:
     """Whether all rewards of each group were equal in each of these steps."""
     return not any(metrics["frac_reward_zero_std"] < 1 for metrics in last)
+
+
+def mostly_cut(last: Sequence[Metrics]) -> float | None:
+    """Return the mean share of cut completions, if it is at least `MOST` in each of these steps."""
+    shares = [metrics.get("completions/clipped_ratio", 0.0) for metrics in last]
+    return float(np.mean(shares)) if all(share >= MOST for share in shares) else None
 
 
 def turn_signs(metrics: Metrics, max_turns: int) -> dict[str, str]:

@@ -56,6 +56,8 @@ def test_suffix_does_not_repeat_the_sampled_end_of_turn_token():
     # ended by a stop string that is a token, but not the end of the turn
     call = ("qwen2_5", tokenizers.CHATML, called(), MORE)
     assert suffix_text(*call, sampled=CALL) == "<|im_end|>" + rest
+    assert suffix_text(*chatml, sampled="hello<tool_call>") == "<|im_end|>" + rest  # which the template would not write
+    assert suffix_text(*chatml, sampled="hello<|endoftext|>") is None  # another end
     # a turn that the model left empty
     assert suffix_text("chatml", tokenizers.CHATML, answered(""), MORE, sampled="<|im_end|>") == rest
     assert suffix_text("chatml", tokenizers.CHATML, answered(""), MORE, sampled="") == "<|im_end|>" + rest

@@ -294,6 +294,18 @@ def test_keyword_arguments_of_the_model_are_settings_of_their_own(tmp_path: Path
     assert "model_init_kwargs.revision: 'main' (t.yaml:2) has no equivalent" in notes
 
 
+def test_stop_strings(tmp_path: Path) -> None:
+    text = "reward_funcs: [r]\ngeneration_kwargs: {stop: '</answer>', seed: 3}\n"
+    config, notes = whole(tmp_path, "t.yaml", text)
+    assert config["rollout"]["stop"] == ["</answer>"] and "generation_kwargs.stop" not in notes
+    assert "generation_kwargs.seed: 3 (t.yaml:2) has no equivalent" in notes
+    text = "reward_funcs: [r]\ngeneration_kwargs: {stop_strings: [a, 'b c']}\n"
+    assert whole(tmp_path, "u.yaml", text)[0]["rollout"]["stop"] == ["a", "b c"]
+    config, _ = whole(tmp_path, "s.sh", SWIFT + '--stop_words "Observation:" "Final Answer" --num_generations 8')
+    assert config["rollout"]["stop"] == ["Observation:", "Final Answer"]
+    assert "stop" not in whole(tmp_path, "none.sh", SWIFT + "--num_generations 8")[0]["rollout"]
+
+
 def test_servers_of_ms_swift_keep_their_gpus(tmp_path: Path):
     server = "CUDA_VISIBLE_DEVICES=0,1 swift rollout --model org/m --vllm_tensor_parallel_size 2 &\n"
     run = "CUDA_VISIBLE_DEVICES=2,3 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model org/m --dataset org/d "

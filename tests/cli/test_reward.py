@@ -1,6 +1,7 @@
 """`cohort reward`: tables of recorded completions, scored again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from cohort.cli.app import app
 from cohort.completion_records import write_completions_file
-from cohort.records import ScoredGroup
+from cohort.records import ScoredGroup, TurnStats
 from cohort.rewards.reply_cache import ReplyCache, content_key
 from reward_samples import group
 
@@ -248,3 +249,19 @@ def test_rows_that_an_environment_brought_keep_the_messages_of_their_turns(folde
     rows = [{**row, "messages": json.dumps(turns)}, {**row, "messages": json.dumps(turns[:1])}]
     Path("step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("--completions", "step.jsonl").splitlines()[3].split()[:6] == ["turns", "2", "2", "1", "1", "3"]
+
+
+def test_prompts_end_with_the_text_of_reset_as_in_the_run(folder):
+    Path("run.yaml").write_text(
+        "model: {path: m}\ndata: {path: train.jsonl, prompt: question}\nrollout: {environment: game.py:Game}\n"
+        "train: {steps: 1}\nrewards: [{use: 'mine.py:ends'}]\n"
+    )
+    Path("mine.py").write_text("def ends(prompts, **kw):\n    return [float(p == '1+1 (level 2)') for p in prompts]\n")
+    played = group("1+1", ["a", "b"], prompt_id=1)
+    trajectories = tuple(replace(t, observation=" (level 2)", stats=TurnStats()) for t in played.trajectories)
+    scored = ScoredGroup(
+        prompt=played.prompt, trajectories=trajectories, rewards=np.ones(2), reward_parts={"ends": np.ones(2)}
+    )
+    write_completions_file(Path("step.parquet"), step=1, groups=[scored])
+    lines = run("--completions", "step.parquet").splitlines()
+    assert next(line for line in lines if line.startswith("ends")).split()[:4] == ["ends", "2", "1", "0"]

@@ -28,8 +28,8 @@ def test_sections_that_are_left_out_have_the_defaults_of_the_page_of_keys(tmp_pa
         if name in ("algorithm", "reference", "critic"):
             assert values == ({"name": "grpo"} if name == "algorithm" else None)
             continue
-        title = titles.get(name, f"{name}`")
-        table = page.partition(f"## `{title}")[2].partition("\n## ")[0]
+        shown = [f"{name}`", titles.get(name, f"{name}`")]  # of a union, keys of all members come first
+        table = "".join(page.partition(f"## `{title}")[2].partition("\n## ")[0] for title in shown)
         defaults = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| `?(.*?)`? \|", table, re.MULTILINE))
         for key, value in (values[0] if name == "rewards" else values).items():
             assert value == given.get(f"{name}.{key}", yaml.safe_load(defaults[key])), f"{name}.{key}"
@@ -60,6 +60,15 @@ def test_the_algorithm_is_grpo_unless_named(algorithm, expected):
 def test_one_completion_is_enough_for_what_needs_no_peers(name: str):
     config = config_from_dict({**MINIMAL, "algorithm": {"name": name}, "rollout": {"num_generations": 1}})
     assert config.rollout.num_generations == 1
+
+
+@pytest.mark.parametrize("old", [{"record_tokens": False}, {"record_tokens": False, "completions_every": 0}])
+def test_configurations_of_runs_that_recorded_no_tokens_still_load(old):
+    """A run writes every key, and `false` was the default."""
+    raw = {**MINIMAL, "run": {**old, "record_tokens_max_size": "1GB"}}
+    assert config_from_dict(raw).run.record_tokens is False
+    assert config_from_dict(MINIMAL).run.record_tokens == "auto"
+    assert config_from_dict({**MINIMAL, "run": {"completions_every": 0}}).run.completions_every == 0
 
 
 def test_freeze():

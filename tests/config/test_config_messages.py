@@ -46,6 +46,13 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "rollout local has: tools, environment",
         ),
         ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
+        ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: ['a', '']: an empty string would end every completion at"),
+        ({"rollout": {"stop": "</answer>"}}, "rollout.stop: '</answer>': must be a list of texts, such as [</answer>]"),
+        ({"rollout": {"stop": [7]}}, "rollout.stop: [7]: must be a list of texts, such as [</answer>]"),
+        (
+            {"rollout": {"generation_kwargs": {"stop": "a"}}},
+            "rollout.generation_kwargs: unknown key; generation_kwargs is TRL's: use rollout.stop for its stop strings",
+        ),
         ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),
         ({"model": {"path": "m", "adapter": {"rank": 0}}}, "model.adapter.rank: 0: input should be greater than or"),
         (

@@ -17,12 +17,13 @@ import pytest
 from rich.console import Console
 
 from cohort.cli import main
-from cohort.config import load_config
+from cohort.config import config_from_dict, load_config
 from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
 from cohort.plan import plan_run
 from cohort.records import Prompt, ScoredGroup, TurnStats
 from commands import assert_refused
+from configs import MINIMAL
 from runs import changed, make_inputs, metric, train
 from samples import answer
 from selection import slow
@@ -68,9 +69,40 @@ def test_the_best_and_the_worst_scored_completion_are_shown():
     ]
     display.step(StepReport(steps_done=1, metrics=metrics, groups=groups))
     text = out.getvalue()
-    assert "reward  0.500" in text and "ended  75%" in text and "1,234 tokens/s" in text
+    assert "sampled reward  0.500" in text and "ended  75%" in text and "1,234 tokens/s" in text
     # text of a model is not markup
     assert re.findall(r"reward +(\S+) (.*)", text)[1:] == [("1.00", "[bold]4[/bold]"), ("0.00", "5")]
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_prompts", "first", "eval_line"),
+    [
+        ({}, 40, "40 prompts, 2.5 steps per epoch", "(1 held-out prompts, greedy)"),
+        (
+            {"eval": {"path": "d", "temperature": 0.6}},
+            40,
+            "40 prompts, 2.5 steps per epoch",
+            "(1 held-out prompts, temperature 0.6)",
+        ),
+        (
+            {"data": {}, "rollout": {"environment": "e.py:E"}, "rewards": []},
+            1,
+            "no data, only an environment",
+            "(1 held-out prompts, greedy)",
+        ),
+    ],
+)
+def test_the_lines_say_what_data_there_is_and_how_rewards_were_sampled(sections, num_prompts, first, eval_line):
+    out = io.StringIO()
+    display = ConsoleDisplay(console=Console(file=out, width=200))
+    config = config_from_dict({**MINIMAL, "train": {"steps": 8}, **sections})
+    display.started(plan_run(config, num_prompts=num_prompts), steps_done=0)
+    display.close()
+    metrics = {"eval/accuracy": 0.7, "eval/reward": 0.7, "eval/completions/mean_length": 3.0}
+    display.evaluated(0, metrics, [group_of([1.0], ["4"])])
+    start, evaluated = out.getvalue().splitlines()
+    assert start == f"8 steps of 16 prompts × 8 generations = 128 completions; {first}"
+    assert evaluated.startswith("eval accuracy 70.0% after step 0  ") and evaluated.endswith(eval_line)
 
 
 def test_rewards_that_take_long_have_bars(monkeypatch: pytest.MonkeyPatch):

@@ -41,10 +41,18 @@ def logprob_of(token: int) -> float:
 class FakeVllm:
     """What the server knows, and its faults: each request takes the next one, and none once they are used up."""
 
-    def __init__(self, faults: list[str] | None = None, *, max_model_len: int = 64, seconds: float = 0.0):
+    def __init__(
+        self,
+        faults: list[str] | None = None,
+        *,
+        max_model_len: int = 64,
+        seconds: float = 0.0,
+        text_of: Callable[[int], str] = lambda token: "",
+    ):
         self.faults = list(faults or ())
         self.max_model_len = max_model_len
         self.seconds = seconds  # that a request takes
+        self.text_of = text_of  # of a token: where stop strings are looked for
         self.version = "default"  # of the weights
         self.vllm_version, self.num_workers = "0.32.0", 1
         self.secret = SECRET
@@ -107,17 +115,29 @@ class FakeVllm:
         choices = []
         for index in range(params["n"]):
             seed = 0 if params["temperature"] == 0 else params["seed"] + index
-            tokens = sampled(body["token_ids"], seed, limit)
+            tokens, stop = self.stopped(sampled(body["token_ids"], seed, limit), params)
             choices.append(
                 {
                     "index": index,
                     "token_ids": tokens,
-                    "finish_reason": "stop" if tokens[-1] == END else "length",
+                    "finish_reason": "stop" if tokens[-1] == END or stop else "length",
+                    "stop_reason": stop,
                     "logprobs": {"content": [{"token_id": t, "logprob": logprob_of(t)} for t in tokens]},
                     "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
                 }
             )
         return {"choices": choices}
+
+    def stopped(self, tokens: list[int], params: dict[str, Any]) -> tuple[list[int], str | None]:
+        """The tokens up to the first one that completes a stop string, and that string."""
+        stop = params.get("stop", [])
+        assert not stop or (params.get("detokenize", True) and "" not in stop)  # vLLM refuses anything else
+        text = ""
+        for number, token in enumerate(tokens, 1):
+            text += self.text_of(token)
+            if found := next((one for one in stop if one in text), None):
+                return tokens[:number], found
+        return tokens, None
 
 
 def spoil(answer: dict[str, Any], fault: str) -> None:
@@ -161,6 +181,10 @@ def spoil(answer: dict[str, Any], fault: str) -> None:
         del tokens[-1:], content[-1:]
         first["weight_versions"][0]["end"] -= 1
         first["finish_reason"] = "length"
+    elif fault == "shortened_stop":
+        del tokens[-1:], content[-1:]
+        first["weight_versions"][0]["end"] -= 1
+        first["finish_reason"] = "stop"
     elif fault == "abort":
         first["finish_reason"] = "abort"
     elif fault == "old_weights":

@@ -13,7 +13,7 @@ from cohort.plan import plan_run
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.advice import replan
 from cohort.plan.critic_shape import critic_shape
-from cohort.plan.hardware import hardware, parse_bytes
+from cohort.plan.hardware import GPUS, find_gpu, hardware, parse_bytes
 from cohort.plan.layout import plan_layout
 from cohort.plan.micro_batch_plan import plan_micro_batches
 from cohort.plan.predict import predict_run
@@ -224,3 +224,21 @@ def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int,
         plan_run(settings, num_prompts=prompts)
     shorter = settings.model_copy(update={"critic": settings.critic.model_copy(update={"warmup_steps": most})})
     assert plan_run(shorter, num_prompts=prompts).num_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [
+        ("4090 rtx4090 RTX-4090 rtx_4090 4090-24gb", "4090"),
+        ("a100 A100-80GB a100-80 a100-sxm4-80gb", "a100"),
+        ("a100-40 a100-40gb A100-SXM4-40GB", "a100-40"),
+        ("h100 h100-sxm h100-80gb-hbm3 h100_sxm5", "h100"),
+        ("h200-141gb", "h200"),
+        ("l4-24gb", "l4"),
+        ("h100-pcie h100-nvl a100-60gb rtx a100-0gb gb - 80gb v100", None),  # other chips, or none
+    ],
+)
+def test_gpus_as_people_name_them(names: str, key: str | None):
+    assert {find_gpu(name) for name in names.split()} == {key}
+    assert find_gpu("NVIDIA GeForce RTX 4090") == "4090"
+    assert all(find_gpu(name) == known for known, (name, _) in GPUS.items())

@@ -1,13 +1,20 @@
 """What Cohort uses of vLLM's servers, endpoint by endpoint and field by field: a version without it fails here."""
 
+import asyncio
 import re
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.records import ModelCall
+from cohort.rollout import SamplingParams
+from cohort.rollout.engines.servers.requests import GenerateRequest, ServerError
+from cohort.rollout.engines.vllm.client import GenerateClient
+from cohort.rollout.stop_strings import cut_at_stop
 from serving import HEADERS, SECRET, Server, healthy, models, processes_of, random_prompt
+from tiny import VOCAB_SIZE, make_tokenizer
 
 PARAMETERS = {
     ("get", "/health"): set(),
@@ -34,7 +41,10 @@ BODIES = {
     "/update_weight_version": {"new_version"},
     "/inference/v1/generate": {"token_ids", "sampling_params", "model", "request_id"},
 }
-SAMPLING = {"n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos"}
+SAMPLING = {
+    *("n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos"),
+    *("stop", "skip_special_tokens", "detokenize"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,38 @@ def test_generation_gives_tokens_logprobs_and_versions(untied: Server):
         assert [entry["token_id"] for entry in content] == choice["token_ids"]
         assert all(-20 < entry["logprob"] <= 0 for entry in content)
         assert choice["weight_versions"] == [{"version": "42", "start": 0, "end": 4}]
+
+
+def test_stop_strings_keep_the_tokens_that_complete_them(untied: Server):
+    """Through Cohort's client, against what the same seeds sample without them."""
+    untied.api.set_weight_version(43)
+    tokenizer, prompt, ends = make_tokenizer(), random_prompt(9), frozenset({1})
+
+    def sample(*stop: str) -> list[ModelCall]:
+        sampling = SamplingParams(num_generations=12, max_completion_tokens=30, temperature=1.0, stop=stop)
+        request = GenerateRequest(
+            prompt_id=0, token_ids=np.array(prompt), num_completions=12, sampling=sampling, seed=64, urgent=False
+        )
+
+        async def ask() -> list[ModelCall]:
+            client = GenerateClient(end_token_ids=ends, vocab_size=VOCAB_SIZE, secret=SECRET, timeout_s=60)
+            async with client:
+                return await client.generate(untied.process.url, request, allows=lambda version: version == 43)
+
+        return asyncio.run(ask())
+
+    whole = sample()
+    texts = [tokenizer.decode(call.token_ids) for call in whole]
+    spanning = tokenizer.decode(whole[0].token_ids[5:8])
+    stop = (spanning, "e", "<system>", "longer than any completion of thirty tokens")
+    num_cut = 0
+    for before, text, after in zip(whole, texts, sample(*stop), strict=True):
+        expected = cut_at_stop(before, stop, tokenizer)
+        assert after.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(after.sampling_logprobs, expected.sampling_logprobs, rtol=0, atol=1e-5)
+        assert after.finish_reason == expected.finish_reason
+        num_cut += any(one in text for one in stop)
+    assert num_cut >= 3
 
 
 def test_child_i_of_n_has_the_seed_plus_i(untied: Server):

@@ -13,6 +13,7 @@ from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
 from cohort.rollout import Prefetcher
 from cohort.trainer.collect_groups import GroupCollector, StepGroups
+from playing import play
 
 CALL = ModelCall(
     context_ids=np.array([1]),
@@ -60,6 +61,17 @@ class Rounds:
         return {}
 
 
+class Given(Rounds):
+    """Groups that were played."""
+
+    def __init__(self, groups: list[RolloutGroup]):
+        self._groups = groups
+        self.collector = self
+
+    def take(self, step: int, count: int) -> list[RolloutGroup]:
+        return self._groups
+
+
 def collect(rounds: Rounds, **options: Any) -> StepGroups:
     """The groups of a step of 4 whose first is without signal."""
     reward = RewardFunction(
@@ -68,6 +80,29 @@ def collect(rounds: Rounds, **options: Any) -> StepGroups:
     rewards = RewardRunner([reward], columns=["n"])
     collector = GroupCollector(cast(Prefetcher, rounds), rewards, prompts_per_step=4, **options)
     return collector.collect(0, lambda name: nullcontext())
+
+
+def test_the_reason_comes_first_and_tracebacks_go_to_the_log_folder(tmp_path, monkeypatch):
+    """The environment of a user fails on his line 2; the run's message has no frame."""
+    (tmp_path / "e.py").write_text("async def run(row, model):\n    raise KeyError('word')\n")
+    monkeypatch.chdir(tmp_path)
+    (broken,) = play(tmp_path, lambda context, key: "hi", [{"prompt": "p"}], environment="e.py:run")
+    reason = f"KeyError: 'word' (at {tmp_path}/e.py:2)"
+    error = broken.trajectories[0].error or ""
+    assert error.startswith(f"{reason}\n\nTraceback") and error.endswith("KeyError: 'word'")
+    rewards = RewardRunner([RewardFunction(name="r", function=lambda completions: [])], columns=[])
+    rewards.log_folder = tmp_path / "logs"
+    collector = GroupCollector(
+        cast(Prefetcher, Given([broken])), rewards, prompts_per_step=1, max_rounds=0, max_failed_ratio=0.5
+    )
+    with pytest.raises(TrainingError) as caught:
+        collector.collect(0, lambda name: nullcontext())
+    number = len(broken.trajectories)
+    assert str(caught.value) == (
+        f"rollout.max_failed_ratio: 0.5: {number} of {number} trajectories failed; the first errors:\n\n{reason}\n\n"
+        f"The tracebacks are in {tmp_path}/logs/environment.txt"
+    )
+    assert (tmp_path / "logs" / "environment.txt").read_text().startswith(error)
 
 
 def test_failures_are_counted_over_all_rounds_of_a_step():

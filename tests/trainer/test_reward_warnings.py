@@ -25,7 +25,7 @@ def test_a_constant_reward_is_named_with_its_step(tmp_path: Path):
     config = {**config, "rewards": rewards, "eval": None}
     display = Notes()
     cohort.train(config, display=display)
-    warnings = [note for note in display.notes if "reward" in note]
+    warnings = [note for note in display.notes if note.startswith("warning: step 10: ")]
     assert warnings == [
         "warning: step 10: reward 'constant' has been 0.5 for every completion of the last 10 steps, "
         "so it gives no signal",

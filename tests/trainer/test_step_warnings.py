@@ -20,9 +20,9 @@ FINE = {
 STALE = {"rollout/staleness_max": 1.0}  # so that logprobs are not compared
 
 
-def warnings() -> tuple[StepWarnings, list[str]]:
+def warnings(**rollout: Any) -> tuple[StepWarnings, list[str]]:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "math"}]}
-    config = config_from_dict({**raw, "rollout": {"tools": ["t.py:look"], "max_turns": 5}})
+    config = config_from_dict({**raw, "rollout": rollout or {"tools": ["t.py:look"], "max_turns": 5}})
     shown: list[str] = []
     worker = cast(Worker, SimpleNamespace())
     return StepWarnings(rollout=config.rollout, worker=worker, notify=shown.append, reward_watch=RewardWatch({})), shown
@@ -54,3 +54,22 @@ def test_a_slow_model_is_no_slow_environment():
     watch, shown = warnings()
     watch.metrics(1, {**STALE, **FINE, "turns/model_s": 4.0, "turns/environment_s": 3.0})
     assert shown == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "limits"),
+    [
+        ({"max_completion_tokens": 300}, "rollout.max_completion_tokens: 300"),
+        ({}, "rollout.max_completion_tokens: 256 or rollout.max_trajectory_tokens: 1280"),  # with tools
+    ],
+)
+def test_cut_completions_are_said_once_with_the_cure(rollout: dict[str, int], limits: str):
+    watch, shown = warnings(**rollout)
+    shares = [0.6, 0.49, 0.5, 0.9, 0.7, 0.9, 0.9, 0.2, 0.9, 0.9, 0.9]
+    for step, share in enumerate(shares):
+        watch.metrics(step, {**STALE, "frac_reward_zero_std": 0.0, "completions/clipped_ratio": share})
+        assert bool(shown) == (step >= 4)  # 0.5, 0.9 and 0.7
+    assert shown == [
+        f"warning: 70% of the completions of the last 3 steps were cut at {limits}, and what is cut has seldom reached "
+        f"its answer; raise it, or add the reward overlong, which teaches shorter ones"
+    ]

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort
+from cohort.cli.eval_config import eval_config
 from cohort.config import config_from_dict
 from cohort.display import Display
 from cohort.trainer.evaluate_model import evaluate_model
@@ -84,8 +85,9 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
     run = result.run_dir
     assert {p.name for p in run.iterdir()} == {
         ".lock", "checkpoints", "completions", "config.yaml", "events.jsonl", "final", "metrics.jsonl", "plan.json",
-        "status.json", "summary.json",
+        "status.json", "summary.json", "tokens",
     }  # fmt: skip
+    assert sorted(p.name for p in (run / "tokens").iterdir()) == [f"step-{n:06}.parquet" for n in range(1, 7)]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["seed"] == 0 and summary["seconds"] > 0
@@ -189,7 +191,7 @@ def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
             notes.append(text)
 
     run = cohort.train(config, display=Notes()).run_dir
-    assert notes[:-1] == ["dropped 1 held-out prompts over rollout.max_prompt_tokens=64, 4 left"]
+    assert notes[0] == "dropped 1 held-out prompts over rollout.max_prompt_tokens=64, 4 left"
     assert metric(run, "eval/num_dropped_overlong") == [1, 1, 1]
 
 
@@ -201,3 +203,43 @@ def test_evaluation_with_k_samples(tmp_path: Path):
     assert result.metrics["eval/mean@8"] == result.accuracy == success.mean()
     assert result.metrics["eval/pass@8"] == success.any(axis=1).mean()
     assert result.metrics["eval/pass@8"] > result.accuracy
+
+
+def test_stop_strings_end_completions_of_a_whole_run(tmp_path: Path):
+    """Of training and evaluation, interrupted and resumed; the run's evaluation later has them too."""
+    stop = ["1", "e", "x y"]
+    config = changed(make_inputs(tmp_path), rollout={"stop": stop}, train={"steps": 3}, eval={"max_prompts": 4})
+    config = changed(config, run={"checkpoint_every": 1})
+    whole = train(changed(config, run={"dir": str(tmp_path / "whole")}))
+    with pytest.raises(KeyboardInterrupt):
+        cohort.train(config, display=stop_after(2))
+    run = train(config, resume=True).run_dir
+    assert_same_weights(run / "final", whole.final_dir)
+    assert max(metric(run, "sampling/sampling_logp_difference/max")) < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    files = sorted((run / "completions").iterdir())
+    assert [file.name[:5] for file in files] == ["eval-"] * 2 + ["step-"] * 3
+    ends = []
+    for row in [row for file in files for row in pq.read_table(file).to_pylist()]:
+        ids, text = row["completion_token_ids"], row["completion"]
+        assert text == tokenizer.decode(ids, skip_special_tokens=True)
+        assert not any(one in tokenizer.decode(ids[:-1]) for one in stop)
+        stopped, ended = any(one in tokenizer.decode(ids) for one in stop), ids[-1] == tokenizer.eos_token_id
+        assert row["finish_reason"] == ("stop" if stopped or ended else "length")
+        ends.append((stopped, ended))
+    assert {(True, False), (False, False)} <= {*ends}
+    assert eval_config(str(run), {}).rollout.stop == ("1", "e", "x y")
+    assert eval_config(str(run), {"stop": ["z"]}).rollout.stop == ("z",)
+
+
+@slow("the local engine's completions with stop strings do not depend on the batch")
+def test_stop_strings_on_two_processes(tmp_path: Path):
+    config = changed(make_inputs(tmp_path), rollout={"stop": ["1", "e"]}, train={"steps": 2})
+    config["eval"] = None
+    texts = []
+    for processes in (1, 2):
+        run = {"dir": str(tmp_path / f"on-{processes}")}
+        cohort.train(changed(config, run=run, hardware={"processes": processes, "device": "cpu"}))
+        tables = [pq.read_table(file) for file in sorted(Path(run["dir"], "completions").glob("step-*"))]
+        texts.append([table.column("completion_token_ids").to_pylist() for table in tables])
+    assert texts[0] == texts[1]

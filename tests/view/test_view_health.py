@@ -209,6 +209,13 @@ def test_rules_that_read_the_configuration():
     assert rules(table(**top, frac_reward_zero_std=flat(1)), weighted)["solved"] == "good"
     two = {"rewards__form__mean": flat(1), "rewards__form__std": flat(0)}
     assert rules(table(**two))["one_reward_constant"] == "info"
+    assert "one_reward_constant" not in rules(table(**two, rewards__form__frac_unscored=flat(0.8)))
+    zero = {"reward": flat(0), "reward_std": flat(0), "frac_reward_zero_std": flat(1), "rewards__form__mean": flat(0)}
+    none = rules(table(**zero, rewards__form__std=flat(0), rewards__right__std=flat(0)))
+    assert none["all_zero"] == "bad" and "one_reward_constant" not in none
+    every_other = np.where(np.arange(40) % 2, 1, NAN)  # `where` leaves it out of the other steps
+    some = {"rewards__form__mean": every_other, "rewards__form__std": 0 * every_other}
+    assert rules(table(**some, rewards__form__frac_unscored=np.isnan(every_other)))["one_reward_constant"] == "info"
     assert "one_reward_constant" not in rules(table(**two), {"rewards": [{"use": "overlong", "name": "form"}]})
 
 

@@ -1,8 +1,16 @@
 """Chat messages to token ids and back: templates, suffixes for new messages, parsed replies, tool schemas."""
 
-from cohort.chat.messages import prompt_messages
+from cohort.chat.messages import append_observation, prompt_messages
 from cohort.chat.responses import Reply, ResponseParser, ToolCall
 from cohort.chat.template import ChatTemplate
 from cohort.chat.tools import tool_schema
 
-__all__ = ["ChatTemplate", "Reply", "ResponseParser", "ToolCall", "prompt_messages", "tool_schema"]
+__all__ = [
+    "ChatTemplate",
+    "Reply",
+    "ResponseParser",
+    "ToolCall",
+    "append_observation",
+    "prompt_messages",
+    "tool_schema",
+]

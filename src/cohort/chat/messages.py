@@ -49,6 +49,23 @@ def prompt_messages(content: str | Sequence[Message], system_prompt: str | None 
     return messages
 
 
+def append_observation(content: str | Sequence[Message], observation: str) -> str | list[Message]:
+    """Append what an environment's `reset` returned to a prompt: to its last user message, or as one if it has none."""
+    if isinstance(content, str):
+        return content + observation
+    messages = list(content)
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        return [*messages, {"role": "user", "content": observation}]
+    if observation:
+        last = messages[users[-1]]
+        said = last["content"]
+        part = {"type": "text", "text": observation}
+        text = [*said, part] if isinstance(said, list) else (said or "") + observation
+        messages[users[-1]] = {**last, "content": text}
+    return messages
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with text contents and the keys that chat templates read.
 

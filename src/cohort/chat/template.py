@@ -174,7 +174,7 @@ class ChatTemplate:
             if match.group() not in sampled:
                 written = match.start()
                 break
-        if stopped_by is not None:
+        if last is not None and last.special and stopped_by is not None:  # others may have completed a stop string
             return None
         if ends_inside_call:
             # what was sampled after the call, or instead of its end, would not be in the history

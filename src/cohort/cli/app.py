@@ -162,6 +162,9 @@ def evaluate(
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 (default): off.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Top-k sampling; 0 (default): off.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop string, which ends a completion. Default for a run: its own.")
+    ] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt. Default: 512.")] = None,
     max_completion_tokens: Annotated[int | None, typer.Option(help="Longest completion. Default: 256.")] = None,
     max_prompts: Annotated[int | None, typer.Option(help="Evaluate the first N prompts only.")] = None,

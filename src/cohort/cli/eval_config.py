@@ -12,7 +12,7 @@ from cohort.errors import UserError
 from cohort.run_files import checkpoints, is_run_folder
 
 _DATA = {"prompt": "prompt", "system_prompt": "system_prompt", "chat_template": "apply_chat_template"}
-_ROLLOUT = ("max_prompt_tokens", "max_completion_tokens")
+_ROLLOUT = ("max_prompt_tokens", "max_completion_tokens", "stop")
 _EVAL = ("split", "max_prompts", "num_samples", "temperature", "top_p", "top_k")
 
 

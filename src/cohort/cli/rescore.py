@@ -24,7 +24,7 @@ _RECORDED = frozenset(
         *("step", "prompt_id", "prompt", "completion", "prompt_token_ids", "completion_token_ids", "sampling_logprobs"),
         *("finish_reason", "policy_version", "reward", "advantage", "end", "sequence_token_ids", "loss_mask"),
         *("error", "messages", "calls", "tool_calls", "tool_errors", "malformed_calls", "attempts"),
-        *("model_s", "environment_s"),
+        *("observation", "model_s", "environment_s"),
     }
 )
 _RECORDED_BY_NAME = ("rewards/", "details/", "environment/")
@@ -260,7 +260,9 @@ def _trajectory(row: Row) -> Trajectory:
     )
     trajectory = Trajectory.single_turn(call, text=completion_text(row["completion"]))
     turns = row.get("messages")  # JSON, of several turns
-    return replace(trajectory, messages=tuple(json.loads(turns))) if isinstance(turns, str) else trajectory
+    if not isinstance(turns, str):
+        return trajectory
+    return replace(trajectory, messages=tuple(json.loads(turns)), observation=row.get("observation") or "")
 
 
 def _runner(

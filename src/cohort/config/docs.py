@@ -1,6 +1,7 @@
 """Write `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
 
 import inspect
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -26,15 +27,26 @@ def render() -> str:
     """Return the whole page."""
     parts = [_INTRO]
     for name, field in Config.model_fields.items():
-        for section in sections_in(field.annotation):
-            parts.append(_section(name, section, optional=not field.is_required()))
-            for key, inner in section.model_fields.items():
-                parts += [_section(f"{name}.{key}", nested, optional=True) for nested in sections_in(inner.annotation)]
-    return "\n".join(dict.fromkeys(parts))  # engines share nested sections
+        sections = sections_in(field.annotation)
+        shared = _shared_rows(sections) if name in UNIONS else []
+        if shared:
+            parts.append(_table(f"`{name}`", f"Keys for every `{UNIONS[name]}`.", shared))
+        for section in sections:
+            parts.append(_section(name, section, optional=not field.is_required(), without=shared))
+        nested = {f"{name}.{key}": inner for section in sections for key, inner in section.model_fields.items()}
+        parts += [
+            _section(key, one, optional=True) for key, inner in nested.items() for one in sections_in(inner.annotation)
+        ]
+    return "\n".join(dict.fromkeys(parts))
 
 
-def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
-    title = f"## `{name}`"
+def _shared_rows(sections: Sequence[type[BaseModel]]) -> list[str]:
+    """Return the rows of the keys that all sections have, with the same meaning."""
+    return [row for row in _rows(sections[0]) if all(row in _rows(section) for section in sections)]
+
+
+def _section(name: str, section: type[BaseModel], *, optional: bool, without: Collection[str] = ()) -> str:
+    title = f"`{name}`"
     if name in UNIONS:
         key = UNIONS[name]
         title += f" with `{key}: {section.model_fields[key].default}`"
@@ -42,14 +54,23 @@ def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
         title += " (a list of these)"
     if not optional:
         title += ", required"
+    return _table(title, inspect.cleandoc(section.__doc__ or ""), [row for row in _rows(section) if row not in without])
+
+
+def _table(title: str, text: str, rows: Sequence[str]) -> str:
     head = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-    lines = [title, "", inspect.cleandoc(section.__doc__ or ""), "", head]
+    return "\n".join([f"## {title}", "", text, "", head, *rows, ""])
+
+
+def _rows(section: type[BaseModel]) -> list[str]:
+    """Return the row of each key."""
+    rows = []
     for key, field in section.model_fields.items():
         meaning = (field.description or "").replace("|", "\\|")
         if section is AlgorithmConfig and (components := components_reading(key)):
             meaning += " Read by " + ", ".join(f"`{name}`" for name in components) + "."
-        lines.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
-    return "\n".join(lines) + "\n"
+        rows.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+    return rows
 
 
 def _type(annotation: Any) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cohort.config.environment import TurnsConfig
 from cohort.config.paths import KeptPath, PythonPath
-from cohort.config.section import number_or
+from cohort.config.section import must_be, number_or
 
 # vLLM silently raises lower temperatures to this one.
 LOWEST_TEMPERATURE = 0.01
@@ -72,6 +72,18 @@ class SamplingConfig(TurnsConfig):
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
+    stop: Annotated[
+        tuple[str, ...],
+        must_be(
+            "a list of texts, such as [</answer>]",
+            lambda x: isinstance(x, list | tuple) and all(isinstance(text, str) for text in x),
+        ),
+    ] = Field(
+        (),
+        description='Stop strings, such as ["</answer>"]: a completion ends with the token that completes one, in '
+        "its text with special tokens. The token is trained, and its text is part of the completion that rewards and "
+        "environments read. Evaluation uses them too.",
+    )
     max_num_seqs: int = Field(
         256, ge=1, description="Completions sampled at the same time (bounds the KV cache); per server with vllm."
     )
@@ -81,6 +93,13 @@ class SamplingConfig(TurnsConfig):
         description="Dynamic sampling (DAPO): maximum rounds per step in which groups whose rewards are all equal are "
         "replaced with groups of new prompts. 0: off.",
     )
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty string would end every completion at once; remove it")
+        return value
 
     @property
     def max_new_tokens(self) -> int:

@@ -19,7 +19,7 @@ from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
 from cohort.config.sandbox import SandboxConfig
-from cohort.config.section import Section, number_or
+from cohort.config.section import Section, must_be, number_or
 from cohort.config.sizes import Size
 
 
@@ -99,6 +99,11 @@ class TrainConfig(Section):
         return self.warmup_steps or math.ceil(round(self.warmup_ratio * num_steps, 6))
 
 
+# What `run.record_tokens: auto` keeps.
+RECENT_STEPS = 20
+RECENT_TOKENS_SIZE = "200MB"
+
+
 class RunConfig(Section):
     """Run folder, checkpoints and logging."""
 
@@ -112,15 +117,19 @@ class RunConfig(Section):
         description="Maximum size of a file of saved model weights, such as 500MB. A larger tensor gets its own file.",
     )
     completions_every: int = Field(1, ge=0, description="Write completions to the run folder every N steps (0: never).")
-    record_tokens: bool = Field(
-        False,
+    record_tokens: Annotated[
+        bool | Literal["auto"],
+        must_be("true, false or auto", lambda x: isinstance(x, bool) or x == "auto"),
+    ] = Field(
+        "auto",
         description="Also write each token's logprob, entropy, advantage and loss weight in training (tokens/), for "
-        "`cohort view`. Costs no computation, only disk: about 10 bytes per token that is trained on.",
+        "`cohort view`. Costs no computation, only disk: about 10 bytes per token that is trained on. auto: of the "
+        f"last {RECENT_STEPS} steps, at most {RECENT_TOKENS_SIZE}.",
     )
     record_tokens_max_size: Size = Field(
         "1GB",
-        description="Maximum size of these files. Beyond it, files are deleted so that the newest and evenly spread "
-        "steps remain.",
+        description="With record_tokens: true, maximum size of these files. Beyond it, files are deleted so that the "
+        "newest and evenly spread steps remain.",
     )
     show_completions_every: int = Field(0, ge=0, description="Print two completions every N steps (0: never).")
     ignore_plan: bool = Field(False, description="Start even if the plan says that GPU memory is too small.")
@@ -145,10 +154,11 @@ class RunConfig(Section):
     def _check_keys_without_effect(self) -> Self:
         if self.checkpoint_every == 0:
             self.refuse("keep_checkpoints", "checkpoint_every: 0")
-        if self.completions_every == 0:
+        if self.completions_every == 0 and self.record_tokens is True:
             self.refuse("record_tokens", "completions_every: 0")
-        if not self.record_tokens:
-            self.refuse("record_tokens_max_size", "record_tokens: false")
+        if self.record_tokens is not True:
+            shown = str(self.record_tokens).lower()
+            self.refuse("record_tokens_max_size", f"record_tokens: {shown}", "remove it, or use record_tokens: true")
         return self
 
 

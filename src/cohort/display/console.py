@@ -33,6 +33,7 @@ class ConsoleDisplay(Display):
         self._start_time = time.monotonic()
         self._start_step = 0
         self._num_steps = 0
+        self._eval_sampling = "greedy"
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -51,10 +52,13 @@ class ConsoleDisplay(Display):
         """Print the number of steps and their size."""
         self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, plan.num_steps
         updates = f", {plan.updates_per_rollout} updates" if plan.updates_per_rollout > 1 else ""
+        self._eval_sampling = f"temperature {plan.eval_temperature:g}" if plan.eval_temperature else "greedy"
+        data = "no data, only an environment"
+        if plan.has_data:
+            data = f"{plan.num_prompts} prompts, {plan.steps_per_epoch:.4g} steps per epoch"
         self._print(
             f"{plan.num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} generations = "
-            f"{plan.completions_per_step} completions{updates}; {plan.num_prompts} prompts, "
-            f"{plan.steps_per_epoch:.4g} steps per epoch"
+            f"{plan.completions_per_step} completions{updates}; {data}"
         )
         if steps_done:
             self._print(f"resuming after step {steps_done}")
@@ -68,9 +72,9 @@ class ConsoleDisplay(Display):
     def step(self, report: StepReport) -> None:
         """Print the step's metrics and time left and, every N steps, completions."""
         m = report.metrics
-        left = self._time_left(report.steps_done)
+        left, number = self._time_left(report.steps_done), f"{report.steps_done:>{len(str(self._num_steps))}}"
         self._print(
-            f"step {report.steps_done:>{len(str(self._num_steps))}}/{self._num_steps}  reward {m['reward']:6.3f}"
+            f"step {number}/{self._num_steps}  sampled reward {m['reward']:6.3f}"
             f"{_turns(m)}  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
             f"  {m['tokens_per_second']:,.0f} tokens/s  {left} left"
         )
@@ -111,7 +115,8 @@ class ConsoleDisplay(Display):
         self._print(
             f"[bold]eval accuracy {metrics['eval/accuracy']:.1%} after step {steps_done}[/bold]{more}  "
             f"reward {metrics['eval/reward']:.3f}{_turns(of_eval)}  "
-            f"length {metrics['eval/completions/mean_length']:.1f}  ({len(groups)} prompts)"
+            f"length {metrics['eval/completions/mean_length']:.1f}  ({len(groups)} held-out prompts, "
+            f"{self._eval_sampling})"
         )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Hardware of a plan: known GPUs, this machine's CPU, and `cohort plan`'s options for them."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Hardware:
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 _DATA_SHEETS: Mapping[str, Mapping[str, float]] = _TABLES["data_sheets"]
 # Driver's name and memory available to a process.
+_NOT_IN_NAMES = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?")  # of GPUs with one form in the table
+_SIZE_TOLERANCE = 0.15  # of the memory in a name, which is more than a process gets
 GPUS: dict[str, tuple[str, int]] = {key: (gpu["name"], gpu["memory_bytes"]) for key, gpu in _TABLES["gpus"].items()}
 
 
@@ -51,19 +54,20 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
     Raises:
         UserError: an unknown GPU, or an invalid size.
     """
-    if gpu.lower() not in (*GPUS, "here"):
+    known = "here" if gpu.lower() == "here" else find_gpu(gpu)
+    if known is None:
         raise UserError(
             f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory, or here "
             f"for this machine as measured by `cohort plan --calibrate`"
         )
-    if gpu.lower() == "here":
+    if known == "here":
         measured = local_calibration()
         if measured is None:
             raise UserError("--gpu here: this machine has not been measured; run `cohort plan --calibrate` first")
         measured = measured if measured.on_gpu else measured.per_process(gpus)
         name, memory = measured.device, measured.memory_bytes
     else:
-        name, memory = GPUS[gpu.lower()]
+        name, memory = GPUS[known]
         measured = find_calibration(name)
         memory = measured.memory_bytes if measured else memory
     return Hardware(
@@ -75,6 +79,21 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
         calibration=measured,
         memory_is_measured=measured is not None and gpu_memory is None,
     )
+
+
+def find_gpu(text: str) -> str | None:
+    """Return the key in `GPUS` of a GPU as people name it, such as RTX 4090, a100-80gb or H100-SXM; None if unknown."""
+    words = [word for word in re.split(r"[\s_-]+", text.lower()) if not _NOT_IN_NAMES.fullmatch(word)]
+    name, *sizes = [re.sub(r"^(rtx|nvidia)", "", word) for word in words] or [""]
+    if not sizes:
+        return name if name in GPUS else None
+    size = re.fullmatch(r"([1-9]\d*)(gb|gib)?", "".join(sizes))
+    if size is None:
+        return None
+    for key, (_, memory) in GPUS.items():
+        if key.split("-")[0] == name and abs(memory / 2**30 / int(size[1]) - 1) < _SIZE_TOLERANCE:
+            return key
+    return None
 
 
 def local_cpu(

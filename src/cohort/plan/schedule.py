@@ -12,6 +12,7 @@ class RunSchedule:
     """Steps, batch sizes and schedule of a run. One step is one rollout; step N: N steps are done."""
 
     num_prompts: int  # in the training data
+    has_data: bool  # False: an environment without rows, which stands for one prompt
     prompts_per_step: int
     num_generations: int
     max_new_tokens: int  # after the prompt
@@ -20,6 +21,7 @@ class RunSchedule:
     eval_every: int  # 0: before and after training only; unused without evaluation
     evaluates: bool
     evaluates_before: bool
+    eval_temperature: float  # 0: greedy; unused without evaluation
     checkpoint_every: int  # 0: never
     completions_every: int  # 0: never
 
@@ -73,6 +75,7 @@ def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
         )
     return RunSchedule(
         num_prompts=num_prompts,
+        has_data=config.data.path is not None or num_prompts > 1,
         prompts_per_step=train.prompts_per_step,
         num_generations=config.rollout.num_generations,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -81,6 +84,7 @@ def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
         eval_every=config.eval.every if config.eval else 0,
         evaluates=config.eval is not None,
         evaluates_before=config.eval is not None and config.eval.before_training,
+        eval_temperature=config.eval.temperature if config.eval else 0.0,
         checkpoint_every=config.run.checkpoint_every,
         completions_every=config.run.completions_every,
     )

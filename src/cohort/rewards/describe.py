@@ -39,6 +39,11 @@ def last_text(messages: Sequence[Message]) -> str:
     return message_text(own[-1]) if own else ""
 
 
+def first_paragraph(text: str) -> str:
+    """Return the text before the first empty line: the reason, in errors of environments."""
+    return text.partition("\n\n")[0]
+
+
 def excerpt(value: object, limit: int = 80) -> str:
     """Return `repr(value)` on one line, with the middle omitted if it is longer than `limit` characters."""
     # Truncate long strings before repr, so that a completion of a megabyte is cheap.

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
 from cohort.rewards.compose import GatedParts, is_for, stages
-from cohort.rewards.describe import TurnsText, excerpt, last_text
+from cohort.rewards.describe import TurnsText, excerpt, first_paragraph, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
@@ -138,7 +139,7 @@ class RewardRunner:
         scorable = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
         if require_scores and not scorable:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
-            first = next((f"; the first error:\n\n{t.error}" for _, t in members if t.error), "")
+            first = next((f"; the first error:\n\n{first_paragraph(t.error)}" for _, t in members if t.error), "")
             raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}{first}")
         scorable_parts = self._score_parts(scorable, during)
         parts = {name: _for_members(members, part) for name, part in scorable_parts.items()}
@@ -422,8 +423,9 @@ def _details_for_members(
     return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in members)
 
 
-def _prompt(prompt: Prompt, _: Trajectory) -> Any:
-    return prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:
+    content = append_observation(prompt.content, trajectory.observation) if trajectory.observation else prompt.content
+    return content if isinstance(content, str) else [dict(message) for message in content]
 
 
 def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:

@@ -5,7 +5,7 @@ P prompts per step.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from cohort.metrics import has_equal_rewards, reward_health_metrics, rollout_met
 from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
+from cohort.rewards.describe import first_paragraph
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
 
@@ -79,7 +80,7 @@ class GroupCollector:
             with phase("rollout"):
                 groups = self.prefetcher.take(step, num_missing)
             taken += groups
-            _check_failures(taken, self.max_failed_ratio)
+            self._check_failures(taken)
             with phase("reward"):  # a few resampled groups may all be unscored by chance; a whole step may not
                 sampled += self.rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
             counts.update(self.rewards.counts())
@@ -90,7 +91,8 @@ class GroupCollector:
         trained = [group for group in chosen if _is_comparable(group)]
         if not trained:
             raise TrainingError(
-                f"rollout: in every group of this step, fewer than two trajectories are intact{_first_errors(chosen)}"
+                f"rollout: in every group of this step, fewer than two trajectories are intact"
+                f"{self._first_errors(chosen)}"
             )
         dropped = [group for group in chosen if not _is_comparable(group)]
         return StepGroups(
@@ -106,6 +108,33 @@ class GroupCollector:
                 "rollout/dropped_groups": float(len(dropped)),
             },
         )
+
+    def _check_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """Check how many of a step's trajectories infrastructure broke.
+
+        Raises:
+            TrainingError: more than `max_failed_ratio` of them; the message has the first reasons.
+        """
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        num_broken = sum(trajectory.is_broken for trajectory in members)
+        if num_broken > self.max_failed_ratio * len(members):
+            raise TrainingError(
+                f"rollout.max_failed_ratio: {self.max_failed_ratio:g}: {num_broken} of {len(members)} trajectories "
+                f"failed{self._first_errors(groups)}"
+            )
+
+    def _first_errors(self, groups: Sequence[RolloutGroup | ScoredGroup]) -> str:
+        """Return the first reasons of broken trajectories, as the end of a message. The log folder has tracebacks."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        errors = list(dict.fromkeys(member.error or member.end for member in members if member.is_broken))
+        reasons = list(dict.fromkeys(first_paragraph(error) for error in errors))
+        more = f"\n... and {len(reasons) - _MAX_ERRORS} other errors" if len(reasons) > _MAX_ERRORS else ""
+        if (folder := self.rewards.log_folder) is not None and errors != reasons:
+            with suppress(OSError):
+                folder.mkdir(exist_ok=True)
+                (folder / _ERRORS_FILE).write_text("\n\n\n".join(errors), encoding="utf-8", errors="replace")
+                more += f"\n\nThe tracebacks are in {folder / _ERRORS_FILE}"
+        return "; the first errors:\n\n" + "\n".join(reasons[:_MAX_ERRORS]) + more
 
     def _has_signal(self, group: ScoredGroup) -> bool:
         return not has_equal_rewards(group, parts=self.reward_parts)
@@ -137,35 +166,13 @@ class GroupCollector:
 
 
 _MAX_ERRORS = 3  # shown when too many trajectories fail
+_ERRORS_FILE = "environment.txt"  # in the log folder
 
 
 def _is_comparable(group: ScoredGroup) -> bool:
     """Whether infrastructure left enough members to compare: two, or the only one."""
     num_intact = sum(not trajectory.is_broken for trajectory in group.trajectories)
     return num_intact >= min(2, len(group.trajectories))
-
-
-def _check_failures(groups: Sequence[RolloutGroup], max_ratio: float) -> None:
-    """Check how many of a step's trajectories infrastructure broke.
-
-    Raises:
-        TrainingError: more than `max_ratio` of them; the message has the first errors in full.
-    """
-    members = [trajectory for group in groups for trajectory in group.trajectories]
-    num_broken = sum(trajectory.is_broken for trajectory in members)
-    if num_broken > max_ratio * len(members):
-        raise TrainingError(
-            f"rollout.max_failed_ratio: {max_ratio:g}: {num_broken} of {len(members)} trajectories failed"
-            f"{_first_errors(groups)}"
-        )
-
-
-def _first_errors(groups: Sequence[RolloutGroup | ScoredGroup]) -> str:
-    """Return the first errors of broken trajectories in full, as the end of a message."""
-    members = [trajectory for group in groups for trajectory in group.trajectories]
-    errors = list(dict.fromkeys(member.error or member.end for member in members if member.is_broken))
-    more = f"\n\n... and {len(errors) - _MAX_ERRORS} other errors" if len(errors) > _MAX_ERRORS else ""
-    return "; the first errors:\n\n" + "\n\n".join(errors[:_MAX_ERRORS]) + more
 
 
 def build_group_collector(

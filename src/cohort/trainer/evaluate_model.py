@@ -59,7 +59,8 @@ def evaluate_model(
     policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
     check_vocabulary(policy, evaluation.prompts)
     ends = end_token_ids(policy, tokenizer)
-    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs)
+    seqs = config.rollout.max_num_seqs
+    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=seqs, tokenizer=tokenizer)
     options = rollout_options(config, environments)
     with closing(RolloutCollector(LocalEngine(sampler.sample), tokenizer, **options)) as collector:
         return evaluate(evaluation, collector, rewards, on_progress=on_progress)

@@ -60,7 +60,11 @@ class Trainer:
             rollout=config.rollout,
             worker=worker,
             notify=display.notify,
-            reward_watch=RewardWatch(rewards.weights, shaping=[f.name for f in rewards.functions if f.shapes]),
+            reward_watch=RewardWatch(
+                rewards.weights,
+                shaping=[f.name for f in rewards.functions if f.shapes],
+                compares_spreads=not any(part.compares_reward_parts for part in config.algorithm.components()),
+            ),
         )
         self.updater = Updater(
             config=config,

@@ -274,6 +274,7 @@ def read_evaluation(
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            stop=config.rollout.stop,
         ),
         seed=config.train.seed,
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),

@@ -79,7 +79,9 @@ def _started_engine(config: Config, inputs: Inputs, notify: Callable[[str], None
         policy = load_policy(LoadRequest(model, device=device, tokenizer=inputs.tokenizer, trainable=False))
         check_vocabulary(policy, inputs.prompts.prompts)
         ends = end_token_ids(policy, inputs.tokenizer)
-        yield LocalEngine(Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs).sample)
+        seqs = config.rollout.max_num_seqs
+        sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=seqs, tokenizer=inputs.tokenizer)
+        yield LocalEngine(sampler.sample)
         return
     setup = engine_setup(config, inputs)
     with TemporaryDirectory(prefix="cohort-rollout-") as folder:

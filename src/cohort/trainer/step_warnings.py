@@ -1,5 +1,6 @@
-"""Warnings about a step: out of memory, long sequences, logprob mismatch, turns that go wrong, and rewards."""
+"""Warnings about a step: out of memory, long sequences, logprob mismatch, cut completions, turns, and rewards."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ from cohort.batch import TrainBatch
 from cohort.config import RolloutConfig
 from cohort.metrics import RewardWatch
 from cohort.trainer.worker import Worker
-from cohort.warning_signs import logprobs_are_comparable, turn_signs
+from cohort.warning_signs import CUT_WINDOW, logprobs_are_comparable, mostly_cut, turn_signs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class StepWarnings:
     reward_watch: RewardWatch
     _warned_of_long_sequences: bool = field(default=False, init=False)
     _warned_of_different_logprobs: bool = field(default=False, init=False)
+    _warned_of_cut: bool = field(default=False, init=False)
+    _last: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=CUT_WINDOW), init=False)
     _warned_of_turns: set[str] = field(default_factory=set, init=False)  # metrics
 
     def out_of_memory(self, num_out_of_memory: int) -> None:
@@ -44,6 +47,7 @@ class StepWarnings:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn about what the metrics of the step that just ended show."""
         self._different_logprobs(metrics)
+        self._cut_completions(metrics)
         self._turns(metrics)
         for text in self.reward_watch.warnings(step, metrics):
             self.notify(text)
@@ -60,6 +64,22 @@ class StepWarnings:
             self.notify(
                 f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
                 f"{tolerance:g}); they may compute this model differently"
+            )
+
+    def _cut_completions(self, metrics: Mapping[str, float]) -> None:
+        """Warn once if most completions are cut for several steps: they seldom reach an answer."""
+        self._last.append(metrics)
+        share = mostly_cut(list(self._last)) if len(self._last) == CUT_WINDOW and not self._warned_of_cut else None
+        if share is not None:
+            self._warned_of_cut = True
+            rollout = self.rollout
+            limit = f"rollout.max_completion_tokens: {rollout.max_completion_tokens}"
+            if rollout.has_turns:
+                limit += f" or {rollout.max_new_tokens_key}: {rollout.max_new_tokens}"
+            self.notify(
+                f"warning: {share:.0%} of the completions of the last {CUT_WINDOW} steps were cut at {limit}, and "
+                f"what is cut has seldom reached its answer; raise it, or add the reward overlong, which teaches "
+                f"shorter ones"
             )
 
     def _turns(self, metrics: Mapping[str, float]) -> None:

@@ -100,8 +100,11 @@ def _tokens_problems(run: RunFiles, step: int, tokens: ParquetRows | None) -> Se
         return ()
     if tokens.names or (run.path / tokens_name(step)).exists():
         return tokens.problems
-    if get(getattr(run, "config", None), "run", "record_tokens") is True:
+    wanted = get(getattr(run, "config", None), "run", "record_tokens")
+    if wanted is True:
         return (f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.",)
+    if wanted == "auto":
+        return (f"{tokens_name(step)} was not kept: run.record_tokens: auto keeps the last steps; true keeps more.",)
     return ()
 
 

@@ -8,7 +8,7 @@ from cohort.records import ModelCall, Prompt
 from cohort.rollout import StepKey
 from cohort.rollout.engines.servers.requests import call_seed
 from fake_vllm import ThreadServer, sampled
-from vllm_runs import KEY, SAMPLING, assert_right, prompts, run_with
+from vllm_runs import KEY, LIMITS, SAMPLING, assert_right, prompts, run_with
 from waiting import until
 
 
@@ -153,3 +153,23 @@ def test_calls_with_equal_contexts_share_a_request_if_their_seeds_are_consecutiv
     assert server.fakes[0].calls["/inference/v1/generate"] == 3  # 0 and 1, 3 and 4, 7
     seeds = [call_seed(KEY.call(prompts(1)[0], index), sampling) for index in order]
     assert [a.result() for a in answers] == [sampled(prompts(1)[0].token_ids.tolist(), seed, 8) for seed in seeds]
+
+
+def test_stop_strings_end_completions_on_the_server():
+    """Which keeps the tokens of the string, and their logprobs."""
+    sampling = replace(SAMPLING, num_generations=12, max_completion_tokens=12)
+    texts = [chr(97 + token % 3) for token in range(50)]  # a, b or c
+    server = ThreadServer(text_of=texts.__getitem__)
+    with run_with(server, limits=replace(LIMITS, max_num_seqs=12)) as run:
+        whole, cut = (run.generate(2, s) for s in (sampling, replace(sampling, stop=("ab", "cc"))))
+    pairs = [
+        (w, c) for a, b in zip(whole, cut, strict=True) for w, c in zip(a.trajectories, b.trajectories, strict=True)
+    ]
+    assert sum(len(c.sampled_token_ids) < len(w.sampled_token_ids) for w, c in pairs) > 10
+    for w, c in pairs:
+        text = "".join(texts[token] for token in w.sampled_token_ids)
+        ends = [text.index(s) + len(s) for s in ("ab", "cc") if s in text]
+        length = min(ends, default=len(text))
+        assert c.sampled_token_ids.tolist() == w.sampled_token_ids[:length].tolist()
+        assert c.sampling_logprobs.tolist() == w.sampling_logprobs[:length].tolist()
+        assert c.finish_reason == ("stop" if ends else w.finish_reason)

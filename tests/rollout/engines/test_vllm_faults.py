@@ -23,8 +23,9 @@ from waiting import free_port, until
 SPOILED = [
     *("wrong_n", "same_index", "nan_logprob", "no_logprob", "positive_logprob", "text_logprob", "few_logprobs"),
     *("other_tokens_logprobs", "outside_vocabulary", "negative_token", "text_tokens", "no_tokens", "null_tokens"),
-    *("too_long", "end_in_the_midst", "shortened", "abort", "old_weights", "other_runs_weights", "files_weights"),
-    *("gap_in_weights", "no_weights", "null", "html", "cut_off", "list", "500", "502", "not_found", "reset"),
+    *("too_long", "end_in_the_midst", "shortened", "shortened_stop", "abort", "old_weights", "other_runs_weights"),
+    *("files_weights", "gap_in_weights", "no_weights", "null", "html", "cut_off", "list", "500", "502", "not_found"),
+    "reset",
 ]
 
 

@@ -187,6 +187,48 @@ def test_rows_need_no_prompt(folder: Path):
     assert one.environment.row == {"level": 1}
 
 
+@pytest.mark.parametrize("end", ["answer", "max_turns"])
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("Count", "Count (level 2)"),
+        (None, " (level 2)"),
+        (
+            [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "How?"}],
+            [{"role": "user", "content": "Count (level 2)"}, {"role": "assistant", "content": "How?"}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "Count"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": "Count"}, {"type": "text", "text": " (level 2)"}]}],
+        ),
+        (
+            [{"role": "system", "content": "Be quick."}],
+            [{"role": "system", "content": "Be quick."}, {"role": "user", "content": " (level 2)"}],
+        ),
+    ],
+)
+def test_rewards_get_the_prompt_with_the_text_of_reset(folder: Path, prompt: Any, seen: Any, end: str):
+    """As in TRL; the row itself is left alone."""
+    got = []
+
+    def score(prompts, completions, **kwargs):
+        got.append(prompts)
+        return [0.0] * len(completions)
+
+    row = {"level": 2} | ({"prompt": prompt} if prompt else {})
+    groups = play(folder, replies(*[ADD] * (end == "max_turns"), "."), [row], environment="e.py:Counter", max_turns=1)
+    assert {trajectory.end for trajectory in groups[0].trajectories} == {end}
+    RewardRunner([reward(score)]).score(groups)
+    assert got[0] == [seen, seen]
+    assert groups[0].prompt.content == (prompt or "")
+
+
+def test_rewards_get_the_prompt_of_the_row_where_reset_returned_nothing(folder: Path):
+    groups = play(folder, replies("."), [{"prompt": "Count"}], environment="e.py:Silent")
+    scores = RewardRunner([reward(lambda prompts, **kwargs: [float(p == "Count") for p in prompts])]).score(groups)
+    assert scores[0].rewards.tolist() == [1.0, 1.0]
+
+
 def test_trajectories_do_not_share_the_values_of_a_row(folder: Path):
     (folder / "m.py").write_text(
         "class Pops:\n    def reset(self, items):\n        items.pop()\n        self.left = len(items)\n"

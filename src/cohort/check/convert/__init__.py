@@ -90,13 +90,14 @@ def _draft(launch: Launch, folder: Path, framework_version: str | None) -> Draft
 
 
 def _flat(launch: Launch) -> Launch:
-    """The launch with each of TRL's `model_init_kwargs`, keyword arguments of `from_pretrained`, as its own setting."""
-    given = launch.settings.get("model_init_kwargs")
-    if given is None or not isinstance(given.value, dict):
-        return launch
-    settings = {key: said for key, said in launch.settings.items() if said is not given}
-    named = {f"model_init_kwargs.{key}": replace(given, value=value) for key, value in given.value.items()}
-    return replace(launch, settings={**settings, **named})
+    """The launch with each of the arguments in TRL's `model_init_kwargs` and `generation_kwargs` as its own setting."""
+    settings = dict(launch.settings)
+    for name in ("model_init_kwargs", "generation_kwargs"):
+        given = settings.get(name)
+        if given is not None and isinstance(given.value, dict):
+            del settings[name]
+            settings |= {f"{name}.{key}": replace(given, value=value) for key, value in given.value.items()}
+    return replace(launch, settings=settings)
 
 
 def _start(draft: Draft, rules: RunRules) -> Start | None:

@@ -86,7 +86,7 @@ class Draft:
         A row is the setting, or a mapping:
 
         - `from`: the setting, or several: the first one that is set counts;
-        - `type`, if it is another than the framework's;
+        - `type`, if it is another than the framework's (`texts`: one or several);
         - `default`, if it is set nowhere and the framework has none of its own, which counts with `defaults` too;
         - `values`: their names of values and ours; the first one stands in the place of all others;
         - `over`: what this number and smaller ones say is none; `least`: what smaller numbers become;
@@ -117,6 +117,9 @@ class Draft:
             value = settings.number(key, value)
         elif kind == "bool":
             value = settings.flag(key, bool(value))
+        elif kind == "texts":
+            said = settings.said(key)
+            value = [str(text) for text in (said if isinstance(said, list | tuple) else [said])] or None
         else:
             value = settings.text(key) if kind == "str" or isinstance(kind, list) else settings.said(key)
         if value is None or ("over" in row and value <= row["over"]):

@@ -10,7 +10,8 @@ from cohort.errors import UserError
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.endpoint.openai_answers import Body, chat_answer, text_answer, token_answer
 from cohort.rollout.endpoint.openai_requests import AnyRequest, ChatRequest, RequestError, TextRequest
-from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded, truncate_at_stop
+from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
+from cohort.rollout.stop_strings import truncate_at_stop
 
 T = TypeVar("T")
 

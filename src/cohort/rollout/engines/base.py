@@ -22,6 +22,7 @@ class SamplingParams:
     temperature: float  # 0 is greedy
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
+    stop: tuple[str, ...] = ()  # strings that end a call; see `stop_strings`
 
     @classmethod
     def for_training(cls, rollout: SamplingConfig) -> Self:
@@ -32,6 +33,7 @@ class SamplingParams:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            stop=rollout.stop,
         )
 
 
@@ -113,7 +115,8 @@ class RolloutEngine(Protocol):
     async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
         """Sample a continuation of `token_ids` [K].
 
-        Concurrent calls may be batched; those with equal `token_ids` are prefilled once.
+        Concurrent calls may be batched; those with equal `token_ids` are prefilled once. Tokens after a stop string of
+        `sampling` are cut by the caller (`cut_at_stop`), so that an engine may sample a few more, or ignore it.
 
         Raises:
             UserError: the context cannot be sampled from.

@@ -6,7 +6,6 @@ K context tokens and C sampled tokens of a call.
 import asyncio
 import copy
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from cohort.chat import ChatTemplate, Reply, ResponseParser
 from cohort.errors import UserError
 from cohort.records import EndReason, IntArray, Message, ModelCall, Prompt
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
+from cohort.rollout.stop_strings import cut, cut_at_stop, truncate_at_stop
 
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as the chat template takes them
 
@@ -168,7 +168,8 @@ class RolloutModel:
             tools: JSON schemas of the tools that the model may call.
             train: whether to train on the sampled tokens. False for a simulated user or an opponent.
             max_tokens: limit of this call, if below `rollout.max_completion_tokens`.
-            stop: strings that end the reply. Their tokens are kept, but the text is cut before them.
+            stop: strings that end the reply, besides `rollout.stop`. Their tokens are kept, but the text is cut before
+                them.
             stop_token_ids: tokens that end the reply. They are kept.
 
         Raises:
@@ -271,7 +272,8 @@ class RolloutModel:
         limit = limit if max_tokens is None else max(1, min(limit, max_tokens))
         turn, self._num_started = self._num_started, self._num_started + 1
         self._num_trained += train
-        sampling = replace(self._sampling, max_completion_tokens=limit)
+        stop = (*self._sampling.stop, *filter(None, stop))
+        sampling = replace(self._sampling, max_completion_tokens=limit, stop=stop)
         with self._waiting():
             try:
                 call = await self._generate(context_ids, sampling, replace(self.key, turn=turn))
@@ -281,7 +283,7 @@ class RolloutModel:
             except Exception as error:
                 self.engine_error = error
                 raise
-        call = replace(self._cut_at_text(_cut_at_token(call, stop_token_ids), stop), trained=train)
+        call = replace(cut_at_stop(_cut_at_token(call, stop_token_ids), stop, self.tokenizer), trained=train)
         self._calls[turn] = call
         return call
 
@@ -315,18 +317,6 @@ class RolloutModel:
         self.ended = end
         raise TrajectoryEnded(end)
 
-    def _cut_at_text(self, call: ModelCall, stop: Sequence[str]) -> ModelCall:
-        """Cut a call after the first token with which its text has one of the strings."""
-        if not stop or not self._has_any(call.token_ids, stop):
-            return call
-        lengths = range(1, len(call.token_ids) + 1)
-        length = lengths[bisect_left(lengths, True, key=lambda length: self._has_any(call.token_ids[:length], stop))]
-        return _cut(call, length)
-
-    def _has_any(self, token_ids: IntArray, texts: Sequence[str]) -> bool:
-        decoded = str(self.tokenizer.decode(token_ids.tolist()))
-        return any(text in decoded for text in texts if text)
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Measure the time in which calls wait; concurrent ones count once."""
@@ -350,21 +340,7 @@ class RolloutModel:
 def _cut_at_token(call: ModelCall, stop_token_ids: Sequence[int]) -> ModelCall:
     """Cut a call after the first of these tokens."""
     stops = np.flatnonzero(np.isin(call.token_ids, list(stop_token_ids)))
-    return _cut(call, int(stops[0]) + 1) if len(stops) else call
-
-
-def _cut(call: ModelCall, length: int) -> ModelCall:
-    return replace(
-        call,
-        token_ids=call.token_ids[:length],
-        sampling_logprobs=call.sampling_logprobs[:length],
-        finish_reason="stop",
-    )
-
-
-def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Truncate a text before its first stop string."""
-    return text[: min((text.index(one) for one in stop if one and one in text), default=len(text))]
+    return cut(call, int(stops[0]) + 1) if len(stops) else call
 
 
 def _is_same(kept: Message, received: Message) -> bool:

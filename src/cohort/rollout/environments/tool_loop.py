@@ -1,10 +1,9 @@
 """Play a row with tools and, if there is one, an environment class: chat, execute the tool calls, repeat."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from cohort.chat import Reply, prompt_messages
+from cohort.chat import Reply, append_observation, prompt_messages
 from cohort.records import EndReason, Message, Trajectory, TurnStats
 from cohort.rollout.environments.child_main import CLOSE_TIMEOUT_S
 from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
@@ -64,7 +63,7 @@ class ToolLoop:
 
     async def _play(self, row: Row, model: RolloutModel, tools: Sequence[Tool]) -> Outcome:
         if self._interface is None or self._pool is None:
-            return await _Play(self._executor, tools, None, model).run(self._messages(row, None))
+            return await _Play(self._executor, tools, None, model).run(self._messages(row, ""))
         try:
             handle = await self._pool.acquire()
         except Exception as error:
@@ -73,9 +72,10 @@ class ToolLoop:
         environment = Environment(handle, self._interface, timeout_s=self._executor.timeout_s)
         methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self._interface.schemas]
         try:
-            observation = await environment.reset(self._interface.reset_arguments(row, model.key), model.key)
+            observation = await environment.reset(self._interface.reset_arguments(row, model.key), model.key) or ""
             play = _Play(self._executor, [*tools, *methods], environment, model)
-            return await play.run(self._messages(row, observation))
+            outcome = await play.run(self._messages(row, observation))
+            return replace(outcome, observation=observation)
         except BaseException:  # whatever broke the trajectory may have broken the instance
             self._pool.discard(handle)
             raise
@@ -93,16 +93,10 @@ class ToolLoop:
             handle.close()
             handle.join(CLOSE_TIMEOUT_S)
 
-    def _messages(self, row: Row, observation: str | None) -> list[Message]:
+    def _messages(self, row: Row, observation: str) -> list[Message]:
         """First messages: the system prompt and the row's prompt, with the observation after its last user message."""
-        messages = prompt_messages(row.get(self._prompt_column) or [], self._system_prompt)
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not users:
-            return [*messages, {"role": "user", "content": observation or ""}]
-        if observation:
-            last = messages[users[-1]]
-            messages[users[-1]] = {**last, "content": _appended(last["content"], observation)}
-        return messages
+        content = row.get(self._prompt_column) or []
+        return prompt_messages(append_observation(content, observation), self._system_prompt)
 
 
 @dataclass(slots=True)
@@ -167,10 +161,3 @@ class _Play:
     async def _reward_turn(self) -> None:
         if self.environment is not None and self.environment.interface.has_step_reward:
             self.model.step_rewards.append(await self.environment.step_reward())
-
-
-def _appended(content: Any, observation: str) -> Any:
-    """Append to the content of a message: text or a list of parts."""
-    if isinstance(content, list):
-        return [*content, {"type": "text", "text": observation}]
-    return f"{content or ''}{observation}"

@@ -12,6 +12,7 @@ from cohort.chat import ChatTemplate, ResponseParser
 from cohort.records import EndReason, Prompt, Trajectory, TurnStats
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
+from cohort.user_code import describe_error, is_user_code
 
 Row = Mapping[str, Any]  # one row of the dataset
 
@@ -24,6 +25,7 @@ class Outcome:
     reward: float | None = None  # None: not scored by the environment
     metrics: Mapping[str, float] = field(default_factory=dict)
     environment: Any = None  # instance for reward functions
+    observation: str = ""  # text of `reset`, appended to the prompt
     end: EndReason | None = None  # None: the limit that was reached; else "answer", or "length" if the reply was cut
     stats: TurnStats = field(default_factory=TurnStats)  # counts only; the runner adds times and attempts
 
@@ -198,6 +200,7 @@ def _trajectory(
         messages=tuple(messages),
         text="\n".join(texts),
         end=outcome.end or model.ended or ("length" if cut else "answer"),
+        observation=outcome.observation,
         rewards={outcome.name: sum(scores)} if scores else {},
         step_rewards=tuple(model.step_rewards),
         metrics=outcome.metrics,
@@ -215,4 +218,11 @@ def _trajectory(
 
 
 def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
+    """Return what failed, and where in the user's code, in a line; below it the traceback."""
+    what = str(error) if isinstance(error, EnvironmentFailure) else describe_error(error)
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    own = [frame for frame in traceback.extract_tb(root.__traceback__) if is_user_code(frame.filename)]
+    place = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{what.partition(chr(10))[0]}{place}\n\n{''.join(traceback.format_exception(error)).rstrip()}"

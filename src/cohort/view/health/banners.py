@@ -48,8 +48,8 @@ _EXPLAINS = {
     "solved": {"learning", "learned", "no_signal", "too_early"},
     "learning": {"too_early"},
     "learned": {"too_early"},
-    "all_zero": {"no_signal", "no_progress", "unclear"},
-    "all_one": {"no_signal", "no_progress", "unclear"},
+    "all_zero": {"no_signal", "no_progress", "unclear", "one_reward_constant"},
+    "all_one": {"no_signal", "no_progress", "unclear", "one_reward_constant"},
     "all_equal": {"no_signal", "no_progress", "unclear", "one_reward_constant"},
     "no_signal": {"no_progress", "unclear"},
 }

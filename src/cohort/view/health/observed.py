@@ -1,5 +1,6 @@
 """What the rules look at: the metrics and the configuration of a run, and the ranges of steps that they compare."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -65,17 +66,16 @@ class Observed:
         values = self.first(name)
         return float(np.median(values)) if len(values) else np.nan
 
-    def recent_rows(self, names: list[str], num: int = WINDOW) -> list[dict[str, float]]:
+    def recent_rows(self, names: list[str], num: int) -> list[dict[str, float]]:
         """The last rows of these metrics, with NaN for missing values."""
-        return self._rows(names, slice(-num, None))
-
-    def first_rows(self, names: list[str], num: int = WINDOW) -> list[dict[str, float]]:
-        """The first rows of these metrics, with NaN for missing values."""
-        return self._rows(names, slice(0, num))
-
-    def _rows(self, names: list[str], rows: slice) -> list[dict[str, float]]:
-        columns = [self.table.column(name)[rows].tolist() for name in names]
+        columns = [self.table.column(name)[-num:].tolist() for name in names]
         return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+    def rows_scored_by(self, name: str) -> list[dict[str, float]]:
+        """The metrics of a reward, and lengths, in the steps in which it scored anything."""
+        kinds = ("mean", "std", "frac_unscored")
+        rows = self.recent_rows(["completions/mean_length", *(f"rewards/{name}/{kind}" for kind in kinds)], self.num)
+        return [row for row in rows if not math.isnan(row[f"rewards/{name}/mean"])]
 
     @property
     def last_step(self) -> int:

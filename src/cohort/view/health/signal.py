@@ -69,11 +69,11 @@ def no_signal(o: Observed) -> Banner | None:
 
 def reward_hacking(o: Observed) -> Banner | None:
     """A reward rose while completions shrank to half of their length: the rule of the console's warning."""
-    if o.num < 2 * WINDOW:
-        return None
     for name, weight in o.weights.items():
-        names = ["completions/mean_length", f"rewards/{name}/mean", f"rewards/{name}/std"]
-        sign = shorter_but_higher(o.first_rows(names), o.recent_rows(names), name, weight)
+        rows = o.rows_scored_by(name)
+        if len(rows) < 2 * WINDOW:
+            continue
+        sign = shorter_but_higher(rows[:WINDOW], rows[-WINDOW:], name, weight)
         if sign is not None:
             return Banner(
                 level="warning",
@@ -89,16 +89,17 @@ def reward_hacking(o: Observed) -> Banner | None:
 
 def one_reward_constant(o: Observed) -> Banner | None:
     """One of several rewards had the same value for every completion of the last 10 steps, as the console warns."""
-    if o.num < WINDOW or len(o.weights) < 2:
+    if len(o.weights) < 2:
         return None
     for name in o.weights.keys() - o.shaping:
-        value = constant_reward(o.recent_rows([f"rewards/{name}/mean", f"rewards/{name}/std"]), name)
+        rows = o.rows_scored_by(name)[-WINDOW:]
+        value = constant_reward(rows, name) if len(rows) == WINDOW else None
         if value is not None:
             return Banner(
                 level="info",
                 rule="one_reward_constant",
-                text=f"Reward {name!r} is {number_text(value)} for every completion of the last {WINDOW} steps, so it "
-                f"gives no signal",
+                text=f"Reward {name!r} is {number_text(value)} for every completion of the last {WINDOW} steps that it "
+                f"scored, so it gives no signal",
                 step=o.last_step,
                 evidence=o.evidence(f"rewards/{name}/mean", f"rewards/{name}/std"),
                 advice="Remove it, or change its weight; see docs/rewards.md#combining-rewards",

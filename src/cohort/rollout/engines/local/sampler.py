@@ -7,6 +7,7 @@ N completions.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from cohort.rollout.engines.base import Completion, SampleRequest
 from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
 from cohort.rollout.engines.local.kv_cache import cache_argument
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
+from cohort.rollout.stop_strings import StopWatch
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
 _DROP_WHEN_ENDED = 0.15
@@ -33,18 +35,22 @@ class _Rows:
     tokens: np.ndarray  # [N, max_completion_tokens] int64
     logprobs: np.ndarray  # [N, max_completion_tokens] float64
     lengths: np.ndarray  # [N]
+    stopped: np.ndarray  # [N] whether a stop string ended the row
 
 
 class Sampler:
     """Samples tokens from the policy's own weights."""
 
-    def __init__(self, policy: Policy, *, end_token_ids: frozenset[int], max_num_seqs: int):
+    def __init__(
+        self, policy: Policy, *, end_token_ids: frozenset[int], max_num_seqs: int, tokenizer: Any | None = None
+    ):
         """Create a sampler; nothing is sampled yet.
 
         Args:
             policy: shared with the trainer, never copied.
             end_token_ids: each of them ends a completion.
             max_num_seqs: maximum completions in flight; exceeded only if one group has more.
+            tokenizer: decodes tokens to find stop strings; None ignores them.
 
         Raises:
             UserError: the model has no KV cache.
@@ -56,6 +62,7 @@ class Sampler:
         self._policy = policy
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
         self._max_num_seqs = max_num_seqs
+        self._tokenizer = tokenizer
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Sample a completion for each call of each request, in order.
@@ -86,9 +93,11 @@ class Sampler:
             Completion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
-                finish_reason="stop" if int(tokens[length - 1]) in ends else "length",
+                finish_reason="stop" if stopped or int(tokens[length - 1]) in ends else "length",
             )
-            for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
+            for tokens, logprobs, length, stopped in zip(
+                raw.tokens, raw.logprobs, raw.lengths, raw.stopped, strict=True
+            )
         ]
 
     def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:
@@ -108,6 +117,7 @@ class Sampler:
             [limit - r.sampling.max_completion_tokens for r in requests for _ in r.keys], device=device
         )
         total = len(uniforms)
+        stops = _StopStrings(requests, self._tokenizer)
         decoder: Decoder = (
             SharedPromptDecoder(self._policy, limit=limit)
             if self._policy.shares_prompts
@@ -141,6 +151,8 @@ class Sampler:
             t = t + 1
             age = t + unused[row]  # equals `limit` at a call's last allowed token
             ends = running & (torch.isin(chosen, self._end_ids) | (age == limit))
+            if stops.watches:
+                ends |= stops.found_with(row, chosen, running)
             lengths[row] = torch.where(
                 ends, t, lengths[row]
             )  # not a masked index, which would synchronize with the host
@@ -151,7 +163,12 @@ class Sampler:
                 decoder.keep(keep)
                 row, t, running, chosen = row[keep], t[keep], running[keep], chosen[keep]
             logits = [decoder.step(chosen)] if len(row) else []
-        return _Rows(tokens=tokens.cpu().numpy(), logprobs=logprobs.cpu().numpy(), lengths=lengths.cpu().numpy())
+        return _Rows(
+            tokens=tokens.cpu().numpy(),
+            logprobs=logprobs.cpu().numpy(),
+            lengths=lengths.cpu().numpy(),
+            stopped=stops.found,
+        )
 
     def _next_requests(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
         """Pop the requests that start now: those for which `max_num_seqs` leaves room."""
@@ -163,3 +180,20 @@ class Sampler:
             joining.append(waiting.popleft())
             free -= len(joining[-1].keys)
         return joining
+
+
+class _StopStrings:
+    """Watches for the stop strings of completions, on the host."""
+
+    def __init__(self, requests: Sequence[SampleRequest], tokenizer: Any | None):
+        calls = [request.sampling.stop for request in requests for _ in request.keys]
+        self.found = np.zeros(len(calls), dtype=bool)  # [N]
+        self.watches = {} if tokenizer is None else {n: StopWatch(tokenizer, c) for n, c in enumerate(calls) if c}
+
+    def found_with(self, row: Tensor, chosen: Tensor, running: Tensor) -> Tensor:
+        """Return for which of the completions `row` [R] the tokens `chosen` [R] complete a stop string."""
+        rows, tokens, are_running = torch.stack([row, chosen, running.long()]).tolist()
+        for n, token, is_running in zip(rows, tokens, are_running, strict=True):
+            if is_running and n in self.watches:
+                self.found[n] = self.watches[n].found_with(token)
+        return running & torch.from_numpy(self.found[rows]).to(row.device)

@@ -124,7 +124,8 @@ class GenerateClient:
                 "stop_token_ids": sorted(self._end_token_ids),
                 "ignore_eos": True,  # only the run's end tokens
                 "logprobs": 0,  # only for the sampled token
-                "detokenize": False,
+                # special tokens are part of the text in which `cut_at_stop` looks for stop strings
+                **({"stop": sampling.stop, "skip_special_tokens": False} if sampling.stop else {"detokenize": False}),
             },
         }
 
@@ -171,7 +172,8 @@ class GenerateClient:
         ends = np.isin(token_ids, list(self._end_token_ids))
         if ends[:-1].any():
             raise _InvalidAnswerError("tokens after the end token")
-        finish_reason: FinishReason = "stop" if ends[-1] else "length"
+        is_stopped = choice["finish_reason"] == "stop" and choice.get("stop_reason") in request.sampling.stop
+        finish_reason: FinishReason = "stop" if ends[-1] or is_stopped else "length"
         if choice["finish_reason"] != finish_reason:
             raise _InvalidAnswerError(
                 f"finish reason {choice['finish_reason']!r}, but the completion does {'' if ends[-1] else 'not '}end "
