@@ -48,6 +48,11 @@ class ModelConfig(Section):
         description="Parameters to freeze (no gradient, no optimizer state), as name patterns such as "
         "`model.embed_tokens.*`. `routers` means the routers of a mixture-of-experts model.",
     )
+    dropout: bool = Field(
+        False,
+        description="Keep the dropout that the model's config.json asks for. Off, logprobs in training are those of the "
+        "policy that sampled. Prompts are not shared with dropout, and micro-batches are padded.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code from the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter and freeze the model's weights.")
     quantization: Quantization | None = Field(

@@ -7,6 +7,7 @@ N completions.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 from cohort import stopping
 from cohort.errors import UserError
 from cohort.models import Policy
+from cohort.models.kv_cache import cache_argument
 from cohort.rollout.engines.base import Completion, SampleRequest
-from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
-from cohort.rollout.engines.local.kv_cache import cache_argument
+from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
@@ -47,11 +48,16 @@ class Sampler:
             max_num_seqs: maximum completions in flight; exceeded only if one group has more.
 
         Raises:
-            UserError: the model has no KV cache.
+            UserError: the model has no KV cache, or decoding with it is wrong.
         """
         if cache_argument(policy.model.base_model) is None:
             raise UserError(
                 f"rollout.engine: 'local' needs a model with a key/value cache; {type(policy.model).__name__} has none"
+            )
+        traits = policy.traits
+        if traits.decoding == "none" and not policy.shares_prompts:
+            raise UserError(
+                f"rollout.engine: 'local' cannot sample {type(policy.model).__name__}: {traits.decoding_reason}"
             )
         self._policy = policy
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
@@ -80,16 +86,25 @@ class Sampler:
     def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         if not requests:
             return []  # a rank may have no requests
-        raw = self._decode([part for request in requests for part in self._split(request)])
+        parts = [part for request in requests for part in self._split(request)]
+        pads = self._policy.shares_prompts or self._policy.traits.decoding == "padded"
+        batches: dict[int, list[int]] = {}  # parts that are decoded together
+        for n, part in enumerate(parts):
+            batches.setdefault(0 if pads else len(part.token_ids), []).append(n)
+        completions: dict[int, list[Completion]] = {}
+        for batch in batches.values():
+            decoded = self._completions(self._decode([parts[n] for n in batch]))
+            completions |= {n: list(islice(decoded, len(parts[n].keys))) for n in batch}
+        return [completion for n in range(len(parts)) for completion in completions[n]]
+
+    def _completions(self, rows: _Rows) -> Iterator[Completion]:
         ends = frozenset(self._end_ids.tolist())
-        return [
-            Completion(
+        for tokens, logprobs, length in zip(rows.tokens, rows.logprobs, rows.lengths, strict=True):
+            yield Completion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
                 finish_reason="stop" if int(tokens[length - 1]) in ends else "length",
             )
-            for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
-        ]
 
     def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:
         """Split a request that exceeds both `max_num_seqs` and the size of a group."""
@@ -108,11 +123,8 @@ class Sampler:
             [limit - r.sampling.max_completion_tokens for r in requests for _ in r.keys], device=device
         )
         total = len(uniforms)
-        decoder: Decoder = (
-            SharedPromptDecoder(self._policy, limit=limit)
-            if self._policy.shares_prompts
-            else CacheDecoder(self._policy)
-        )
+        shares = self._policy.shares_prompts
+        decoder: Decoder = SharedPromptDecoder(self._policy, limit=limit) if shares else self._policy.cache_decoder()
         tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
         logprobs = torch.zeros(total, limit, dtype=torch.float64, device=device)
         lengths = torch.zeros(total, dtype=torch.int64, device=device)
