@@ -50,8 +50,8 @@ class ModelConfig(Section):
     )
     dropout: bool = Field(
         False,
-        description="Keep the dropout that the model's config.json asks for. Off, logprobs in training are those of the "
-        "policy that sampled. Prompts are not shared with dropout, and micro-batches are padded.",
+        description="Train with the dropout of the model's config.json. It is off by default, since logprobs would be "
+        "those of another policy than the one that sampled. With it, prompts are not shared and rows are padded.",
     )
     trust_remote_code: bool = Field(False, description="Run model code from the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter and freeze the model's weights.")

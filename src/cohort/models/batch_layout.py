@@ -148,8 +148,10 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
             continue
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if longest is None or longest > original:
-            kind = f"its {rope_type(rope)} RoPE"
-            yield f"{kind} turns a whole batch by its longest sequence (sequences over {original} tokens are not supported)"
+            yield (
+                f"its {rope_type(rope)} RoPE takes other frequencies for all sequences of a row once one exceeds "
+                f"{original} tokens; padded, too, only batches of up to {original} tokens are right"
+            )
 
 
 def rope_settings(config: Any) -> list[Mapping[str, Any]]:

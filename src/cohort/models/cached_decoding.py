@@ -53,7 +53,10 @@ class CacheDecoder:
         self._cache_argument = cache_argument(model.base_model) or "cache"
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """Start `counts` completions of each prompt; return the outputs [N, V] of their prompts. Nothing may be in flight."""
+        """Start `counts` completions of each prompt; return the outputs [N, V] that predict their first tokens.
+
+        Nothing may be in flight.
+        """
         device, width = self._device, max(len(p) for p in prompts)
         input_ids = torch.full((len(prompts), width), self._pad_token_id)
         self._mask = torch.zeros_like(input_ids)
@@ -136,7 +139,7 @@ def _without_cache(model: Any, module: Any, output: Callable[[Any], Tensor]) -> 
 def _problem(
     model: Any, module: Any, output: Callable[[Any], Tensor], expected: Tensor, *, padded: bool, is_narrow: bool
 ) -> str | None:
-    """Describe what is wrong with decoding the prompts of the probe in one batch, or one by one; None if it is right."""
+    """Describe how decoding the probe's prompts, in one batch or one by one, goes wrong; None if it is right."""
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size
 

@@ -48,16 +48,11 @@ class Sampler:
             max_num_seqs: maximum completions in flight; exceeded only if one group has more.
 
         Raises:
-            UserError: the model has no KV cache, or decoding with it is wrong.
+            UserError: the model has no KV cache.
         """
         if cache_argument(policy.model.base_model) is None:
             raise UserError(
                 f"rollout.engine: 'local' needs a model with a key/value cache; {type(policy.model).__name__} has none"
-            )
-        traits = policy.traits
-        if traits.decoding == "none" and not policy.shares_prompts:
-            raise UserError(
-                f"rollout.engine: 'local' cannot sample {type(policy.model).__name__}: {traits.decoding_reason}"
             )
         self._policy = policy
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
@@ -71,8 +66,11 @@ class Sampler:
 
         Raises:
             StopRequested: the run was asked to end.
+            UserError: decoding this model with its cache is wrong.
         """
-        model = self._policy.model
+        model, traits = self._policy.model, self._policy.traits
+        if traits.decoding == "none" and not self._policy.shares_prompts:
+            raise UserError(f"rollout.engine: 'local' cannot sample {type(model).__name__}: {traits.decoding_reason}")
         was_training = model.training
         model.eval()
         try:
