@@ -105,7 +105,8 @@ class Policy:
         """Find the properties of the model by running it."""
         model, module = self.model, self._module()
         layout, reason = choose_layout(model, *module, longest_sequence_tokens=longest_sequence_tokens)
-        decoding, decoding_reason = ("padded", None)
+        decoding: CachedDecoding = "padded"
+        decoding_reason = None
         if layout != "shared":
             decoding, decoding_reason = choose_decoding(model, *module, is_narrow=is_narrow(model))
         return ModelTraits(
