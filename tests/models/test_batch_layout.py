@@ -18,7 +18,7 @@ from cohort.models.saving.save_model import save_policy
 from cohort.rollout import Sampler
 from families import FAMILIES, Family, save_folder
 from models import load, naive, random_sequences, sampler, trained
-from selection import mostly_slow
+from selection import mostly_slow, slow
 
 SPARSE = ["DeepSeek-V4", "MiniMax-M3 (text)"]
 
@@ -42,6 +42,7 @@ def test_two_attention_calls_in_a_layer_share_no_prompt(tmp_path: Path):
     assert in_training < 1e-5 and in_sampling < 1e-5
 
 
+@slow("that the probe finds it")
 def test_without_the_probe_kept_prompts_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_layout, "_split_problem", lambda *_: None)
     policy, in_training, in_sampling = errors("DiffLlama", tmp_path)
@@ -109,7 +110,7 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("model_type", DROPOUT)
+@pytest.mark.parametrize("model_type", mostly_slow(DROPOUT, "starcoder2", "granite", reason="two kinds of dropout"))
 def test_published_dropout_is_off(model_type: str, tmp_path: Path):
     """Logprobs and gradients in training are those of the policy that sampled, and prompts are shared."""
     save_folder(Family(model_type=model_type, settings=DROPOUT[model_type]), tmp_path)
