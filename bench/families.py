@@ -1,7 +1,7 @@
 """Tiny models of many architectures: the config of each, as a user's `config.json` would say it.
 
 Two layers at least, one of each kind that the architecture has, more query heads than key heads where it allows that,
-no dropout, and attention windows that are longer than the sequences that `bench/models.py` computes, unless the name
+and attention windows that are longer than the sequences that `bench/models.py` computes, unless the name
 says otherwise.
 """
 
@@ -48,7 +48,6 @@ _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_
 _LOCAL: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA: Mapping[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 512}
 _PER_LAYER: Mapping[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
-_NO_DROPOUT: Mapping[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _MIXED: Mapping[str, Any] = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
 _DELTA: Mapping[str, Any] = {  # linear attention of Qwen3-Next and later
     "head_dim": 8,
@@ -111,8 +110,37 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM 3": _family("smollm3"),
     "Granite": _family("granite", attention_multiplier=0.3, logits_scaling=0.5, residual_multiplier=0.7),
     "Granite-MoE": _family("granitemoe", attention_multiplier=0.3, **_LOCAL),
+    "Granite 4 without state-space layers": _family(
+        "granitemoehybrid",
+        layer_types=["attention", "attention"],
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        mamba_n_heads=4,
+        mamba_d_state=16,
+    ),
     "DeepSeek-V2": _family("deepseek_v2", **{**_LATENT, "topk_method": "greedy"}),
     "DeepSeek-V3, Kimi-K2": _family("deepseek_v3", **_LATENT),
+    "DeepSeek-V4": _family(
+        "deepseek_v4",
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        q_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=8,  # with few heads, scores are often equal, and the library's choice is arbitrary
+        index_head_dim=16,
+        index_topk=8,
+        sliding_window=512,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        hc_mult=2,
+    ),
+    "DiffLlama": _family("diffllama"),
     "GLM 4": _family("glm4", head_dim=8),
     "GLM 4.5": _family(
         "glm4_moe",
@@ -126,14 +154,14 @@ FAMILIES: Mapping[str, Family] = {
     "GPT-OSS": _family("gpt_oss", head_dim=8, sliding_window=512, **_LOCAL),
     "Falcon": _family("falcon", new_decoder_architecture=True, num_kv_heads=2),
     "Falcon with ALiBi": _family("falcon", alibi=True, **_OLD_HEADS),
-    "GPT-2": _family("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=512, **_NO_DROPOUT),
+    "GPT-2": _family("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=512),
     "GPT-NeoX": _family("gpt_neox"),
-    "OPT": _family("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "OPT": _family("opt", ffn_dim=48, word_embed_proj_dim=32),
     "BLOOM": _family("bloom", n_head=4, n_layer=2),
     "StableLM": _family("stablelm"),
     "Cohere": _family("cohere"),
     "Cohere 2": _family("cohere2", head_dim=8, **_MIXED),
-    "StarCoder 2": _family("starcoder2", sliding_window=512, residual_dropout=0.0, embedding_dropout=0.0),
+    "StarCoder 2": _family("starcoder2", sliding_window=512),
     "Nemotron": _family("nemotron"),
     "ERNIE 4.5": _family("ernie4_5", head_dim=8),
     "ERNIE 4.5 MoE": _family(
@@ -144,10 +172,29 @@ FAMILIES: Mapping[str, Family] = {
         moe_layer_start_index=1,
     ),
     "Hunyuan": _family("hunyuan_v1_dense", head_dim=8),
+    "Hunyuan with alpha": _family(
+        "hunyuan_v1_dense",
+        head_dim=8,
+        rope_parameters={"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4},
+    ),
     "Hunyuan-MoE": _family("hunyuan_v1_moe", head_dim=8, num_experts=4, moe_topk=2, num_experts_per_tok=2),
     "EXAONE 4": _family("exaone4", sliding_window=512, sliding_window_pattern=2),
-    "Seed-OSS": _family("seed_oss", head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    "Seed-OSS": _family("seed_oss", head_dim=8),
     "MiniMax-M2": _family("minimax_m2", head_dim=8, **_LOCAL),
+    "MiniMax-M3 (text)": _family(
+        "minimax_m3_vl_text",
+        head_dim=8,
+        rotary_dim=4,
+        dense_intermediate_size=48,
+        shared_intermediate_size=24,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=4,
+        index_topk_blocks=2,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse"],
+        **_LOCAL,
+    ),
     "dots.llm1": _family(
         "dots1",
         head_dim=8,

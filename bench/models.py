@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ from cohort.models import (
     quiet_transformers,
     save_policy,
 )
-from cohort.packing import pack
+from cohort.packing import bins, pack
 from cohort.records import Prompt, TrainSequence
 from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
@@ -57,7 +58,7 @@ from families import FAMILIES, VOCABULARY, save_folder
 
 CPU = torch.device("cpu")
 LONGEST = 100
-BUDGET = 60  # fewer tokens than the last group has: it becomes a stream where prompts are shared
+BUDGET = 60  # fewer tokens than the last group has, which is split where prompts are shared
 # Tokens of each prompt and of its completions.
 GROUPS = ((5, (7, 1, 3)), (1, (1, 4)), (9, (12,)), (40, (20, 33, 9)))
 BEGIN, END = "<!-- bench/models.py -->", "<!-- end -->"
@@ -156,13 +157,14 @@ def make_engine(policy: Policy, ranks: Ranks = SINGLE_PROCESS) -> TrainEngine:
 def trained(policy: Policy, ranks: Ranks = SINGLE_PROCESS) -> tuple[Mapping[int, Tensor], dict[str, Tensor]]:
     """Logprobs by sequence, of this rank's, and the whole gradient, by the engine."""
     engine = make_engine(policy, ranks)
-    batches = pack(
-        random_sequences(),
-        micro_batch_tokens=BUDGET,
-        dp_size=ranks.dp_size,
-        share_prompts=policy.shares_prompts,
-        padded=policy.layout == "padded",
-    )
+    with patch.object(bins, "_MICRO_BATCH_COST", 0.0):  # split it, though its prompt is so short that it would not pay
+        batches = pack(
+            random_sequences(),
+            micro_batch_tokens=BUDGET,
+            dp_size=ranks.dp_size,
+            share_prompts=policy.shares_prompts,
+            padded=policy.layout == "padded",
+        )
     engine.forward_backward(batches[ranks.rank], policy_loss)
     grads = {}
     for name, parameter in policy.model.named_parameters():

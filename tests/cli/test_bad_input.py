@@ -162,6 +162,16 @@ def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
         ({"rope_type": "yarn", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
+        ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
+        ({"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}, 512),  # its frequencies are constant
+        (
+            {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128},
+            },
+            128,
+        ),
+        ({"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "yarn", "factor": 4.0}}, 512),
     ],
 )
 def test_positions_that_a_model_knows(rope, positions):

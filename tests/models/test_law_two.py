@@ -90,7 +90,11 @@ def make_law_model(
 
 
 def make_law_policy(
-    model: PreTrainedModel, *, longest: int | None = LONGEST, compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    *,
+    longest: int | None = LONGEST,
+    compute_dtype: torch.dtype | None = None,
+    dropout: bool = False,
 ) -> Policy:
     return Policy(
         model,
@@ -98,6 +102,7 @@ def make_law_policy(
         compute_dtype=compute_dtype or model.dtype,
         pad_token_id=0,
         longest_sequence_tokens=longest,
+        dropout=dropout,
     )
 
 
@@ -219,8 +224,8 @@ def test_lengths_that_are_drawn(groups: Groups, seed: int, twins: bool):
         ("gemma2", {"sliding_window": 8}, LONGEST, TOO_LONG),
         ("gemma2", {"attn_logit_softcapping": 2.0}, LONGEST, "its attention scores are softcapped"),
         ("gemma3", {"sliding_window": 8}, LONGEST, TOO_LONG),
-        ("llama", {"attention_dropout": 0.1}, LONGEST, "it has dropout"),
-        ("llama", {"rope_parameters": DYNAMIC}, None, "the frequencies of its dynamic RoPE"),
+        ("llama", {"attention_dropout": 0.1, "dropout": True}, LONGEST, "it has dropout"),
+        ("llama", {"rope_parameters": DYNAMIC}, None, "its dynamic RoPE takes other frequencies"),
     ],
 )
 def test_what_packed_rows_cannot_do_is_padded_for_a_stated_reason(
@@ -230,13 +235,14 @@ def test_what_packed_rows_cannot_do_is_padded_for_a_stated_reason(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model = make_law_model(kind, **overrides)
+    dropout = overrides.get("dropout", False)
+    model = make_law_model(kind, **{key: value for key, value in overrides.items() if key != "dropout"})
     own = model.config._attn_implementation
     model.eval()  # training would draw the dropout
     compute_in_float64(model, monkeypatch)
     sequences = random_sequences(GROUPS)
     expected = naive(model, sequences)
-    policy = make_law_policy(model, longest=longest)
+    policy = make_law_policy(model, longest=longest, dropout=dropout)
     assert policy.layout == "padded" and not policy.shares_prompts
     assert policy.traits.reason is not None and policy.traits.reason.startswith(reason)
     assert model.config._attn_implementation == own

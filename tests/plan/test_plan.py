@@ -150,8 +150,9 @@ def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
     assert refreshed.timing["step_s"] == parked.timing["step_s"]
 
 
-def test_dropout_computes_a_prompt_for_every_completion() -> None:
-    rows = plan_micro_batches(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
+@pytest.mark.parametrize("key", ["model.adapter={dropout: 0.1}", "model.dropout=true"])
+def test_dropout_computes_a_prompt_for_every_completion(key: str) -> None:
+    rows = plan_micro_batches(config(key), 8, 2 * (512 + 4097))
     assert (rows.completions_per_micro_batch, rows.packed_tokens, rows.shared_prefix_tokens) == (2, 2 * (512 + 4097), 0)
 
 

@@ -48,6 +48,11 @@ class ModelConfig(Section):
         description="Parameters to freeze (no gradient, no optimizer state), as name patterns such as "
         "`model.embed_tokens.*`. `routers` means the routers of a mixture-of-experts model.",
     )
+    dropout: bool = Field(
+        False,
+        description="Train with the dropout of the model's config.json. It is off by default, since logprobs would be "
+        "those of another policy than the one that sampled. With it, prompts are not shared and rows are padded.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code from the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter and freeze the model's weights.")
     quantization: Quantization | None = Field(

@@ -10,6 +10,7 @@ from cohort.models.loading.load_model import LoadRequest, check_adapter, load_cr
 from cohort.models.loading.meta_device import quiet_transformers
 from cohort.models.loading.model_folder import check_model_folder, load_tokenizer
 from cohort.models.model_limits import (
+    check_dropout,
     check_lengths,
     check_router_loss,
     check_vocabulary,
@@ -37,6 +38,7 @@ __all__ = [
     "SharedPrefix",
     "TensorSpec",
     "check_adapter",
+    "check_dropout",
     "check_lengths",
     "check_model_folder",
     "check_offload",

@@ -1,7 +1,8 @@
 """Choose how micro-batches of a model are laid out: with shared prompts, packed, or padded.
 
 First the architecture is inspected. Then short sequences are computed in the candidate layout and padded, forward and
-backward. So an unusual model or a failing kernel costs speed, never correctness.
+backward. Shared prompts are also computed as a group that is split over micro-batches, and decoded. So an unusual model
+or a failing kernel costs speed, never correctness.
 
 H hidden size.
 """
@@ -9,23 +10,27 @@ H hidden size.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from cohort.attention_mask import NO_PARENT, build_attention_metadata
+from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.batch import MicroBatch
 from cohort.host_to_device import to_device
 from cohort.models import attention
-from cohort.models.forward import forward
+from cohort.models.attention import KVCache
+from cohort.models.attention.decoding import DecodeBatch, PromptCache
+from cohort.models.dropout import dropout_rates
+from cohort.models.forward import forward, packed_inputs
+from cohort.models.shared_prefix import PrefixState
 
 # "shared": a packed row in which completions share their prompt. "packed": a packed row of whole sequences.
 # "padded": a padded batch of whole sequences.
 Layout = Literal["shared", "packed", "padded"]
 
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})  # frequencies depend on the longest sequence of a batch
-_RECURRENT = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "conv_L_cache", "linear_conv_kernel_dim")
-_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError)
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 # Groups of the probe: a prompt, and its completions without their last tokens, which are not inputs. The second prompt
 # has a single token; an empty completion has outputs at the last token of its prompt only.
 _PROBE = (
@@ -63,13 +68,16 @@ def choose_layout(
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
             return "padded", f"its attention cannot be replaced ({_short(error)})"
-        tolerance = 3e-2 if _is_narrow(model) else 1e-4
+        tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")
         for layout in layouts:
             difference = _differences(_probe(model, module, output, layout), expected, tolerance)
-            if difference is None:
+            problem = None if difference is None else f"{_NAMES[layout]} {difference}"
+            if layout == "shared" and problem is None:
+                problem = _split_problem(model, module, output, expected.outputs, tolerance)
+            if problem is None:
                 return layout, reason
-            reason = f"{_NAMES[layout]} {difference}"
+            reason = problem
         model.set_attn_implementation(own)
         return "padded", reason
     finally:
@@ -79,7 +87,7 @@ def choose_layout(
 _NAMES = {"shared": "a row with shared prompts", "packed": "a packed row"}
 
 
-def _is_narrow(model: Any) -> bool:
+def is_narrow(model: Any) -> bool:
     """Whether matrix products are in bfloat16, by the weights or by autocast."""
     weight = next(model.parameters())
     return weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
@@ -93,12 +101,14 @@ def _differences(actual: "_ProbeResult | Exception", expected: "_ProbeResult", t
         ("outputs", actual.outputs, expected.outputs, tolerance),
         ("gradients", actual.gradient, expected.gradient, 5 * tolerance),  # sums over all tokens
     )
-    for name, mine, theirs, limit in checks:
-        error = ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
-        if not error <= limit:  # also true for NaN
-            size = f"relative error {error:.1g}, rounding is below {limit:.0e}"
-            return f"gives {name} that differ from the model's ({size})"
-    return None
+    return next(filter(None, (_difference(*check) for check in checks)), None)
+
+
+def _difference(name: str, actual: Tensor, expected: Tensor, limit: float) -> str | None:
+    error = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    if error <= limit:  # false for NaN
+        return None
+    return f"gives {name} that differ from the model's (relative error {error:.1g}, rounding is below {limit:.0e})"
 
 
 def _short(error: Exception) -> str:
@@ -120,7 +130,7 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
             windows.add(layer.sliding_window)
         elif type(layer) is not DynamicLayer:
             yield "some of its layers cache more than the keys and values of full attention"
-    if any(getattr(config, name, None) for name in _RECURRENT):
+    if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules()):
         yield "it has state-space or convolutional layers, whose state would leak into the next sequence"
     if windows and (longest is None or longest > min(windows)):
         than = "its sequences may be" if longest is None else f"its longest sequence of {longest} tokens is"
@@ -131,29 +141,37 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
         yield "its attention has sinks"
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal"
-    if _has_dropout(model, config):
+    if dropout_rates(model) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):  # adapters' too
         yield "it has dropout, and completions would share the dropout mask of their prompt"
-    for rope in _ropes(config):
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind not in _BATCH_DEPENDENT_ROPE:
+    for rope in rope_settings(config):
+        if not depends_on_length(rope):
             continue
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if longest is None or longest > original:
-            yield f"the frequencies of its {kind} RoPE depend on the other sequences of the row"
+            yield (
+                f"its {rope_type(rope)} RoPE takes other frequencies for all sequences of a row once one exceeds "
+                f"{original} tokens; padded, too, only batches of up to {original} tokens are right"
+            )
 
 
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
+def rope_settings(config: Any) -> list[Mapping[str, Any]]:
     """RoPE settings of a config: one for all layers, or one per layer type."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [s for s in settings.values() if isinstance(s, Mapping)]
     return nested or [settings]
 
 
-def _has_dropout(model: Any, config: Any) -> bool:
-    """Whether the model uses dropout."""
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
-        return True
-    return any((getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "attn_pdrop"))
+def rope_type(rope: Mapping[str, Any]) -> str | None:
+    """The type of RoPE settings, which older configs call `type`."""
+    return rope.get("rope_type", rope.get("type"))
+
+
+def depends_on_length(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies change if the longest sequence of a batch exceeds the original length.
+
+    Hunyuan's `alpha` makes them constant.
+    """
+    return rope_type(rope) in _LENGTH_DEPENDENT_ROPE and not rope.get("alpha")
 
 
 class _ProbeResult(NamedTuple):
@@ -163,54 +181,68 @@ class _ProbeResult(NamedTuple):
     gradient: Tensor  # of a small weight before the first attention; zeros [1] if there is none
 
 
-def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Layout) -> _ProbeResult | Exception:
-    """Compute the probe's sequences in a layout, forward and backward; return the error if that fails."""
-    device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
-    segments: list[tuple[int, ...]] = []
-    parents: list[int] = []
-    offsets: list[int] = []
-    source: list[int] = []
+class _Segments:
+    """Segments of a row, and the positions whose outputs are compared."""
 
-    def add(tokens: tuple[int, ...], parent: int, offset: int) -> range:
-        start = sum(map(len, segments))
-        segments.append(tokens)
-        parents.append(parent)
-        offsets.append(offset)
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, ...]] = []
+        self.parents: list[int] = []
+        self.offsets: list[int] = []
+        self.source: list[int] = []
+
+    def add(self, tokens: tuple[int, ...], parent: int, offset: int) -> range:
+        """Add a segment whose first token has position `offset` in its sequence; return its positions in the row."""
+        start = sum(map(len, self.tokens))
+        self.tokens.append(tokens)
+        self.parents.append(parent)
+        self.offsets.append(offset)
         return range(start, start + len(tokens))
 
+    def micro_batch(self, model: Any, *, prefix_tokens: int = 0) -> MicroBatch:
+        """Lay the segments out; tokens are taken modulo the model's vocabulary."""
+        device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+        nothing = torch.zeros(0, device=device)
+        lengths = [len(s) for s in self.tokens]
+        metadata = build_attention_metadata(lengths, self.parents, prefix_tokens=prefix_tokens)
+        return MicroBatch(
+            input_ids=torch.tensor([token for s in self.tokens for token in s], device=device) % vocabulary,
+            position_ids=torch.cat([o + torch.arange(n) for o, n in zip(self.offsets, lengths, strict=True)]).to(
+                device
+            ),
+            input_counts=nothing,
+            attn_metadata=to_device(metadata, device),
+            logit_positions=torch.tensor(self.source, device=device),
+            labels=nothing,
+            sampling_logprobs=nothing,
+            advantages=nothing,
+            loss_weights=nothing,
+            returns=nothing,
+            trajectory_ids=nothing,
+        )
+
+
+def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Layout) -> _ProbeResult | Exception:
+    """Compute the probe's sequences in a layout, forward and backward; return the error if that fails."""
+    row = _Segments()
     for prompt, completions in _PROBE:
         if layout == "shared":
-            parent = len(segments)
-            last = add(prompt, NO_PARENT, 0)[-1]
+            parent = len(row.tokens)
+            last = row.add(prompt, NO_PARENT, 0)[-1]
             for completion in completions:
-                source += [last, *(add(completion, parent, len(prompt)) if completion else ())]
+                row.source += [last, *(row.add(completion, parent, len(prompt)) if completion else ())]
         else:
             for completion in completions:
-                source += add(prompt + completion, NO_PARENT, 0)[len(prompt) - 1 :]
-    nothing = torch.zeros(0, device=device)
-    micro_batch = MicroBatch(
-        input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
-        position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
-        input_counts=nothing,
-        attn_metadata=to_device(build_attention_metadata([len(s) for s in segments], parents), device),
-        logit_positions=torch.tensor(source, device=device),
-        labels=nothing,
-        sampling_logprobs=nothing,
-        advantages=nothing,
-        loss_weights=nothing,
-        returns=nothing,
-        trajectory_ids=nothing,
-    )
+                row.source += row.add(prompt + completion, NO_PARENT, 0)[len(prompt) - 1 :]
     weight = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), None)
     was_trained = weight is not None and weight.requires_grad
     try:
         with torch.set_grad_enabled(weight is not None):
             if weight is not None:
                 weight.requires_grad_(True)
-            outputs = forward(module, micro_batch, output, padded=layout == "padded").float()
+            outputs = forward(module, row.micro_batch(model), output, padded=layout == "padded").float()
             if weight is None:
                 return _ProbeResult(outputs, outputs.new_zeros(1))
-            signs = torch.linspace(-1.0, 1.0, outputs.numel(), device=device).view_as(outputs).sin()
+            signs = torch.linspace(-1.0, 1.0, outputs.numel(), device=outputs.device).view_as(outputs).sin()
             (gradient,) = torch.autograd.grad((outputs * signs).sum(), weight)
             return _ProbeResult(outputs.detach(), gradient.float())
     except _FAILURES as error:
@@ -218,3 +250,72 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
     finally:
         if weight is not None:
             weight.requires_grad_(was_trained)
+
+
+def _split_problem(
+    model: Any, module: Any, output: Callable[[Any], Tensor], expected: Tensor, tolerance: float
+) -> str | None:
+    """Describe what is wrong if the keys and values of a prompt are kept; None if nothing is.
+
+    The first group of the probe continues its prompt in another micro-batch, and is decoded for two tokens.
+
+    Args:
+        model: the whole model.
+        module: see `choose_layout`.
+        output: see `choose_layout`.
+        expected: outputs of the probe, [positions, H].
+        tolerance: largest relative error.
+    """
+    prompt, completions = _PROBE[0]
+    root, part = _Segments(), _Segments()
+    root.source = [root.add(prompt, NO_PARENT, 0)[-1]]
+    starts = []  # of the completions among the expected outputs
+    for completion in completions:
+        starts.append(len(part.source))
+        own = part.add(completion, CACHED_PREFIX, len(prompt)) if completion else ()
+        part.source += [0, *(1 + position for position in own)]
+    name = "a group that is split over micro-batches"
+    try:
+        with torch.no_grad():
+            captured = KVCache()
+            hidden = forward(module, root.micro_batch(model), output, padded=False, captured=captured)
+            outputs = forward(
+                module,
+                part.micro_batch(model, prefix_tokens=len(prompt)),
+                output,
+                padded=False,
+                prefix=PrefixState(hidden, captured),
+            )
+            difference = _difference("outputs", outputs.float(), expected[: len(outputs)], tolerance)
+            if difference is None:
+                name = "decoding with a shared prompt"
+                outputs, rows = _decoded(model, module, output, captured)
+                wanted = [starts[row] + 1 + t for t in range(_NUM_DECODED) for row in rows]
+                difference = _difference("outputs", outputs.float(), expected[wanted], tolerance)
+    except _FAILURES as error:
+        difference = f"fails ({_short(error)})"
+    return None if difference is None else f"{name} {difference}"
+
+
+_NUM_DECODED = 2  # the second token attends to the first in the completions' cache
+
+
+def _decoded(model: Any, module: Any, output: Callable[[Any], Tensor], captured: KVCache) -> tuple[Tensor, list[int]]:
+    """Decode the first tokens of the first group's long completions.
+
+    Returns:
+        outputs [_NUM_DECODED * R, H], step by step, and the indices of the R completions.
+    """
+    prompt, completions = _PROBE[0]
+    device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    rows = [n for n, completion in enumerate(completions) if len(completion) >= _NUM_DECODED]
+    block = PromptCache([len(prompt)], device=device)
+    block.write(0, 1, captured)
+    batch = DecodeBatch([block], [[np.arange(len(rows))]], limit=_NUM_DECODED, device=device)
+    outputs = []
+    for t in range(_NUM_DECODED):
+        tokens = torch.tensor([completions[n][t] for n in rows], device=device) % vocabulary
+        inputs = packed_inputs(tokens, torch.full_like(tokens, len(prompt) + t))
+        outputs.append(output(module(**inputs, decoding=[batch])).squeeze(0))
+        batch.advance()
+    return torch.cat(outputs), rows

@@ -8,6 +8,8 @@ from torch import Tensor
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.models.adapters.lora import Adapter, adapter_init
+from cohort.models.batch_layout import depends_on_length, rope_settings, rope_type
+from cohort.models.dropout import dropout_rates
 from cohort.models.freeze import freeze
 from cohort.models.loading.meta_device import meta_model
 from cohort.models.policy import Policy
@@ -50,6 +52,16 @@ def check_router_loss(config: ModelConfig, coefficient: float) -> None:
         problem = "model.freeze freezes all routers"
     if problem is not None:
         raise UserError(f"train.router_aux_loss_coef: {coefficient:g} has no effect: {problem}; remove it")
+
+
+def check_dropout(config: ModelConfig) -> None:
+    """Check that `model.dropout: true` has an effect, without loading weights.
+
+    Raises:
+        UserError: the model has no dropout.
+    """
+    if config.dropout and not dropout_rates(meta_model(config)):
+        raise UserError("model.dropout: true has no effect: the model's config.json has no dropout; remove it")
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
@@ -125,11 +137,13 @@ def _max_positions(text_config: Any) -> int | None:
     limit = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or limit
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        # beyond this, frequencies depend on the longest sequence of a batch
-        return original
-    if rope.get("rope_type") in ("linear", "yarn"):  # some configs state the length before scaling, some after
-        return max(limit, int(original * rope.get("factor", 1.0)))
-    return limit
+    limits = []
+    for rope in rope_settings(text_config):
+        original = rope.get("original_max_position_embeddings") or limit
+        if depends_on_length(rope):  # beyond this, of the longest sequence of a batch
+            limits.append(original)
+        elif rope_type(rope) in ("linear", "yarn"):  # some configs state the length before scaling, some after
+            limits.append(max(limit, int(original * rope.get("factor", 1.0))))
+        else:
+            limits.append(limit)
+    return min(limits)

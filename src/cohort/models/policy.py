@@ -16,7 +16,9 @@ from cohort.batch import MicroBatch
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache
 from cohort.models.attention.cascade import upcast
-from cohort.models.batch_layout import Layout, choose_layout
+from cohort.models.batch_layout import Layout, choose_layout, is_narrow
+from cohort.models.cached_decoding import CachedDecoding, CacheDecoder, choose_decoding
+from cohort.models.dropout import RemovedDropout
 from cohort.models.forward import build_head, find_head, forward, packed_inputs, padded_shape, sequences_per_position
 from cohort.models.fsdp import Sharding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
@@ -36,6 +38,8 @@ class ModelTraits:
     reason: str | None  # why the layout is not "shared"
     has_plain_head: bool
     attention: str  # the implementation that goes with the layout
+    decoding: CachedDecoding = "padded"  # of the local sampler, if prompts are not shared
+    decoding_reason: str | None = None  # why it is not "padded"
 
 
 class Policy:
@@ -53,6 +57,7 @@ class Policy:
         adapter: Adapter | None = None,
         master_weights: MasterWeights | None = None,
         longest_sequence_tokens: int | None = None,
+        dropout: bool = False,
     ):
         """Wrap a loaded model.
 
@@ -67,6 +72,7 @@ class Policy:
             adapter: LoRA adapter, if any; then only the adapter is trained and saved.
             master_weights: if any, these are trained and saved, and the model holds a copy.
             longest_sequence_tokens: longest sequence of the run, checked against sliding windows; None if unknown.
+            dropout: keep the model's dropout in training; an adapter's stays in any case.
         """
         self.model = model
         self.device = device
@@ -77,16 +83,13 @@ class Policy:
         self.adapter = adapter
         self.master_weights = master_weights
         remove_noise(model)
+        self.removed_dropout = None if dropout else RemovedDropout(model)
+        if self.dtype == torch.float64 and model.config._experts_implementation is not None:
+            model.set_experts_implementation("eager")  # the grouped products have no float64
         if traits is None:
             self._head = find_head(model)
             with self.autocast():  # kernels depend on the dtype that training computes in
-                layout, reason = choose_layout(model, *self._module(), longest_sequence_tokens=longest_sequence_tokens)
-            traits = ModelTraits(
-                layout=layout,
-                reason=reason,
-                has_plain_head=self._head is not None,
-                attention=model.config._attn_implementation,
-            )
+                traits = self._find_traits(longest_sequence_tokens)
         else:
             self._head = build_head(model) if traits.has_plain_head else None
         self.traits = traits
@@ -97,6 +100,23 @@ class Policy:
             sharding.add_forward("scored_logprobs", self._logprobs)
             sharding.add_forward("token_loss", self._loss)
             sharding.add_forward("prompt_hidden", self._prompt_hidden)
+
+    def _find_traits(self, longest_sequence_tokens: int | None) -> ModelTraits:
+        """Find the properties of the model by running it."""
+        model, module = self.model, self._module()
+        layout, reason = choose_layout(model, *module, longest_sequence_tokens=longest_sequence_tokens)
+        decoding: CachedDecoding = "padded"
+        decoding_reason = None
+        if layout != "shared":
+            decoding, decoding_reason = choose_decoding(model, *module, is_narrow=is_narrow(model))
+        return ModelTraits(
+            layout=layout,
+            reason=reason,
+            has_plain_head=self._head is not None,
+            attention=model.config._attn_implementation,
+            decoding=decoding,
+            decoding_reason=decoding_reason,
+        )
 
     @staticmethod
     def replace_head(model: Any) -> None:
@@ -113,6 +133,15 @@ class Policy:
         notes = []
         if self.layout != "shared":
             notes.append(f"the model runs on {ways[self.layout]}, because {self.traits.reason}")
+        if self.traits.decoding == "unpadded":
+            notes.append(
+                f"the local sampler decodes prompts of one length at a time, because {self.traits.decoding_reason}"
+            )
+        if self.removed_dropout is not None and self.removed_dropout.largest_rate:
+            rate = f"{self.removed_dropout.largest_rate:g}"
+            notes.append(
+                f"the model's dropout ({rate}) is off in training as in sampling; model.dropout: true keeps it"
+            )
         if not self.has_plain_head:
             notes.append("the model computes full logits, because its head is not a supported linear layer")
         if self.sharding is not None and not self.sharding.can_recover:
@@ -146,6 +175,10 @@ class Policy:
         """Keep the weights in host memory, except within `on_device`. For frozen models that are not sharded."""
         assert self.sharding is None, "sharded weights use FSDP2's offload"
         self._offloaded = OffloadedWeights(self.model, self.device)
+
+    def published_config(self) -> AbstractContextManager[None]:
+        """Context for saving the model's config: it has the dropout that training leaves out."""
+        return nullcontext() if self.removed_dropout is None else self.removed_dropout.published_config()
 
     def on_device(self) -> AbstractContextManager[None]:
         """Context for computing with the model: its weights are on the device."""
@@ -281,6 +314,10 @@ class Policy:
                 return upcast(logits)
             hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
             return self._head.logits(self._narrow(hidden[:, -1]))
+
+    def cache_decoder(self) -> CacheDecoder:
+        """Return a decoder that uses the cache of transformers."""
+        return CacheDecoder(self.model, self.next_token_logits, pad_token_id=self.pad_token_id)
 
     def packed_logits(
         self, input_ids: Tensor, position_ids: Tensor, logit_positions: Tensor, **attention: Any

@@ -63,6 +63,7 @@ def max_useful_budget(config: Config, num_training: int) -> int:
 def _tokens(config: Config) -> tuple[int, int]:
     """Tokens of a group's shared prompt and of each completion or trajectory. With dropout, prompts are not shared."""
     rollout = config.rollout
-    if config.model.adapter is not None and config.model.adapter.dropout:
+    adapter = config.model.adapter
+    if config.model.dropout or (adapter is not None and adapter.dropout):
         return 0, rollout.max_prompt_tokens + rollout.max_new_tokens
     return rollout.max_prompt_tokens, max(1, rollout.max_new_tokens - 1)  # the last token is not an input

@@ -16,6 +16,7 @@ from cohort.metrics import check_loggers
 from cohort.models import (
     AdapterSpec,
     check_adapter,
+    check_dropout,
     check_lengths,
     check_model_folder,
     check_router_loss,
@@ -118,6 +119,7 @@ def read_inputs(config: Config) -> Inputs:
     adapter = check_adapter(config.model)
     check_weights(config.optim, trained_weights(config.model))
     check_router_loss(config.model, config.train.router_aux_loss_coef)
+    check_dropout(config.model)
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt, environments),

@@ -12,8 +12,8 @@ from cohort.attention_mask import NO_PARENT, AttentionMetadata, build_attention_
 from cohort.models import Policy, attention
 from cohort.models.attention import cascade
 from cohort.models.batch_layout import Layout
+from cohort.models.kv_cache import cache_argument
 from cohort.packing import collate
-from cohort.rollout.engines.local.kv_cache import cache_argument
 from tiny import (
     SIZES,
     VOCAB_SIZE,

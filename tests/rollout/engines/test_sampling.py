@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 
 from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
+from cohort.models.cached_decoding import CacheDecoder
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders
-from cohort.rollout.engines.local.decoders import CacheDecoder, SharedPromptDecoder
+from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 from engines import generate
 from selection import examples
@@ -202,7 +203,7 @@ def test_no_copy_of_a_prompt_is_made_in_decoding():
     policy = make_policy()
     prompt_numel = 400 * 2 * 8
     made = {}
-    for decoder in (SharedPromptDecoder(policy, limit=8), CacheDecoder(policy)):
+    for decoder in (SharedPromptDecoder(policy, limit=8), policy.cache_decoder()):
         with torch.no_grad():
             decoder.start([prompts([400])[0].token_ids], [8])
             with Largest() as largest:
@@ -215,7 +216,7 @@ def test_no_copy_of_a_prompt_is_made_in_decoding():
 
 def test_models_take_their_cache_without_a_warning():
     """It is called `cache` from transformers 5.24 on, where the old name still works, with a warning."""
-    decoder = CacheDecoder(make_policy())
+    decoder = make_policy().cache_decoder()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         decoder.start([prompts([5])[0].token_ids], [2])

@@ -165,16 +165,23 @@ def with_base(config: ModelConfig) -> ModelConfig:
 def _supported_layers(model: Any) -> dict[str, Any]:
     """Return the linear layers and the token embedding, by name.
 
-    Some routers subclass `nn.Linear` but return something else; they are excluded.
+    Some routers and the grouped projections of DeepSeek-V4 subclass `nn.Linear` but compute something else; they are
+    excluded.
     """
     embedding = model.get_input_embeddings()
     routers = {id(router.module) for router in find_routers(model)}
     return {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) and id(module) not in routers)
+        if (isinstance(module, nn.Linear) and id(module) not in routers and not _overrides_linear(module))
         or (module is embedding and isinstance(module, nn.Embedding))
     }
+
+
+def _overrides_linear(module: nn.Linear) -> bool:
+    """Whether an architecture of transformers has replaced the product of a linear layer."""
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.forward is not nn.Linear.forward
 
 
 def _mistaken_for_experts(layers: Iterable[str], model: Any) -> set[str]:

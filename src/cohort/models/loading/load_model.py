@@ -188,6 +188,7 @@ def _wrap(
         adapter=adapter,
         master_weights=master_weights,
         longest_sequence_tokens=request.longest_sequence_tokens,
+        dropout=request.config.dropout,
     )
 
 
@@ -217,6 +218,7 @@ def _inspect_model(
         compute_dtype=request.compute_dtype,
         pad_token_id=pad,
         longest_sequence_tokens=request.longest_sequence_tokens,
+        dropout=request.config.dropout,
     )
     return policy.traits, pad, None if sources is None else sources_digest(sources)
 

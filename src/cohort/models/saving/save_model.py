@@ -51,10 +51,11 @@ def save_policy(
             if adapter is not None:
                 adapter.save(folder, weights)
             else:  # everything but the weights
-                policy.model.save_pretrained(folder, state_dict={})
-                if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
-                    policy.model.config.dtype = policy.master_weights.dtype
-                    policy.model.config.save_pretrained(folder)
+                with policy.published_config():
+                    policy.model.save_pretrained(folder, state_dict={})
+                    if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
+                        policy.model.config.dtype = policy.master_weights.dtype
+                        policy.model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
     _on_rank0(ranks, folder, save_configs)

@@ -1,4 +1,4 @@
-"""Decode one token per completion and step, with KV caches that share prompts or with the cache of transformers.
+"""Decode one token per completion and step, with KV caches that share prompts.
 
 P prompts (contexts of calls), N completions, R of them in flight, S positions, V vocabulary.
 """
@@ -16,7 +16,6 @@ from cohort.models import Policy
 from cohort.models.attention import KVCache
 from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
 from cohort.records import IntArray
-from cohort.rollout.engines.local.kv_cache import cache_argument, make_cache
 
 _PREFILL_TOKENS = 8192  # maximum prompt tokens prefilled in one row (more for a longer prompt); bounds memory
 
@@ -115,48 +114,3 @@ class SharedPromptDecoder:
         logits = self._policy.packed_logits(*row, attn_metadata=attn_metadata, captured=captured)
         block.write(first, len(prompts), captured)
         return logits
-
-
-class CacheDecoder:
-    """Uses the cache of transformers, for models with custom attention: prompts are padded and repeated."""
-
-    can_join = False
-
-    def __init__(self, policy: Policy):
-        """Decode with any policy whose model has a cache."""
-        self._policy = policy
-        self._cache_argument = cache_argument(policy.model.base_model) or "cache"
-
-    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """Implement `Decoder.start`; nothing may be in flight."""
-        device, width = self._policy.device, max(len(p) for p in prompts)
-        input_ids = torch.full((len(prompts), width), self._policy.pad_token_id)
-        self._mask = torch.zeros_like(input_ids)
-        for i, prompt in enumerate(prompts):
-            input_ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
-            self._mask[i, width - len(prompt) :] = 1
-        self._mask = self._mask.to(device)
-        self._cache = make_cache(self._policy.model.config)
-        self._positions = self._mask.sum(dim=-1)  # positions of the next tokens
-        logits = self._next_logits(input_ids.to(device), (self._mask.cumsum(dim=-1) - 1).clamp(min=0))
-        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
-        self.keep(rows)
-        return logits[rows]
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append a token to each completion [R]; return the next logits [R, V]."""
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        logits = self._next_logits(tokens.unsqueeze(-1), self._positions.unsqueeze(-1))
-        self._positions = self._positions + 1
-        return logits
-
-    def keep(self, rows: Tensor) -> None:
-        """Replace row n with row `rows[n]`; rows may repeat or be dropped."""
-        self._cache.reorder_cache(rows)
-        self._mask, self._positions = self._mask[rows], self._positions[rows]
-
-    def _next_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        cache = {self._cache_argument: self._cache}
-        return self._policy.next_token_logits(
-            input_ids=input_ids, attention_mask=self._mask, position_ids=position_ids, **cache
-        )

@@ -7,6 +7,7 @@ N completions.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from torch import Tensor
 from cohort import stopping
 from cohort.errors import UserError
 from cohort.models import Policy
+from cohort.models.kv_cache import cache_argument
 from cohort.rollout.engines.base import Completion, SampleRequest
-from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
-from cohort.rollout.engines.local.kv_cache import cache_argument
+from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 from cohort.rollout.stop_strings import StopWatch
 
@@ -72,8 +73,11 @@ class Sampler:
 
         Raises:
             StopRequested: the run was asked to end.
+            UserError: decoding this model with its cache is wrong.
         """
-        model = self._policy.model
+        model, traits = self._policy.model, self._policy.traits
+        if traits.decoding == "none" and not self._policy.shares_prompts:
+            raise UserError(f"rollout.engine: 'local' cannot sample {type(model).__name__}: {traits.decoding_reason}")
         was_training = model.training
         model.eval()
         try:
@@ -87,18 +91,25 @@ class Sampler:
     def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         if not requests:
             return []  # a rank may have no requests
-        raw = self._decode([part for request in requests for part in self._split(request)])
+        parts = [part for request in requests for part in self._split(request)]
+        pads = self._policy.shares_prompts or self._policy.traits.decoding == "padded"
+        batches: dict[int, list[int]] = {}  # parts that are decoded together
+        for n, part in enumerate(parts):
+            batches.setdefault(0 if pads else len(part.token_ids), []).append(n)
+        completions: dict[int, list[Completion]] = {}
+        for batch in batches.values():
+            decoded = self._completions(self._decode([parts[n] for n in batch]))
+            completions |= {n: list(islice(decoded, len(parts[n].keys))) for n in batch}
+        return [completion for n in range(len(parts)) for completion in completions[n]]
+
+    def _completions(self, rows: _Rows) -> Iterator[Completion]:
         ends = frozenset(self._end_ids.tolist())
-        return [
-            Completion(
+        for tokens, logprobs, length, stopped in zip(rows.tokens, rows.logprobs, rows.lengths, rows.stopped, strict=True):
+            yield Completion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
                 finish_reason="stop" if stopped or int(tokens[length - 1]) in ends else "length",
             )
-            for tokens, logprobs, length, stopped in zip(
-                raw.tokens, raw.logprobs, raw.lengths, raw.stopped, strict=True
-            )
-        ]
 
     def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:
         """Split a request that exceeds both `max_num_seqs` and the size of a group."""
@@ -118,11 +129,8 @@ class Sampler:
         )
         total = len(uniforms)
         stops = _StopStrings(requests, self._tokenizer)
-        decoder: Decoder = (
-            SharedPromptDecoder(self._policy, limit=limit)
-            if self._policy.shares_prompts
-            else CacheDecoder(self._policy)
-        )
+        shares = self._policy.shares_prompts
+        decoder: Decoder = SharedPromptDecoder(self._policy, limit=limit) if shares else self._policy.cache_decoder()
         tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
         logprobs = torch.zeros(total, limit, dtype=torch.float64, device=device)
         lengths = torch.zeros(total, dtype=torch.int64, device=device)
