@@ -75,11 +75,7 @@ class Variant:
 NARROW = {"dtype": "bfloat16"}
 VARIANTS = {
     "autocast": Variant(config={}),
-    "float32, flex": Variant(
-        config={"model": {"compute_dtype": "float32"}},
-        model=partial(without_padding, head_dim=16),
-    ),
-    "float32, cascade": Variant(config={"model": {"compute_dtype": "float32"}}),  # heads too small for flex
+    "float32": Variant(config={"model": {"compute_dtype": "float32"}}),
     "bfloat16, made in forward": Variant(
         config={"model": NARROW, "train": {"gradients_in_forward": True}}, live_rows=0
     ),
