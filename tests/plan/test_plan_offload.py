@@ -84,6 +84,22 @@ def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     assert host_bytes(workload) == pytest.approx(on_host, rel=0.05)
 
 
+def test_gradients_of_bfloat16_weights_are_float32_in_the_plan(tmp_path: Path):
+    """Literal, for Qwen2.5-7B: 2 bytes for a weight and for each of two moments, and 4 for its gradient."""
+    optimizer = planned(config(model={"dtype": "bfloat16"})).memory.phases["optimizer"]
+    expected = (2 * N, 4 * N, 4 * N)
+    assert (optimizer["weights"], optimizer["gradients"], optimizer["optimizer state"]) == expected
+    folder = str(save_model_folder(tmp_path / "model"))
+    engine = make_engine(folder, SINGLE_PROCESS, "bfloat16")
+    algorithm, sequences = step_sequences("dapo", *STEPS["uneven"])
+    (batch,) = batches_of(engine, sequences, SINGLE_PROCESS, 30)
+    engine.forward_backward(batch, algorithm.policy_loss)
+    parameters = list(engine.policy.model.parameters())
+    assert sum(p.grad.nbytes for p in parameters) == 2 * sum(p.nbytes for p in parameters)
+    visiting = planned(config(model={"dtype": "bfloat16", "parameter_offload": True}), gpu="4090")
+    assert host_bytes(visiting.workload) == (2 + 4 + 2 * 2) * N
+
+
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_activations_that_move_are_what_was_planned(checkpointing: bool | str):
     """Of a real forward pass. What selective checkpointing chooses stays on the device."""

@@ -135,7 +135,7 @@ def _overlapped_transfers(
         )
     if workload.parameters_on_host:
         visits = sum(
-            2 * model.weight_bytes * model.shape.num_parameters + model.trained_bytes * model.trained_parameters
+            2 * model.weight_bytes * model.shape.num_parameters + model.gradient_bytes * model.trained_parameters
             for model in workload.models
         )
         seconds = micro_batches.num_micro_batches * visits / workload.processes / bus
