@@ -301,6 +301,7 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
         "empty_cache": lambda: None,
         "memory_allocated": lambda of=None: 1 << 30,
         "max_memory_allocated": lambda of=None: 1 << 30,
+        "max_memory_reserved": lambda of=None: 2 << 30,
         "reset_peak_memory_stats": lambda of=None: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=device.registered.pop),
         "mem_get_info": lambda of=None: (80 << 30, 80 << 30),
