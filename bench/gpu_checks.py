@@ -244,7 +244,7 @@ def _attention(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 def _is_for_others(backend: str, compute: torch.dtype, device: torch.device) -> str:
     """Why a backend of attention does not run here; empty where it does."""
-    if device.type == "cpu" and backend in ("varlen", "flex"):
+    if device.type == "cpu" and backend == "varlen":
         return "needs a GPU"
     if backend == "varlen" and compute == torch.float32:
         return "needs 16 bits"

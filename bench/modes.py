@@ -35,6 +35,7 @@ from cohort.plan.shape import read_shape
 from cohort.records import TrainSequence
 from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.trainer.build import WorkerSpec, build_worker
+from cohort.trainer.setup import rank_device
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches
 from comparisons import first_line
@@ -201,7 +202,8 @@ def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured],
 def workload(job: dict[str, Any]) -> dict[str, Any]:
     """Modes, in a process of its own or in one of several."""
     several = "RANK" in os.environ
-    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    ranks = join_ranks(backend=backend, timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
     folder, size = Path(job["folder"]), SIZES[job["size"]]
     found = {}
     for name in job["modes"]:
@@ -224,7 +226,7 @@ def measure(config: Config, size: Size, ranks: Ranks = SINGLE_PROCESS) -> Measur
         size: of a step.
         ranks: as many as the run has.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = rank_device(config, ranks)
     sequences = make_step(size, 2 * ranks.world_size)
     with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cohort import host_to_device
 from cohort.batch import MicroBatch
 from cohort.host_to_device import to_device
 from cohort.packing import collate, collate_part, collate_prompt
+from fake_cuda import fake_cuda
 from tiny import random_sequences
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -96,3 +98,20 @@ def test_nothing_is_copied_on_the_host():
         assert not isinstance(value, Tensor) or getattr(there, field.name) is value
     assert to_device(row, CPU, torch.float32).advantages.dtype == torch.float32
     assert all(x is y for x, y in zip(host_to_device._tensors(row), host_to_device._tensors(there), strict=True))
+
+
+def test_memory_that_cannot_be_pinned_is_not_a_gpu_that_is_full(monkeypatch: pytest.MonkeyPatch):
+    """The driver says "out of memory" for both. The copy is made all the same, from memory as it comes."""
+    empty = torch.empty
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+        return empty(*args, **kwargs)
+
+    with fake_cuda() as cuda:
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.warns(RuntimeWarning, match=r"could not be pinned \(CUDA error: out of memory\), so copies"):
+            moved = to_device((torch.arange(3), torch.ones(2)), torch.device("cuda", 0))
+    assert [x.shape for x in moved] == [(3,), (2,)] and {x.device.type for x in moved} == {"cuda"}
+    assert [c.way for c in cuda.crossings] == ["in"]

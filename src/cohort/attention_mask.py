@@ -180,11 +180,6 @@ class AttentionMetadata:
     varlen: CascadeBlocks[VarlenBlock]  # all segments together
 
     @property
-    def device(self) -> torch.device:
-        """Device of the index tensors."""
-        return self.varlen.causal[0].cu_seqlens.device
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the row, S."""
         return sum(self.lengths)

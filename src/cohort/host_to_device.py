@@ -1,5 +1,6 @@
 """Move a record of many small tensors to a device in a single copy."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -44,10 +45,27 @@ def _copy_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], dev
             for start, x, dtype in zip(starts, tensors, dtypes, strict=True)
         ]
 
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = _staging_buffer(end, pinned=device.type == "cuda")
     for view, x in zip(views(staged), tensors, strict=True):
         view.copy_(x)
     return views(staged.to(device, non_blocking=True))
+
+
+def _staging_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Allocate a buffer on the host. If it cannot be pinned, warn: smaller micro-batches would not help."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # the message may be "CUDA error: out of memory", though no GPU memory is involved
+        if not pinned:
+            raise
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"{num_bytes} bytes of host memory could not be pinned ({reason}), so copies to the GPU block; check free "
+            "host memory and the limit on locked memory (ulimit -l)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -25,10 +25,8 @@ from weakref import WeakSet
 import pytest
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.attention import flex_attention
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
@@ -141,8 +139,6 @@ def _library() -> ctypes.CDLL:
 class _Mode(TorchDispatchMode):
     """Operations without a tensor of the device run as ever; all others on fake tensors."""
 
-    supports_higher_order_operators = True  # flex attention is one
-
     def __init__(self, device: FakeCuda, answers: Mapping[str, float | Iterator[float]], nothing_found: Set[str]):
         super().__init__()
         self._device = device
@@ -153,8 +149,6 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return self._run(func, *args, **kwargs)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         target = kwargs.get("device")
         to_device = target is not None and torch.device(target).type == "cuda"
@@ -307,6 +301,7 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
         "empty_cache": lambda: None,
         "memory_allocated": lambda of=None: 1 << 30,
         "max_memory_allocated": lambda of=None: 1 << 30,
+        "max_memory_reserved": lambda of=None: 2 << 30,
         "reset_peak_memory_stats": lambda of=None: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=device.registered.pop),
         "mem_get_info": lambda of=None: (80 << 30, 80 << 30),
@@ -318,7 +313,6 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
         yield torch.cuda, name, value
     yield Tensor, "record_stream", lambda tensor, stream: None  # takes no stream but its own
     yield FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()  # one copy, and not one for each element
-    yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True  # nothing is compiled
     yield fake_tensor, "init_gpu_context", lambda of: None
     yield FakeTensorMode, "avoid_device_init", True
     try:

@@ -28,6 +28,7 @@ from rank_engine import (
     save_engine,
     step_sequences,
 )
+from tiny import relative_error
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
 # name -> the `optim` section, and the `model` section's dtypes
@@ -38,6 +39,9 @@ MODES: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
     "mixed, offloaded": (AdamwConfig(weight_decay=0.1, offload=True), MIXED),
     "parameters": (AdamwConfig(weight_decay=0.1), {"parameter_offload": True}),
     "mixed, parameters": (AdamwConfig(weight_decay=0.1), {**MIXED, "parameter_offload": True}),
+    "bfloat16": (AdamwConfig(weight_decay=0.1), BFLOAT16),
+    "bfloat16, muon": (MuonConfig(), BFLOAT16),
+    "bfloat16, parameters": (AdamwConfig(weight_decay=0.1), {**BFLOAT16, "parameter_offload": True}),
     "sgd": (SgdConfig(momentum=0.9, weight_decay=0.1), {}),
     "sgd, offloaded": (SgdConfig(momentum=0.9, weight_decay=0.1, offload=True), {}),
     "8 bits": (Adamw8bitConfig(), {}),
@@ -93,6 +97,26 @@ def run_resumed(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any
     for number in range(engine.updates_done, 4):
         update(engine, ranks, number)
     return {"weights": whole_weights(engine)}
+
+
+def run_sum(ranks: Ranks, model: str, mode: str, micro_batches: int) -> dict[str, Any]:
+    """A step of so many micro-batches of one completion, against the sum in float64 of what each of them gives."""
+    engine = make_engine(model, ranks, mode)
+    algorithm, sequences = step_sequences("dapo", [[5, 9, 3, 7]] * (micro_batches // 4))
+    exact: dict[str, torch.Tensor] = {}
+    for sequence in sequences:
+        _, alone = gradient(engine, algorithm, [sequence], ranks, 10_000)
+        exact = {name: exact.get(name, 0) + x.double() for name, x in alone.items()}
+    _, whole = gradient(engine, algorithm, sequences, ranks, 10_000)
+    result, together = gradient(engine, algorithm, sequences, ranks, 1)
+    engine.forward_backward(None, algorithm.policy_loss)
+    exact_norm = torch.nn.utils.get_total_norm(list(exact.values())).item()
+    return {
+        "micro_batches": result.num_micro_batches,
+        "in one": max(relative_error(whole[name], x) for name, x in exact.items()),
+        "error": max(relative_error(together[name], x) for name, x in exact.items()),
+        "norm error": engine.optim_step().grad_norm / exact_norm - 1,
+    }
 
 
 def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
@@ -175,5 +199,6 @@ JOBS = {
     "saved": eager(run_saved),
     "resumed": eager(run_resumed),
     "resharding": run_resharding,
+    "sum": run_sum,
     "place": run_place,
 }

@@ -9,6 +9,7 @@ from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.metrics import PeakMemory, device_peak_flops, largest_peaks, speed_metrics
 from cohort.metrics import peak_memory as memory_module
+from fake_cuda import fake_cuda
 from test_laws import make_engine
 from tiny import make_policy, pack_for, random_sequences
 
@@ -35,6 +36,19 @@ def test_each_phase_has_its_own_peak_and_the_overall_one_stays():
     assert 300 * MB < peaks["memory/large_peak_bytes"] - peaks["memory/small_peak_bytes"] < 420 * MB
     assert peaks["memory/peak_bytes"] >= peaks["memory/large_peak_bytes"]
     assert memory.take() == {"memory/peak_bytes": peaks["memory/peak_bytes"]}
+
+
+def test_the_most_that_the_allocator_reserved_outlives_the_phase(monkeypatch: pytest.MonkeyPatch):
+    """A phase resets the driver's peaks."""
+    reserved = iter([5, 9, 3, 4])
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: next(reserved))
+        memory = PeakMemory(torch.device("cuda", 0))
+        with memory.phase("first"):
+            pass
+        with memory.phase("second"):
+            pass
+        assert memory.take()["memory/reserved_peak_bytes"] == 9
 
 
 @linux

@@ -79,11 +79,11 @@ def test_nothing_is_refused_and_nothing_said_on_a_cpu() -> None:
     plan = planned(CPU)
     assert not plan.fits and plan.timing == {}
     assert plan.memory.phases["publish"]["framework"] == GB // 2
-    told = compare_memory(plan, {1: 100e9}) or ""
+    told = compare_memory(plan, {1: 100e9}, {}) or ""
     assert "100.00 GB (0.50 GB before loading the model)" in told
     assert f"predicted {plan.memory.peak_bytes / 1e9:.2f} GB" in told
     on_gpu = replace(CPU, on_gpu=True, gpu_memory_bytes=1000 * GB, resident_bytes=None)
-    assert "before loading the model" not in (compare_memory(planned(on_gpu), {1: 100e9}) or "")
+    assert "before loading the model" not in (compare_memory(planned(on_gpu), {1: 100e9}, {}) or "")
 
 
 def test_advice_for_a_cpu_that_nobody_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

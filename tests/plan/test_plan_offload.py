@@ -84,6 +84,22 @@ def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     assert host_bytes(workload) == pytest.approx(on_host, rel=0.05)
 
 
+def test_gradients_of_bfloat16_weights_are_float32_in_the_plan(tmp_path: Path):
+    """Literal, for Qwen2.5-7B: 2 bytes for a weight and for each of two moments, and 4 for its gradient."""
+    optimizer = planned(config(model={"dtype": "bfloat16"})).memory.phases["optimizer"]
+    expected = (2 * N, 4 * N, 4 * N)
+    assert (optimizer["weights"], optimizer["gradients"], optimizer["optimizer state"]) == expected
+    folder = str(save_model_folder(tmp_path / "model"))
+    engine = make_engine(folder, SINGLE_PROCESS, "bfloat16")
+    algorithm, sequences = step_sequences("dapo", *STEPS["uneven"])
+    (batch,) = batches_of(engine, sequences, SINGLE_PROCESS, 30)
+    engine.forward_backward(batch, algorithm.policy_loss)
+    parameters = list(engine.policy.model.parameters())
+    assert sum(p.grad.nbytes for p in parameters) == 2 * sum(p.nbytes for p in parameters)
+    visiting = planned(config(model={"dtype": "bfloat16", "parameter_offload": True}), gpu="4090")
+    assert host_bytes(visiting.workload) == (2 + 4 + 2 * 2) * N
+
+
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_activations_that_move_are_what_was_planned(checkpointing: bool | str):
     """Of a real forward pass. What selective checkpointing chooses stays on the device."""
@@ -163,9 +179,9 @@ def test_the_bus_is_in_the_predicted_time():
     waited = moved.timing["training_s"].value - plain.timing["training_s"].value
     assert waited == pytest.approx(6 * N / 50e9)
     assert "gradients to host memory and weights back" in moved.timing["training_s"].how
-    assert visiting.timing["visiting_s"].value == pytest.approx(
-        visiting.micro_batches.num_micro_batches * 12 * N / 50e9
-    )
+    waited = visiting.timing["training_s"].value - plain.timing["training_s"].value
+    assert waited == pytest.approx(visiting.micro_batches.num_micro_batches * 12 * N / 50e9)
+    assert "gradients back per micro-batch" in visiting.timing["training_s"].how
 
 
 def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():

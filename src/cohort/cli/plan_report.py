@@ -19,7 +19,6 @@ _LABELS = {
     "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "gathering_s": "gathering weights, s",
-    "visiting_s": "loading weights from host memory, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
     "step_s": "step, s",

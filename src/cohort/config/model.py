@@ -17,7 +17,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32",
         description="Dtype of the trained weights and of the optimizer state. bfloat16 halves both, but rounds away "
-        "updates that are small relative to a weight: it needs a learning rate of 1e-5 or more.",
+        "updates that are small relative to a weight: it needs a learning rate of 1e-5 or more. Gradients are added up "
+        "in float32 in any case.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -77,7 +77,10 @@ class TrainConfig(Section):
     )
     max_grad_norm: float = Field(1.0, gt=0, description="Maximum gradient norm (clipping).")
     seed: int = Field(
-        0, ge=0, description="Random seed of the data order and of sampling; a run is reproducible from it."
+        0,
+        ge=0,
+        description="Random seed of the data order and of sampling; a run is reproducible from it "
+        "(on GPUs up to rounding).",
     )
 
     @model_validator(mode="after")

@@ -68,12 +68,14 @@ class StepMetrics:
         Returns:
             Metrics as means over the step's tokens, or as maxima; and counts.
         """
-        names = sorted(self._sums)
-        added = ranks.all_reduce_sum([*(self._sums[name].item() for name in names), *self._counts.values()])
+        names, maxima = sorted(self._sums), sorted(self._maxima)
+        on_device = [*(self._sums[name] for name in names), *(self._maxima[name].double() for name in maxima)]
+        values = torch.stack(on_device).tolist() if on_device else []  # one wait for the device
+        added = ranks.all_reduce_sum([*values[: len(names)], *self._counts.values()])
         sums = dict(zip(names, added, strict=False))
         metrics = {name: value / num_tokens for name, value in sums.items() if name != "loss"} if num_tokens else {}
         metrics["loss"] = sums.get("loss", 0.0)
-        metrics |= {name: ranks.all_reduce_max(self._maxima[name].item()) for name in sorted(self._maxima)}
+        metrics |= {name: ranks.all_reduce_max(x) for name, x in zip(maxima, values[len(names) :], strict=True)}
         return metrics, dict(zip(COUNTS, map(int, added[len(names) :]), strict=True))
 
 

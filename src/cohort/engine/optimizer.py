@@ -1,6 +1,7 @@
 """Optimizers of torch and torchao, and their parameter groups."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -84,12 +85,15 @@ class Optimizers:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tables = _embedding_and_head_weights(model)
         self._trained = list(named.values())
+        self._wide_gradients: list[Tensor] = []  # weights whose gradients are wider than themselves
         self._offload: OffloadedUpdates | None = None
         if master_weights is not None:
             not_hidden = {name for name, p in named.items() if id(p) in tables}
             self._offload = OffloadedUpdates([(parameter, master) for _, parameter, master in master_weights.pairs()])
             model, named = master_weights.tree, {name: master for name, _, master in master_weights.pairs()}
             tables = {id(named[name]) for name in not_hidden}
+        else:
+            self._wide_gradients = [p for p in self._trained if p.grad_dtype != p.dtype]
         self._model, self._config, self._seed = model, config, seed
         self._named = named
         self._rounds = isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding
@@ -115,10 +119,27 @@ class Optimizers:
         elif self._rounds:
             self._step_rounded(update)
         else:
-            for optimizer in self._optimizers:
-                optimizer.step()
+            with self._round_gradients():
+                for optimizer in self._optimizers:
+                    optimizer.step()
         for parameter in self._trained:
             parameter.grad = None
+
+    @contextmanager
+    def _round_gradients(self) -> Iterator[None]:
+        """Context for torch's optimizers, which need gradients in the dtype of the weights. Clears these gradients."""
+        dtypes = [p.grad_dtype for p in self._wide_gradients]
+        for p in self._wide_gradients:
+            gradient, p.grad = p.grad, None
+            p.grad_dtype = p.dtype
+            if gradient is not None:
+                p.grad = gradient.to(p.dtype)
+        try:
+            yield
+        finally:
+            for p, dtype in zip(self._wide_gradients, dtypes, strict=True):
+                p.grad = None
+                p.grad_dtype = dtype
 
     def _owners(self) -> dict[int, tuple[torch.optim.Optimizer, ParamGroup]]:
         """Return the optimizer and the parameter group of each weight, by its id."""
@@ -156,14 +177,16 @@ class Optimizers:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by weight name, as torch.distributed.checkpoint saves it."""
+        """Return the state by weight name, as torch.distributed.checkpoint saves it. Call it between steps."""
         self._init_float32_state()
-        return get_optimizer_state_dict(self._model, self._optimizers)
+        with self._round_gradients():  # torch may create missing state by a step with zero gradients
+            return get_optimizer_state_dict(self._model, self._optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._init_float32_state()
-        set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=dict(state))
+        with self._round_gradients():
+            set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=dict(state))
         if self._rounds:  # torch has cast it to bfloat16
             owners = self._owners()
             for name, parameter in self._named.items():
@@ -177,7 +200,7 @@ class Optimizers:
         """
         if self._rounds and not any(optimizer.state for optimizer in self._optimizers):
             for parameter in self._trained:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             self.step(0.0)
 
 

@@ -23,13 +23,13 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._overall = 0
+        self._overall = self._reserved = 0
         self._phases: dict[str, int] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the peak of the block to phase `name`; a phase may be entered repeatedly."""
-        self._overall = max(self._overall, self._read())  # reset below
+        self._overall, self._reserved = max(self._overall, self._read()), self._read_reserved()  # reset below
         was_reset = self._reset()
         try:
             yield
@@ -38,17 +38,25 @@ class PeakMemory:
                 self._phases[name] = max(self._phases.get(name, 0), self._read())
 
     def take(self) -> dict[str, int]:
-        """Return `memory/{phase}_peak_bytes` since the last call and `memory/peak_bytes` since the start."""
+        """Return `memory/{phase}_peak_bytes` since the last call, and since the start `memory/peak_bytes`.
+
+        On CUDA also `memory/reserved_peak_bytes`: what PyTorch's allocator took from the driver, fragments included.
+        """
         phases, self._phases = self._phases, {}
-        self._overall = max(self._overall, self._read(), *phases.values())
-        return {f"memory/{name}_peak_bytes": peak for name, peak in phases.items()} | {
-            "memory/peak_bytes": self._overall
-        }
+        self._overall, self._reserved = max(self._overall, self._read(), *phases.values()), self._read_reserved()
+        peaks = {f"memory/{name}_peak_bytes": peak for name, peak in phases.items()}
+        peaks["memory/peak_bytes"] = self._overall
+        return peaks | ({"memory/reserved_peak_bytes": self._reserved} if self._device.type == "cuda" else {})
 
     def _read(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return _resident_peak()
+
+    def _read_reserved(self) -> int:
+        """Peak since the start; 0 without CUDA."""
+        is_cuda = self._device.type == "cuda"
+        return max(self._reserved, torch.cuda.max_memory_reserved(self._device)) if is_cuda else 0
 
     def _reset(self) -> bool:
         if self._device.type == "cuda":

@@ -207,9 +207,8 @@ _CHANGES_COSTS: Mapping[_Change, str] = {  # cheapest for the experiment first
     **_SAME_GRADIENT,
     _offloaded_optimizer: "time: each update copies gradients to host memory and weights back, and runs on the CPU, "
     "whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
-    _offloaded_parameters: "time: each micro-batch copies the weights from host memory twice, overlapped with "
-    "computation, and updates run on the CPU, whose time is not predicted; same gradient, up to the rounding of "
-    "bfloat16 weights",
+    _offloaded_parameters: "time: each micro-batch copies the weights from host memory twice and gradients back, "
+    "and updates run on the CPU, whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
     _gpus: _GPUS,
     _nodes: _GPUS,
     _adamw_8bit: "precision: 8-bit optimizer moments; needs the package torchao",

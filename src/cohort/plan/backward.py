@@ -92,8 +92,9 @@ def _head_gradient(workload: Workload) -> int:
     gradient = parameters * (
         workload.compute_bytes if workload.gathers or workload.masters_on_host else workload.trained_bytes
     )
-    if workload.masters_on_host and not workload.gathers:  # cast before accumulation
-        gradient += parameters * workload.trained_bytes
+    on_device = workload.compute_bytes if workload.masters_on_host else workload.trained_bytes
+    if on_device != workload.gradient_bytes and not workload.gathers:  # cast before accumulation
+        gradient += parameters * workload.gradient_bytes
     return gradient
 
 

@@ -60,7 +60,7 @@ def plan_timing(
         shared=layout.shared,
     )
     bus = bus_rate(hardware)
-    blocking = dict(_blocking_transfers(config, workload))
+    blocking = dict(_blocking_transfers(config, micro_batches, workload))
     overlapped = dict(_overlapped_transfers(hardware, micro_batches, workload))
     # overlapped transfers cost time only if they take longer than the computation
     longest_s = max([times.training_s, *(n.value for n in overlapped.values())])
@@ -96,7 +96,9 @@ def _run_hours(seconds: float, num_steps: int, layout: GpuLayout) -> dict[str, P
     }
 
 
-def _blocking_transfers(config: Config, workload: Workload) -> Iterator[tuple[str, int]]:
+def _blocking_transfers(
+    config: Config, micro_batches: MicroBatchPlan, workload: Workload
+) -> Iterator[tuple[str, float]]:
     """Yield transfers over the bus that computation waits for, with their bytes per step."""
     updates = config.train.updates_per_rollout
     if workload.reference_on_host:
@@ -107,6 +109,16 @@ def _blocking_transfers(config: Config, workload: Workload) -> Iterator[tuple[st
         yield (
             "gradients to host memory and weights back",
             updates * trained * (workload.trained_bytes + workload.compute_bytes),
+        )
+    if workload.parameters_on_host:
+        # FSDP2 waits for gradients, which go to unpinned memory, and on one process copies weights in the same stream
+        visits = sum(
+            2 * model.weight_bytes * model.shape.num_parameters + model.gradient_bytes * model.trained_parameters
+            for model in workload.models
+        )
+        yield (
+            "weights from host memory twice and gradients back per micro-batch",
+            micro_batches.num_micro_batches * visits / workload.processes,
         )
 
 
@@ -133,14 +145,6 @@ def _overlapped_transfers(
             "gathering_s",
             _derived(seconds, "two all-gathers and a reduce-scatter per micro-batch, overlapped with training"),
         )
-    if workload.parameters_on_host:
-        visits = sum(
-            2 * model.weight_bytes * model.shape.num_parameters + model.trained_bytes * model.trained_parameters
-            for model in workload.models
-        )
-        seconds = micro_batches.num_micro_batches * visits / workload.processes / bus
-        how = "weights from host memory twice and gradients back per micro-batch, overlapped with training"
-        yield "visiting_s", _derived(seconds, how)
     if workload.offload and hardware.on_gpu:
         moved = (
             2

@@ -98,7 +98,7 @@ def _shard(workload: Workload, parameters: int, bytes_each: int) -> int:
 
 
 def _gradient_bytes(workload: Workload) -> int:
-    return 0 if workload.parameters_on_host else _shard(workload, workload.trained_parameters, workload.trained_bytes)
+    return 0 if workload.parameters_on_host else _shard(workload, workload.trained_parameters, workload.gradient_bytes)
 
 
 def host_bytes(workload: Workload) -> int:
@@ -110,11 +110,9 @@ def host_bytes(workload: Workload) -> int:
     if workload.reference_on_host:
         size += workload.weight_bytes * workload.shape.num_parameters
     if workload.optimizer_on_host:
-        copies = 1 + workload.parameters_on_host  # weights and, with them, gradients
-        size += sum(
-            copies * _shard(model, model.trained_parameters, model.trained_bytes) + _optimizer_state_bytes(model)
-            for model in workload.models
-        )
+        for model in workload.models:
+            each = model.trained_bytes + model.gradient_bytes * model.parameters_on_host
+            size += _shard(model, model.trained_parameters, each) + _optimizer_state_bytes(model)
     if workload.parameters_on_host and workload.has_reference:
         size += _shard(workload, workload.trained_parameters, workload.weight_bytes)
     return size

@@ -80,8 +80,13 @@ class Workload:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes per trained parameter, its gradient and each optimizer moment."""
+        """Bytes per trained parameter and each of its optimizer moments."""
         return self.weight_bytes if self.adapter is None else max(ADAPTER_BYTES, self.weight_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient, which micro-batches add to in float32 or wider."""
+        return max(4, self.trained_bytes)
 
     @property
     def trained_parameters(self) -> int:

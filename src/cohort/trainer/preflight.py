@@ -110,18 +110,21 @@ def preflight_on(
     )
 
 
-def compare_memory(plan: Plan, peaks: Mapping[int, float]) -> str | None:
+def compare_memory(plan: Plan, peaks: Mapping[int, float], reserved: Mapping[int, float]) -> str | None:
     """Compare predicted with measured memory in a message; None before the first step was measured.
 
     Args:
         plan: predicted memory.
         peaks: `memory/peak_bytes` by step: allocated by PyTorch on GPU, resident on CPU.
+        reserved: `memory/reserved_peak_bytes` by step; empty on CPU.
     """
     if not peaks:
         return None
     framework = plan.memory.phases[plan.memory.peak_phase].get("framework", 0)
     measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework * plan.hardware.on_gpu
     before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before loading the model)"
+    if reserved:
+        before = f" ({max(reserved.values()) / 1e9:.2f} GB with fragments of PyTorch's allocator)"
     return (
         f"peak memory per process: {measured / 1e9:.2f} GB{before}; predicted {predicted / 1e9:.2f} GB for sequences "
         f"of maximum length ({predicted / measured:.2f} x)"

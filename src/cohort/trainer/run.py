@@ -99,8 +99,10 @@ def train(
                 folder.write_plan(plan.as_json())
             with closing(run.collector):
                 result = Trainer(config, run, folder, display).run()
-            if plan is not None and (comparison := compare_memory(plan, folder.metric_history("memory/peak_bytes"))):
-                display.notify(comparison)
+            if plan is not None:
+                peaks, reserved = map(folder.metric_history, ("memory/peak_bytes", "memory/reserved_peak_bytes"))
+                if comparison := compare_memory(plan, peaks, reserved):
+                    display.notify(comparison)
             return result
 
 

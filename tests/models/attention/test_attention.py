@@ -1,7 +1,8 @@
 """Attention over segments, in every backend, against one dense mask."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +18,6 @@ from attending import (
     LENGTHS,
     UNEVEN,
     Groups,
-    dense_mask,
     flash,
     flash_backward,
     make_inputs,
@@ -29,7 +28,7 @@ from attending import (
 )
 from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.models import Policy, SharedPrefix
-from cohort.models.attention import KVCache, cascade, flex, interface, varlen
+from cohort.models.attention import KVCache, cascade, interface, varlen
 from cohort.models.forward import forward
 from cohort.models.offload.activation_checkpointing import _selective_contexts, enable_gradient_checkpointing
 from cohort.packing import collate, collate_part, collate_prompt
@@ -88,39 +87,6 @@ def test_the_fused_kernel_takes_what_it_is_called_with():
         out = run(varlen.varlen, fake, attn_metadata, 0.3)
         grads = torch.autograd.grad(out, list(fake.values()), torch.empty_like(out))
     assert [g.shape for g in grads] == [t.shape for t in x.values()]
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4]), (300, [200, 200])])
-def test_flex_is_dense_attention(prefix):
-    """Forward only: PyTorch has no backward of it on the CPU."""
-    attn_metadata = segments_of([*UNEVEN, (260, [140, 300])], prefix)
-    x = {name: t.detach() for name, t in make_inputs(attn_metadata, dtype=torch.float32).items()}
-    torch.testing.assert_close(run(flex.flex, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3))
-
-
-@examples(15)
-@given(
-    groups=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), max_size=3)), min_size=1, max_size=3),
-    prefix=st.none() | st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=3)),
-)
-def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int, list[int]] | None):
-    attn_metadata = segments_of(groups, prefix)
-    missing = 256 - attn_metadata.num_tokens  # short rows are padded
-    mask = dense_mask(attn_metadata if missing <= 0 else segments_of([*groups, (missing, [])], prefix))
-    num_queries, num_keys = mask.shape
-    mine = flex.block_mask(num_queries, num_keys, *flex.mask_tensors(attn_metadata))
-    theirs = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, num_queries, num_keys, device="cpu")
-    assert torch.equal(mine.to_dense(), theirs.to_dense())
-    rows = (mine.kv_num_blocks, mine.kv_indices, mine.full_kv_num_blocks, mine.full_kv_indices)
-    columns = BlockMask.from_kv_blocks(*rows)
-    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # of the backward pass
-        assert torch.equal(getattr(mine, name), getattr(columns, name))
-    for row in range(mine.full_kv_num_blocks.shape[-1]):  # those that are computed without looking at the mask
-        for block in mine.full_kv_indices[0, 0, row, : mine.full_kv_num_blocks[0, 0, row]].tolist():
-            assert mask[128 * row : 128 * (row + 1), 128 * block : 128 * (block + 1)].sum() == 128 * 128
-    query, key = torch.meshgrid(torch.arange(num_queries), torch.arange(num_keys), indexing="ij")
-    assert torch.equal(mine.mask_mod(0, 0, query, key), mask)
 
 
 @pytest.mark.parametrize("backend", [cascade.cascade, varlen.varlen])
@@ -277,9 +243,24 @@ def test_the_override_of_the_backend():
         )
 
     assert name(torch.bfloat16, "cpu") == "cascade"
-    with interface.backend("flex"):
-        assert name(torch.bfloat16, "cpu") == "flex"
+    with interface.backend("varlen"):
+        assert name(torch.bfloat16, "cpu") == "varlen"
     assert name(torch.float32, "cpu") == "cascade"
+
+
+def test_the_backend_follows_device_dtype_and_head_sizes(monkeypatch: pytest.MonkeyPatch):
+    def name(dtype: torch.dtype, size: int = 64, value_size: int = 64) -> str:
+        query, value = (
+            SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(5, 2, n)) for n in (size, value_size)
+        )
+        return interface.choose_backend(cast(Tensor, query), cast(Tensor, value))
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert [name(dtype) for dtype in (torch.bfloat16, torch.float16)] == ["varlen"] * 2
+    assert [name(dtype) for dtype in (torch.float32, torch.float64)] == ["cascade"] * 2
+    assert [name(torch.bfloat16, *sizes) for sizes in ((64, 32), (36, 36), (320, 320))] == ["cascade"] * 3
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert name(torch.bfloat16) == "cascade"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -348,7 +329,7 @@ def test_branches_of_a_root_follow_each_other():
         build_attention_metadata([3], [CACHED_PREFIX])
 
 
-@pytest.mark.parametrize("name", ["cascade", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["cascade", "varlen"])
 def test_a_prefix_that_nothing_goes_on_from(name: interface.Backend, varlen_kernel: None):
     """Completions of one token: the row is a placeholder, and the prompt's keys are not there to be seen."""
     policy = policy_of(make_model())

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.models import Operands, Policy, forward, kernel_check, linear_logprobs, linear_loss
-from cohort.models.attention import interface
+from cohort.models import Operands, Policy, forward, linear_logprobs, linear_loss
 from cohort.models.lm_head import tiled_softmax
 from selection import slow
 from tiny import make_gemma2, policy_of
@@ -161,41 +160,6 @@ def test_triton_itself_without_a_gpu_is_no_reason_to_stop(monkeypatch: pytest.Mo
     with pytest.warns(RuntimeWarning, match="Triton kernels .* do not work here") as told:
         assert all(x.isfinite().all() for x in outcome())
     assert len(told) == 1 and not tiled_softmax.use_triton
-
-
-def heads(dtype: torch.dtype = torch.float32, dim: int = 32) -> tuple[Any, Any]:
-    """What is asked of queries and values to choose a backend, as of tensors on a GPU."""
-    return tuple(
-        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(5, num_heads, dim)) for num_heads in (4, 2)
-    )
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_attention_that_cannot_be_compiled_is_replaced(works: bool, monkeypatch: pytest.MonkeyPatch):
-    calls = []
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append([x.shape[1] for x in args[:3]])
-        if not works:
-            raise RuntimeError("Cannot find a working triton installation")
-        return interface.cascade(*args, **kwargs)
-
-    monkeypatch.setattr(interface, "flex", attend)
-    monkeypatch.setattr(
-        interface,
-        "probe_values",
-        lambda *shape, device, dtype: kernel_check.probe_values(*shape, device="cpu", dtype=dtype),
-    )
-    monkeypatch.setattr(interface, "to_device", lambda segments, _: segments)
-    interface._flex_works.cache_clear()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with torch.no_grad():
-            names = [interface.choose_backend(*heads(dim=dim)) for dim in (32, 32, 64)]
-    interface._flex_works.cache_clear()
-    assert calls == [[4, 2, 2]] * 2  # once for each layout of heads
-    assert set(names) == {"flex" if works else "cascade"}
-    assert ["working triton" in str(w.message) for w in told] == ([] if works else [True, True])
 
 
 @slow("interpreted in a fresh interpreter; test_linear_logprobs has the plain form")

@@ -9,27 +9,22 @@ S tokens of the row, P of the cached prefix.
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from cohort.attention_mask import NO_PARENT, AttentionMetadata, build_attention_metadata
-from cohort.host_to_device import to_device
+from cohort.attention_mask import AttentionMetadata
 from cohort.models.attention.cascade import KeyValue, cascade
 from cohort.models.attention.decoding import DecodeBatch, decode_attention
-from cohort.models.attention.flex import flex
 from cohort.models.attention.varlen import varlen
-from cohort.models.kernel_check import kernels_agree, probe_values
 
 NAME = "cohort"
-Backend = Literal["cascade", "varlen", "flex"]
-_BACKENDS: Mapping[Backend, Callable[..., Tensor]] = {"cascade": cascade, "varlen": varlen, "flex": flex}
+Backend = Literal["cascade", "varlen"]
+_BACKENDS: Mapping[Backend, Callable[..., Tensor]] = {"cascade": cascade, "varlen": varlen}
 # Arguments that layers pass to attention and that have no effect without a KV cache.
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "cache", "layer_idx"}
@@ -129,43 +124,15 @@ def choose_backend(query: Tensor, value: Tensor) -> Backend:
     """Choose the backend of packed attention by device, dtype and head sizes."""
     if _chosen:
         return _chosen[-1]
-    if query.device.type != "cuda":
-        return "cascade"
     size = query.shape[-1]
-    if (
-        query.dtype in (torch.float16, torch.bfloat16)
+    has_kernel = (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
         and size == value.shape[-1] <= 256
         and size % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    ):
-        return "varlen"
-    # FlexAttention has no float64 and needs head sizes of at least 16
-    if query.dtype == torch.float64 or min(size, value.shape[-1]) < 16:
-        return "cascade"
-    return "flex" if _flex_works(query.device, query.dtype, *query.shape[1:], *value.shape[1:]) else "cascade"
-
-
-@cache
-def _flex_works(
-    device: torch.device, dtype: torch.dtype, query_heads: int, dim: int, key_heads: int, value_dim: int
-) -> bool:
-    """Whether FlexAttention compiles and works here, tried on a small row, forward and backward."""
-    attn_metadata = to_device(build_attention_metadata((3, 2, 4), (NO_PARENT, 0, 0)), device)
-    tokens = attn_metadata.num_tokens
-
-    def compare() -> Iterator[tuple[Tensor, Tensor]]:
-        shapes = (query_heads, dim), (key_heads, dim), (key_heads, value_dim)
-        q, k, v = (probe_values(tokens, *shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
-        upstream = probe_values(tokens, query_heads, value_dim, device=device, dtype=dtype)
-        results = []
-        for compute in (flex, cascade):
-            out = compute(q, k, v, attn_metadata, prefix=None, scale=dim**-0.5)
-            results.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
-        yield from zip(*results, strict=True)
-
-    # independent of the caller's grad mode and saved-tensor hooks
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        return kernels_agree("Compiled FlexAttention kernels", "matrix products", compare)
+    )
+    return "varlen" if has_kernel else "cascade"
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from cohort.models.lm_head.tiled_softmax import (
 )
 from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
 
-# Backward skips rows without a gradient if at most this fraction of rows has one.
+# On CPUs backward skips rows without a gradient if at most this fraction of rows has one.
 MAX_LIVE_FRACTION = 0.75
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]  # logprobs [t], entropies [t] and their tokens -> losses [t]
@@ -275,7 +275,13 @@ def _fill(logits_tV: Tensor, operands: Operands, tokens: slice, cast_elements: i
 
 
 def _live_rows(rows: RowGradients) -> Tensor | None:
-    """Return indices of rows with a gradient, or None if skipping the others does not pay."""
+    """Return indices of rows with a gradient, or None if skipping the others does not pay.
+
+    On a GPU it does not: the host would wait for the device in every micro-batch to learn how many there are. Sequences
+    without a gradient are not in the batch anyway.
+    """
+    if rows.logprob_grad.device.type != "cpu":
+        return None
     live = rows.logprob_grad != 0
     if rows.entropy_grad is not None:
         live |= rows.entropy_grad != 0

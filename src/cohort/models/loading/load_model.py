@@ -176,6 +176,9 @@ def _wrap(
     if adapter is not None:
         adapter.initialize()
     master_weights = _split_master_weights(model, request)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # micro-batches add to gradients in float32 or wider, also those of 16-bit weights
+            parameter.grad_dtype = torch.promote_types(parameter.grad_dtype, torch.float32)
     if sharding is not None:
         sharding.finalize()
     return kind(

@@ -75,7 +75,6 @@ class _SelectivePolicy:
     Attention is quadratic in the sequence length, so it is always saved, whichever backend computes it: an operation
     counts as attention if its name contains "attention" or "attn", so the name of a new attention kernel must
     contain one of them.
-    (Compiled flex attention on CUDA is not visible here: all matrix products are saved, and attention is recomputed.)
     The four projections around attention are narrow, and backward needs three of them anyway. Products of the MLP are
     about four times as wide and are recomputed.
     """
