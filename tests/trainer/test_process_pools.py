@@ -1,4 +1,4 @@
-"""Runs whose rewards, tools and environments start pools of forked processes, and keep them or not."""
+"""Runs whose rewards start pools of forked processes, and keep them or not."""
 
 import os
 import signal
@@ -12,16 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from cohort.chat import ResponseParser
 from commands import ENVIRONMENT, set_up
-from playing import save_turns_model
-from runs import assert_same_weights, metric, train
+from runs import assert_same_weights
 from selection import slow
-from tiny import write_jsonl
 from waiting import until
 
 # `mapped` computes in this process, or in those of a pool that is closed each time, or kept for the run.
-CODE = '''
+CODE = """
 import multiprocessing
 import os
 import signal
@@ -64,32 +61,7 @@ def score(completions, **kwargs):
         kill.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return scores
-
-def look(key: str) -> str:
-    """Look up a value.
-
-    Args:
-        key: name of the value
-    """
-    return key * int(mapped([key])[0] + 1)
-
-class Game:
-    def reset(self, **row):
-        self.looks = 0.0
-        return f" {mapped(['five5'])[0]}"
-
-    def look(self, key: str) -> str:
-        """Look up a value.
-
-        Args:
-            key: name of the value
-        """
-        self.looks += mapped([key])[0]
-        return key * 2
-
-    def get_reward(self):
-        return self.looks
-'''
+"""
 
 
 def with_kind(kind: str) -> str:
@@ -148,7 +120,7 @@ def test_rewards_with_pools_train_the_same_model(folder: Path, plain: Path, kind
 @pytest.mark.parametrize("kind", ["kept pool", "executor"])
 def test_a_run_with_a_pool_saves_and_ends_when_it_is_terminated(folder: Path, kind: str):
     process = start(folder, kind, steps=100_000)
-    until(lambda: "step 2/" in (folder / "said").read_text() or process.poll() is not None)
+    until(lambda: "/100000  reward" in (folder / "said").read_text() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 128 + signal.SIGTERM
     said = (folder / "said").read_text()
@@ -163,34 +135,3 @@ def test_a_run_that_was_killed_resumes_although_its_pool_lives_on(folder: Path, 
     assert num_alive(folder) > 0
     assert ended(start(folder, "executor")) == 0, (folder / "said").read_text()
     assert_same_weights(folder / "run" / "final", plain)
-
-
-@slow("the same")
-@pytest.mark.parametrize("part", ["tools", "environment"])
-def test_tools_and_environments_with_pools_train_the_same_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
-):
-    # a random model calls by single letters, which is not how its chat template renders calls
-    monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
-    save_turns_model(folder / "base")
-    write_jsonl(folder / "train.jsonl", [{"prompt": f"say {n}"} for n in range(8)])
-    finals = []
-    for kind in ("plain", "pool", "kept pool", "executor"):
-        file = folder / f"{kind.replace(' ', '_')}.py"
-        file.write_text(with_kind(kind))
-        turns = {"max_prompt_tokens": 600, "max_completion_tokens": 6, "max_turns": 3, "max_trajectory_tokens": 400}
-        config: dict[str, Any] = {
-            "model": {"path": str(folder / "base")},
-            "rollout": {"num_generations": 4, "engine": "local", **turns},
-            "train": {"steps": 2, "prompts_per_step": 2, "learning_rate": 1e-2},
-            "run": {"dir": str(folder / kind)},
-        }
-        if part == "tools":
-            config["rollout"] |= {"tools": [f"{file}:look"]}
-            config |= {"data": {"path": str(folder / "train.jsonl")}, "rewards": [{"use": f"{folder}/plain.py:score"}]}
-        else:
-            config["rollout"] |= {"environment": f"{file}:Game"}
-        finals.append(train(config).final_dir)
-        assert max(metric(folder / kind, "completions/max_length")) > 6, "some trajectory has several calls"
-    for final in finals[1:]:
-        assert_same_weights(final, finals[0])
