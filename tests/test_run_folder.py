@@ -1,6 +1,8 @@
 """The run folder: who may use it, what it refuses, and how a resumed run's files go on."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from cohort.config import load_config, to_yaml
 from cohort.errors import UserError
 from cohort.run_folder import check_folder, free_folder, is_run_folder
 from forked import fork
-from run_folders import config_for, hold_folder, open_folder
+from run_folders import config_for, hold_folder, hold_folder_and_fork, open_folder
 from waiting import until
 
 
@@ -198,6 +200,20 @@ def test_one_process_at_a_time(tmp_path):
     other.join()
     open_folder(path).close()  # the lock went with the process
     open_folder(path).close()
+
+
+def test_a_forked_process_does_not_hold_the_folder(tmp_path):
+    """Such as one of a reward's pool, which lives on when the run is killed."""
+    path, said = tmp_path / "a", tmp_path / "said"
+    other = fork(hold_folder_and_fork, path, out=said)
+    until(lambda: said.exists() and said.read_text().count("\n") == 2)
+    other.kill()
+    other.join()
+    child = int(said.read_text().split()[-1])
+    try:
+        open_folder(path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path):

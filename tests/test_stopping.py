@@ -93,6 +93,15 @@ def end_a_child() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
+def leave_a_child() -> None:
+    """As a reward that keeps a pool of processes."""
+    run = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == run:
+            time.sleep(0.05)
+        os._exit(0)
+
+
 def ignore_and_train(config: dict[str, Any], part: str, steps_done: int, number: int) -> None:
     signal.signal(number, signal.SIG_IGN)
     trained_with(config, part, steps_done, number, then=go_on)
@@ -210,6 +219,12 @@ def test_a_signal_that_is_ignored_stays_ignored(config, tmp_path):
 def test_a_signal_to_a_forked_child_is_not_the_runs(config, tmp_path):
     code, said = ended(trained_with, of_its_own(config, tmp_path), "rewards", 2, then=end_a_child)
     assert (code, "stopped" in said) == (0, False), said
+
+
+def test_a_forked_child_that_lives_on_does_not_hold_the_run_up(config, tmp_path):
+    own = of_its_own(config, tmp_path)
+    code, said = ended(trained_with, own, "rewards", 2, signal.SIGTERM, then=leave_a_child)
+    assert (code, said.count("stopped by SIGTERM")) == (143, 1), said
 
 
 def test_a_second_signal_ends_it_at_once(config, tmp_path):

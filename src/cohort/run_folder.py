@@ -62,6 +62,17 @@ REWARD_MARKER = ".reward"  # exists while a reward function runs
 LOGS = "logs"  # output of the run's processes; created before the run starts
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 
+_locks: set[int] = set()  # descriptors of this process's open folders
+
+
+def _release_in_child() -> None:
+    """Let go of the folders in a forked process: it may outlive the run, which could not resume while it does."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
 
 class RunFolder:
     """An open run folder. Only one process can hold it; the lock is released when the process exits."""
@@ -83,6 +94,7 @@ class RunFolder:
         self._refuse_other_run()
         make_folder(self.path)
         self._lock = self._take_lock()
+        _locks.add(self._lock)
         tokens = self.path / "tokens"
         for folder in (self.path, self.checkpoints_path, self.path / "completions", tokens):
             remove_leftovers(folder)
@@ -216,6 +228,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder."""
+        _locks.discard(self._lock)
         os.close(self._lock)
 
     def _write(self, name: str, text: str) -> None:

@@ -4,8 +4,11 @@ import atexit
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+_POOLS_TIMEOUT_S = 5.0  # for the processes of pools to end
 
 _paused = False
 
@@ -39,8 +42,26 @@ def run_and_exit(main: Callable[[], None]) -> None:
         code = end.code
     if not (code is None or isinstance(code, int)):
         sys.exit(str(code))
+    _end_process_pools()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code or 0)
+
+
+def _end_process_pools() -> None:
+    """End the `ProcessPoolExecutor`s that user code has left open, as the interpreter's teardown does.
+
+    Otherwise multiprocessing's exit function waits for their processes forever. Those that hang are killed.
+    """
+    if (pools := sys.modules.get("concurrent.futures.process")) is None:
+        return
+    ending = threading.Thread(target=pools._python_exit, daemon=True)
+    ending.start()
+    ending.join(_POOLS_TIMEOUT_S)
+    if ending.is_alive():
+        import multiprocessing
+
+        for process in multiprocessing.active_children():
+            process.kill()

@@ -148,7 +148,7 @@ def handle_signals(role: Role, *, grace_s: float, resume_hint: Callable[[], str]
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watch = _SignalWatcher(reading, before, role=role, grace_s=grace_s, resume_hint=resume_hint)
+    watch = _SignalWatcher((reading, writing), before, role=role, grace_s=grace_s, resume_hint=resume_hint)
     for number in before:
         signal.signal(number, _do_nothing)
     if role == "rank" and EXIT_STATUS_FILE in os.environ and signal.SIGTERM in before:
@@ -187,14 +187,20 @@ class _SignalWatcher:
     """State of the thread that reads the signal pipe."""
 
     def __init__(
-        self, pipe: int, handlers: Mapping[Any, Any], *, role: Role, grace_s: float, resume_hint: Callable[[], str]
+        self,
+        pipe: tuple[int, int],
+        handlers: Mapping[Any, Any],
+        *,
+        role: Role,
+        grace_s: float,
+        resume_hint: Callable[[], str],
     ):
         self.number: int | None = None  # first signal
         self.stop_requested = threading.Event()
         self.can_save = False
         self.store: Any = None  # shared by the ranks; None for a single process, or once it is lost
         self.sibling_pids: Collection[int] = ()
-        self._pipe = pipe
+        self.pipe = pipe  # descriptors to read from and write to
         self.handlers = handlers  # previous handlers of the watched signals
         self._missed = False  # the signal came before the launcher installed its handlers, which forward signals
         self._role = role
@@ -207,9 +213,9 @@ class _SignalWatcher:
     def run(self) -> None:
         """Read the pipe until it is closed."""
         while True:
-            readable, _, _ = select.select([self._pipe], [], [], _TICK_S)
+            readable, _, _ = select.select([self.pipe[0]], [], [], _TICK_S)
             if readable:
-                numbers = os.read(self._pipe, 64)
+                numbers = os.read(self.pipe[0], 64)
                 if not numbers:
                     return
                 for number in numbers:
@@ -298,6 +304,8 @@ def _forget_in_child() -> None:
         faulthandler.unregister(signal.SIGTERM)
         for number, handler in _watch.handlers.items():
             signal.signal(number, handler)
+        for end in _watch.pipe:  # the run waits at its end until nobody can write to it, and a child may live longer
+            os.close(end)
         _watch = None
 
 

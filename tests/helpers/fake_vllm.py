@@ -4,6 +4,7 @@ The tokens of a completion are a function of its prompt and seed, as with the re
 must bring whoever has answered it. Standard library only, so that it starts quickly.
 """
 
+import hmac
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def prove(self) -> None:
+        """Prove that this server knows the secret, and wait for the next request on this connection."""
+        nonce = self.path.removeprefix("/cohort/proof?nonce=")
+        message = f"{self.connection.getsockname()[1]} {nonce}"
+        self.reply(hmac.new(self.fake.secret.encode(), message.encode(), "sha256").hexdigest().encode())
+        self.close_connection = False
+
     def may_come_in(self) -> bool:
         """Whether the request has the secret; otherwise it has its answer already."""
         if self.headers["Authorization"] == f"Bearer {self.fake.secret}":
@@ -231,6 +240,9 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
+        if self.path.startswith("/cohort/proof"):
+            self.prove()
+            return
         if not self.may_come_in():
             return
         self.fake.calls[self.path] += 1
@@ -353,6 +365,42 @@ class ProcessServer:
         if self.process:
             self.process.kill()
             self.process.wait()
+
+
+class Impostor:
+    """A process that has taken the port of a server: it records what it receives, and answers that all is well."""
+
+    def __init__(self, relay_to: int = 0):
+        """With a port, answer what the server there answers."""
+        self.received = b""
+        self.relay_to = relay_to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        body = json.dumps({"version": "0.32.0", "data": [{"id": "policy", "max_model_len": 64}]}).encode()
+        fine = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        with connection, suppress(OSError):
+            while data := connection.recv(65536):
+                self.received += data
+                if self.relay_to:
+                    with socket.create_connection(("127.0.0.1", self.relay_to)) as server:
+                        server.sendall(data)
+                        fine = b""
+                        while len(fine.partition(b"\r\n\r\n")[2]) < 64:
+                            fine += server.recv(65536)
+                connection.sendall(fine)
+
+    def close(self) -> None:
+        self._listener.close()
 
 
 if __name__ == "__main__":

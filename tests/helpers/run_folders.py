@@ -1,5 +1,6 @@
 """Run folders as a run opens them."""
 
+import os
 import time
 from pathlib import Path
 
@@ -20,5 +21,16 @@ def hold_folder(path: Path) -> None:
     """Have it, say so, and stay."""
     folder = open_folder(path)
     print("locked", flush=True)
+    time.sleep(600)
+    folder.close()
+
+
+def hold_folder_and_fork(path: Path) -> None:
+    """Do the same with a child, which lives on, and say its process id."""
+    folder = open_folder(path)
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    print(f"locked\n{child}", flush=True)
     time.sleep(600)
     folder.close()

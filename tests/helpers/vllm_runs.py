@@ -84,10 +84,10 @@ class Published(list[tuple[str, int]]):
 class Run:
     """An engine under test, and what it has said and done."""
 
-    def __init__(self, handles: Sequence[ServerHandle], limits: FleetLimits, sleeps: bool):
+    def __init__(self, handles: Sequence[ServerHandle], limits: FleetLimits, sleeps: bool, mutual: bool):
         self.notes: list[str] = []
         self.published = Published()
-        client = lambda: make_client(limits.request_timeout_s)  # noqa: E731
+        client = lambda: make_client(limits.request_timeout_s, mutual=mutual)  # noqa: E731
         self.fleet = Fleet(
             handles, client, limits, server_name="vLLM server", find_cause=root_cause, failures_pause_starts=sleeps
         )
@@ -104,17 +104,20 @@ class Run:
         return self.collector.collect(prompts(count, **options), sampling, KEY)
 
 
-def make_client(timeout_s: float) -> GenerateClient:
-    return GenerateClient(
-        end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, secret=Secret(SECRET), timeout_s=timeout_s
-    )
+def make_client(timeout_s: float, *, mutual: bool = False) -> GenerateClient:
+    secret = Secret(SECRET, mutual=mutual)
+    return GenerateClient(end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, secret=secret, timeout_s=timeout_s)
 
 
 @contextmanager
 def run_with(
-    *handles: ServerHandle, limits: FleetLimits = LIMITS, sleeps: bool = False, version: int = 7
+    *handles: ServerHandle,
+    limits: FleetLimits = LIMITS,
+    sleeps: bool = False,
+    version: int = 7,
+    mutual: bool = False,
 ) -> Iterator[Run]:
-    run = Run(handles, limits, sleeps)
+    run = Run(handles, limits, sleeps, mutual)
     try:
         run.engine.update_weights(policy_version=version)
         yield run

@@ -264,6 +264,40 @@ def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path, start: S
     assert ", or set hardware.max_restarts" in errors
 
 
+EXITING = """
+import os
+from pathlib import Path
+
+calls = []
+
+def score(completions, **kwargs):
+    calls.append(1)
+    if len(calls) == 2:
+        with Path(__file__).with_name("exits").open("a") as file:
+            file.write("x")
+        os._exit(0)
+    return [float(len(str(completion))) for completion in completions]
+"""
+
+
+@slow("two starts of one process, and one of two")
+@pytest.mark.parametrize(("processes", "restarts"), [(1, 1), (2, 0)])
+def test_a_reward_that_exits_with_code_0_is_a_failure(tmp_path: Path, start: Start, processes: int, restarts: int):
+    (tmp_path / "r.py").write_text(EXITING)
+    config = inputs(tmp_path, processes, eval={"every": 0}, hardware={"max_restarts": restarts})
+    config["rewards"] = [{"use": f"{tmp_path}/r.py:score"}]
+    process = start(tmp_path, config)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1 and not (tmp_path / "run" / "final").exists()
+    assert (
+        len((tmp_path / "exits").read_text())
+        == errors.count("exited with code 0 before the run had ended")
+        == 1 + restarts
+    )
+    assert errors.count("restarting from") == restarts
+    assert re.search("error: rank 0 .*exited with code 0 .*as by os._exit in a reward or tool", errors), errors
+
+
 RAISING = """
 import os
 from cohort.engine import TrainEngine

@@ -26,7 +26,7 @@ from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_f
 from waiting import until
 
 START_TIMEOUT_S = 180
-SECRET = Secret("0123456789abcdef" * 2)  # of the tests' own servers
+SECRET = Secret("0123456789abcdef" * 2, mutual=True)  # of the tests' own servers
 HEADERS = request_headers(SECRET)
 MAX_MODEL_LEN = 1024
 LONG_PROMPT = 300  # more than two of the blocks of 128 tokens in which vLLM caches prompts on CPU

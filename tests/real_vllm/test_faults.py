@@ -1,12 +1,11 @@
 """Servers that die, and who is left behind."""
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -17,8 +16,10 @@ import torch
 from cohort.models.saving.export_weights import stream_weights, weight_specs
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import ServerProcess
+from fake_vllm import Impostor
 from serving import (
     SECRET,
     Server,
@@ -32,7 +33,7 @@ from serving import (
     start,
 )
 from tiny import policy_of, save_model_folder
-from waiting import until
+from waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -74,13 +75,18 @@ def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(proce
     process.stop()  # again does nothing
 
 
-def test_a_port_in_use_is_a_failed_start(process: ServerProcess, monkeypatch: pytest.MonkeyPatch):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr(server_module, "_free_port", lambda: other.getsockname()[1])
-        process.start()
-        until(lambda: process.poll() is not None, timeout_s=600)
+def test_a_port_in_use_is_a_failed_start_and_gets_no_secret(process: ServerProcess, monkeypatch: pytest.MonkeyPatch):
+    impostor = Impostor()
+    monkeypatch.setattr(server_module, "_free_port", lambda: impostor.port)
+    process.start()
+    with closing(VllmApi(process.url, secret=SECRET, timeout_s=PATIENCE_S)) as api, pytest.raises(ServerError) as error:
+        api.version()
+    assert "is not the server that this run has started" in str(error.value)
+    until(lambda: process.poll() is not None, timeout_s=600)
+    impostor.close()
     assert process.poll() == "exited with code 1"
     assert "address already in use" in process.log().lower()
+    assert b"/cohort/proof?nonce=" in impostor.received and SECRET.text.encode() not in impostor.received
 
 
 def test_the_cause_of_an_end_is_found_in_the_log(tmp_path: Path, vllm_python: str):

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from cohort.stopping import STOP_EXIT_CODES
 
 _TAIL_LINES = 8
+_EXITED_EARLY = "exited with code 0 before the run had ended, as by os._exit in a reward or tool"
 _NOTICED_LINES = 200  # a rank terminated later appends the stacks of all threads
 
 
@@ -19,7 +20,7 @@ class Failure:
     """A rank that caused the failure."""
 
     rank: int
-    what: str  # "exited with code 1", "was killed by SIGKILL", "did not answer"
+    what: str  # "failed with exit code 1", "was killed by SIGKILL", "did not answer"
     stderr_file: Path
     stderr_tail: str
 
@@ -45,13 +46,20 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
     if by_itself:
         causes = {rank: _ending(code) for rank, code in by_itself.items()}
     elif noticed and (silent := _called_silent(files, noticed)):
-        causes = dict.fromkeys(silent, "did not answer its peers within hardware.timeout_s")
+        causes = dict.fromkeys(silent, f"did not answer its peers within hardware.timeout_s, or {_EXITED_EARLY}")
     else:
         causes = {rank: _ending(code) for rank, code in (killed or failed or exit_codes).items()}
     return tuple(
         Failure(rank=r, what=what, stderr_file=files.get(r, logs), stderr_tail=_tail(files.get(r), _TAIL_LINES))
         for r, what in sorted(causes.items())
     )
+
+
+def early_exit(logs: Path) -> Failure:
+    """Return the failure of a rank 0 that exited with code 0, like all others, without an exit status."""
+    file = next(logs.rglob("0/stderr.log"), None)
+    tail = _tail(file, _TAIL_LINES)
+    return Failure(rank=0, what=_EXITED_EARLY, stderr_file=file or logs, stderr_tail=tail)
 
 
 def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:

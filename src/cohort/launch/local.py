@@ -21,7 +21,7 @@ from cohort import stopping
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError
 from cohort.host_resources import usable_cores
-from cohort.launch.failure_report import Failure, read_failures
+from cohort.launch.failure_report import Failure, early_exit, read_failures
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
@@ -139,10 +139,10 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     exit_status = ExitStatus.read(logs / "exit_status.json")
     if exit_status is None and signal_code is not None:
         raise SystemExit(signal_code)
+    if exit_status is None and not failures:
+        failures = (early_exit(logs),)
     # compare file identity: metrics of an earlier start are not progress of this one
     made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
-    if exit_status is None and not failures:
-        raise TrainingError(f"all processes ended, but rank 0 left no exit status; see its output in {logs}")
     return _Attempt(exit_status=exit_status, failures=failures, made_progress=made_progress)
 
 

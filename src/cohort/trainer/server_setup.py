@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def _secret(rollout: ServersConfig) -> Secret | None:
     Raises:
         UserError: `rollout.secret_file` cannot be read or created.
     """
-    if rollout.secret_file is None:
-        return None if rollout.urls else Secret.new()
-    return read_secret(rollout.secret_file) if rollout.urls else read_or_create_secret(rollout.secret_file)
+    if rollout.urls:  # may be behind a proxy, which cannot prove anything
+        return None if rollout.secret_file is None else read_secret(rollout.secret_file)
+    secret = Secret.new() if rollout.secret_file is None else read_or_create_secret(rollout.secret_file)
+    return replace(secret, mutual=True)  # anyone may take a port before the server does

@@ -35,8 +35,15 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
-def test_bodies_of_requests_without_a_key_are_not_kept():
-    part = bytes(MB)
+# A body whose last part never comes, and one without an end.
+UNFINISHED = f"Content-Length: {32 * MB}\r\n\r\n", bytes(MB)
+ENDLESS = "Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (MB, bytes(MB))
+
+
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer wrong\r\n"])
+@pytest.mark.parametrize("body", [UNFINISHED, ENDLESS], ids=["unfinished", "endless"])
+def test_bodies_of_requests_without_a_key_are_not_kept(key: str, body: tuple[str, bytes]):
+    kind, part = body
     grown: list[int] = []
 
     def solve(row: Any, base_url: str, api_key: str) -> None:
@@ -45,9 +52,8 @@ def test_bodies_of_requests_without_a_key_are_not_kept():
 
         def upload(number: int) -> socket.socket:
             client = connect(base_url)
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n"
-            client.sendall(f"{head}Content-Length: {32 * MB}\r\n\r\n".encode())
-            for _ in range(31):  # the last part never comes
+            client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{key}{kind}".encode())
+            for _ in range(31):
                 client.sendall(part)
             return client
 

@@ -1,10 +1,13 @@
 """The secret that servers demand: how they get it, what they let in, and that nobody else learns it."""
 
 import asyncio
+import dataclasses
 import importlib.util
 import os
+import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,18 @@ import pytest
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.rollout.engines.servers.handles import RemoteServer
+from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
 from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, WORKER_FOLDER, ServerOptions, ServerProcess
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.trainer import vllm_setup
 from cohort.trainer.run_inputs import read_inputs
-from fake_vllm import SECRET, ThreadServer
+from fake_vllm import SECRET, Impostor, ThreadServer
 from runs import changed, make_inputs
-from vllm_runs import assert_right, run_with
-from waiting import until
+from vllm_runs import assert_right, make_client, run_with
+from waiting import PATIENCE_S, until
 
 # What a server lets in
 
@@ -38,6 +43,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
     def load(content: str) -> Any:
         (tmp_path / "secret").write_text(content)
         monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "secret"))
+        monkeypatch.syspath_prepend(WORKER_FOLDER)
         spec = importlib.util.spec_from_file_location("cohort_vllm_auth", WORKER_FOLDER / "cohort_vllm_auth.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -151,6 +157,82 @@ def test_only_the_server_learns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert secret.text not in f"{secret} {secret!r} {process.__dict__}"
 
 
+# To whom it goes
+
+
+@pytest.mark.parametrize(
+    ("server", "query", "proof"),
+    [
+        # printf '8000 abc' | openssl dgst -sha256 -hmac s3cret
+        (("127.0.0.1", 8000), b"nonce=abc", b"a1dd6e0cad51b93dde17a2e39f0316217a635de08738f38bb4049cd051be88a5"),
+        (("127.0.0.1", 8001), b"nonce=abc", b"22f4e77fd11c115e6adc3fd8c424f73b238e955944381b28208d8f0c71d51f78"),
+        (("127.0.0.1", 8000), b"", b""),
+        (("/a/socket", None), b"nonce=abc", b""),
+    ],
+)
+def test_a_server_proves_that_it_knows_the_secret_on_its_port(load, server, query: bytes, proof: bytes):
+    middleware = load("s3cret").RequireSecret
+    came, (start, body) = call(middleware, "http", path="/cohort/proof", query_string=query, server=server)
+    assert not came and start["status"] == 200
+    assert body["body"] == proof
+
+
+@pytest.fixture
+def real() -> Iterator[ThreadServer]:
+    server = ThreadServer()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("relays", [False, True])
+def test_whoever_has_taken_a_port_gets_no_secret(real: ThreadServer, relays: bool):
+    secret = Secret(SECRET, mutual=True)
+    impostor = Impostor(relay_to=int(real.url.rpartition(":")[2]) if relays else 0)
+
+    async def is_healthy(url: str) -> bool:
+        async with make_client(PATIENCE_S, mutual=True) as client:
+            return await client.healthy(url)
+
+    assert asyncio.run(is_healthy(real.url)) and VllmApi(real.url, secret=secret, timeout_s=PATIENCE_S).version()
+    for ask in (
+        lambda: asyncio.run(is_healthy(impostor.url)),
+        lambda: VllmApi(impostor.url, secret=secret, timeout_s=PATIENCE_S).version(),
+    ):
+        with pytest.raises(
+            ServerError, match=rf"answers at {impostor.url} is not the server that this run has started"
+        ):
+            ask()
+    impostor.close()
+    assert impostor.received.count(b"GET /cohort/proof?nonce=") == impostor.received.count(b"\r\n\r\n") == 2
+    assert b"Authorization" not in impostor.received and SECRET.encode() not in impostor.received
+
+
+def test_a_run_goes_on_with_another_port_if_the_first_was_taken():
+    impostor = Impostor()
+
+    class Handle(ThreadServer):
+        def start(self, port: int = 0) -> None:
+            super().start(port)
+            if len(self.fakes) == 1:
+                self.url = impostor.url  # what listens there is not the server
+
+    with run_with(handle := Handle(), mutual=True) as run:
+        assert_right(run.generate(4))
+    assert len(handle.fakes) == 2
+    assert any(f"answers at {impostor.url} is not the server that this run has started" in n for n in run.notes)
+    impostor.close()
+    assert impostor.received and SECRET.encode() not in impostor.received
+
+
+def test_a_server_that_ends_while_it_is_asked_is_no_impostor():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
+        with pytest.raises(ServerError, match=r"/version: .*(the connection was closed|reset by peer)"):
+            VllmApi(url, secret=Secret(SECRET, mutual=True), timeout_s=PATIENCE_S).version()
+
+
 # Secret files
 
 
@@ -226,7 +308,9 @@ def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match="does not exist"):
         secret_of(**elsewhere, secret_file=file)
     created = secret_of(secret_file=file)  # so that others can look at the run's own servers
-    assert created is not None and created == secret_of(**elsewhere, secret_file=file) == read_secret(file)
+    assert created == dataclasses.replace(read_secret(file), mutual=True)
+    assert secret_of(**elsewhere, secret_file=file) == read_secret(file)
+    assert first.mutual and not read_secret(file).mutual  # servers elsewhere may be behind a proxy
 
 
 def test_another_secret_ends_the_run_and_says_which_key_to_set():

@@ -104,7 +104,9 @@ class Sampler:
 
     def _completions(self, rows: _Rows) -> Iterator[Completion]:
         ends = frozenset(self._end_ids.tolist())
-        for tokens, logprobs, length, stopped in zip(rows.tokens, rows.logprobs, rows.lengths, rows.stopped, strict=True):
+        for tokens, logprobs, length, stopped in zip(
+            rows.tokens, rows.logprobs, rows.lengths, rows.stopped, strict=True
+        ):
             yield Completion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],

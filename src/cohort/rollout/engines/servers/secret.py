@@ -21,6 +21,7 @@ class Secret:
     """A bearer token. Its `repr` does not show it."""
 
     text: str = field(repr=False)  # printable ASCII without spaces
+    mutual: bool = False  # a server must prove that it knows the secret, on every connection, before it gets requests
 
     @classmethod
     def new(cls) -> Self:

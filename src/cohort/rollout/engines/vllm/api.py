@@ -15,6 +15,7 @@ import httpx2 as httpx
 
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
+from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server
 
 
 class VllmApi:
@@ -25,11 +26,12 @@ class VllmApi:
 
         Args:
             url: address of the server, such as http://127.0.0.1:8000.
-            secret: sent with every request; None for a server without a secret.
+            secret: sent with every request, after the server's proof if it is mutual; None for a server without one.
             timeout_s: maximum time per call; None to wait until the server exits or `close` is called.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self._secret = secret
         # servers are on the local network: ignore proxies from the environment
         self._client = httpx.Client(
             base_url=self.url,
@@ -125,7 +127,7 @@ class VllmApi:
         """Send a request and return the answer, parsed if it is JSON, else as text.
 
         Raises:
-            ServerError: no answer in time, or an error.
+            ServerError: no answer in time, an error, or a process that is not the run's server.
         """
         try:
             with self._track_sockets() as trace:
@@ -143,19 +145,21 @@ class VllmApi:
 
     @contextmanager
     def _track_sockets(self) -> Iterator[Callable[[str, Any], None]]:
-        """Yield a trace callback that registers a call's sockets, so that `close` can end it.
+        """Yield a trace callback that registers a call's sockets, so that `close` can end it, and asks for proofs.
 
         Closing a socket does not wake a thread that reads from it; shutting it down does.
         """
         mine: list[socket.socket] = []
 
         def trace(event: str, info: Any) -> None:
-            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            if event in (CONNECTED, "connection.start_tls.complete"):
                 mine.append(info["return_value"].get_extra_info("socket"))
                 with self._lock:
                     self._sockets.add(mine[-1])
                     if self._closed:
                         _shut_down(mine[-1])
+            if event == CONNECTED and self._secret is not None and self._secret.mutual:
+                check_server(info["return_value"], self.url, self._secret, timeout_s=self.timeout_s)
 
         try:
             yield trace

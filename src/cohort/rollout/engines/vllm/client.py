@@ -15,6 +15,7 @@ from cohort.records import FinishReason, FloatArray, ModelCall
 from cohort.rollout.engines.servers.requests import BusyError, GenerateRequest, ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.server import POLICY_NAME
+from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server_async
 
 _CONNECT_TIMEOUT_S = 10.0
 _QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
@@ -36,12 +37,12 @@ class GenerateClient:
         Args:
             end_token_ids: tokens that end a completion. Nothing else does, except the token limit.
             vocab_size: token ids must be smaller.
-            secret: sent with every request; None for servers without a secret.
+            secret: sent with every request, after the server's proof if it is mutual; None for servers without one.
             timeout_s: maximum time per request.
         """
         self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
-        self._headers = request_headers(secret)
+        self._secret = secret
         self._timeout_s = timeout_s
         self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
 
@@ -56,11 +57,11 @@ class GenerateClient:
         """Whether the server answers and its engine is alive.
 
         Raises:
-            ServerError: it demands another secret.
+            ServerError: it demands another secret, or is not the run's server.
         """
         try:
             async with asyncio.timeout(_QUICK_TIMEOUT_S):
-                response = await self._client(url).get(f"{url}/health")
+                response = await self._send(url, "GET", "/health")
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
             return False
         _check_secret(response)
@@ -100,7 +101,7 @@ class GenerateClient:
         if verify not in self._http:
             self._http[verify] = httpx2.AsyncClient(
                 verify=verify,
-                headers=self._headers,
+                headers=request_headers(self._secret),
                 timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
                 # One connection per request: servers close idle ones after some seconds, and a request on such a
                 # connection would look like a crashed server.
@@ -108,6 +109,15 @@ class GenerateClient:
                 trust_env=False,  # ignore proxies from the environment
             )
         return self._http[verify]
+
+    async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
+        """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
+
+        async def trace(event: str, info: Any) -> None:
+            if event == CONNECTED and self._secret is not None and self._secret.mutual:
+                await check_server_async(info["return_value"], url, self._secret)
+
+        return await self._client(url).request(method, f"{url}{path}", json=json, extensions={"trace": trace})
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -133,7 +143,7 @@ class GenerateClient:
         """Send a request and return the parsed body of its answer."""
         try:
             async with asyncio.timeout(timeout_s):  # for the whole answer, however slowly it arrives
-                response = await self._client(url).request(method, f"{url}{path}", json=json)
+                response = await self._send(url, method, path, json=json)
         except TimeoutError as error:
             raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:

@@ -2,13 +2,17 @@
 
 vLLM's own `--api-key` leaves the routes that replace weights and pause the server open to everyone. The file
 $COHORT_SECRET_FILE, which may be a pipe, is read when the server imports this module: without a secret it does not
-start. Standard library only, since vLLM's environment does not have Cohort.
+start. One route is open: there the server proves that it knows the secret, before a client sends it. Standard library
+only, since vLLM's environment does not have Cohort.
 """
 
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
+
+from cohort_server_proof import PROOF_PATH, server_proof
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -27,7 +31,8 @@ def _read_secret() -> bytes:
     return secret
 
 
-_EXPECTED = b"Bearer " + _read_secret()
+_SECRET = _read_secret()
+_EXPECTED = b"Bearer " + _SECRET
 
 
 class RequireSecret:
@@ -43,10 +48,23 @@ class RequireSecret:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        elif scope["path"] == PROOF_PATH:
+            await _answer(send, 200, _proof(scope), b"text/plain")
         else:
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": _BODY})
+            await _answer(send, 401, _BODY, b"application/json", (b"www-authenticate", b"Bearer"))
+
+
+async def _answer(send: Send, status: int, body: bytes, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+    headers = ((b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _proof(scope: Scope) -> bytes:
+    """Return the proof for the request's nonce; "" without one, or without a port."""
+    (nonce,) = parse_qs(scope["query_string"]).get(b"nonce", [b""])[:1]
+    port = (scope.get("server") or ("", None))[1]  # of the connection's own socket
+    return server_proof(_SECRET, nonce, port) if nonce and port else b""
 
 
 def _is_authorized(scope: Scope) -> bool:
