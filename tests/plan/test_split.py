@@ -159,8 +159,8 @@ def test_what_does_not_fit_is_refused_with_what_does():
     refused = message(8, AUTO, model="32b")
     assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs needs ")
     assert refused.endswith(
-        "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number for rollout_gpus, which is not compared "
-        "with the memory"
+        "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number "
+        "for rollout_gpus, which is not compared with the memory"
     )
     split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=2", model="32b")
     assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")

@@ -30,9 +30,14 @@ def find_routers(model: Any) -> tuple[Router, ...]:
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
             if recorder is None:
                 continue
+            # in transformers 5.17, Llama 4 names the layer of experts, whose child is the router
+            layer = recorder if isinstance(recorder, type) else None
             for inner, candidate in module.named_modules():
                 name = f"{outer}.{inner}".strip(".")
-                if isinstance(candidate, recorder.target_class):
+                if layer is not None and isinstance(candidate, layer) and hasattr(candidate, "router"):
+                    name = f"{name}.router"
+                    found[name] = Router(name=name, module=candidate.router, output=1)
+                elif layer is None and isinstance(candidate, recorder.target_class):
                     found[name] = Router(name=name, module=candidate, output=recorder.index)
     return tuple(found.values())
 

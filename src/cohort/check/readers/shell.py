@@ -19,6 +19,8 @@ _MOST_REASONS = 4  # why a word is not known
 _EXPORTED = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")  # that decide something
 _BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
 _PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
+# tree-sitter-bash can crash on characters from here on, which no script has
+_UNASSIGNED = re.compile("[\U00030000-\U0010ffff]")
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
 
@@ -76,6 +78,7 @@ def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()
 def _tree(text: str) -> tree_sitter.Node:
     """Parse a script. A placeholder such as `<your-model>` is a word, not a redirection."""
     plain = _UNQUOTED_LINE.sub(lambda line: _PLACEHOLDER.sub(r"'\1'", line[0]), text.replace("\r\n", "\n"))
+    plain = _UNASSIGNED.sub("\ufffd", plain)
     return tree_sitter.Parser(_BASH).parse(plain.encode(errors="replace")).root_node
 
 
