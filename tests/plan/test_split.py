@@ -162,7 +162,8 @@ def test_what_does_not_fit_is_refused_with_what_does():
         "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number "
         "for rollout_gpus, which is not compared with the memory"
     )
-    split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=2", model="32b")
+    cure = ("model.gradient_checkpointing=true", "model.dtype=bfloat16", "rollout.tensor_parallel=2")
+    split(8, AUTO, *cure, model="32b")
     assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")
     split(16, AUTO, "rollout.tensor_parallel=2", model="32b")
     assert "use more GPUs or" in message(4, AUTO, model="70b")
