@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cohort.batch import MicroBatch
 from cohort.config import ModelConfig, config_from_dict
@@ -19,6 +21,7 @@ from cohort.models.offload.activation_checkpointing import (
     ActivationOffload,
     enable_gradient_checkpointing,
     enable_offload,
+    hooks_are_outside_of_checkpoints,
     prepare_activations,
 )
 from cohort.packing import collate
@@ -139,6 +142,14 @@ def test_what_comes_back_is_what_the_gradient_is_made_of():
     assert max(relative_error(actual[name], expected[name]) for name in expected) > 0.1
 
 
+def test_a_transformers_that_checkpoints_hooks_too_is_refused(monkeypatch: pytest.MonkeyPatch):
+    config = ModelConfig(path="m", gradient_checkpointing=True, activation_offload=True)
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", nn.Module.__call__, raising=False)  # as in 5.22
+    with pytest.raises(UserError, match=r"model\.activation_offload: true with .* needs transformers 5\.23 or newer"):
+        prepare_activations(make_trained().model, config)
+
+
+@pytest.mark.skipif(not hooks_are_outside_of_checkpoints(), reason="refused with transformers before 5.23")
 def test_with_checkpointing_the_inputs_of_layers_move_and_nothing_else():
     policy, offload = make_offloaded(True)
     row = make_row(policy)

@@ -6,6 +6,7 @@ Checkpointing recomputes activations in backward. Offloading keeps them in host 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -46,7 +47,20 @@ def prepare_activations(model: Any, config: ModelConfig) -> None:
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model, selective=config.gradient_checkpointing == "selective")
     if config.activation_offload:
+        if config.gradient_checkpointing and not hooks_are_outside_of_checkpoints():
+            raise UserError(
+                "model.activation_offload: true with model.gradient_checkpointing needs transformers 5.23 or newer, "
+                f"and this is {version('transformers')}, with which it would move what backward recomputes; update it, "
+                "or remove one of the two keys"
+            )
         enable_offload(model)
+
+
+def hooks_are_outside_of_checkpoints() -> bool:
+    """Whether transformers checkpoints the `forward` of a layer, and not the hooks around it: from 5.23 on."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return "__call__" not in vars(GradientCheckpointingLayer)
 
 
 # Checkpointing
