@@ -91,7 +91,7 @@ def test_the_lifecycle_answers_as_the_client_reads_it(untied: Server):
     with pytest.raises(ServerError, match="/update_weights: HTTP 500"):
         api.update_weights({"step": "declare", "specs": []})  # no update was begun
     with pytest.raises(ServerError, match=r"/v1/load_lora_adapter: HTTP 404"):
-        api.load_lora_adapter("policy", "/nowhere")  # only where it was started with a rank
+        api.load_lora_adapter("adapter", "/nowhere")  # only where it was started with a rank
 
 
 def test_every_route_demands_the_secret(untied: Server):

@@ -61,6 +61,14 @@ def score(completions, **kwargs):
         kill.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return scores
+
+class Lengths:
+    def reset(self, question):
+        [self.length] = mapped([question])
+        return "It has %d letters." % self.length
+
+    def get_reward(self):
+        return self.length + sum(mapped(["a", "bc"]))
 """
 
 
@@ -81,10 +89,10 @@ def num_alive(folder: Path) -> int:
     return sum(psutil.pid_exists(int(pid)) for pid in (folder / "pids").read_text().split())
 
 
-def start(folder: Path, kind: str, *, isolate: bool = False, **train: Any) -> subprocess.Popen[bytes]:
+def start(folder: Path, kind: str, *, isolate: bool = False, **sections: Any) -> subprocess.Popen[bytes]:
     """Start `cohort train` with `score`; it prints to `said`."""
     reward = {"use": f"{folder}/r.py:score", "isolate": isolate}
-    path = set_up(folder, files={"r.py": with_kind(kind)}, rewards=[reward], train={"steps": 3, **train})
+    path = set_up(folder, files={"r.py": with_kind(kind)}, rewards=[reward], **sections)
     with (folder / "said").open("wb") as out:
         command = [sys.executable, "-m", "cohort", "train", str(path)]
         return subprocess.Popen(command, stdout=out, stderr=out, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
@@ -117,9 +125,19 @@ def test_rewards_with_pools_train_the_same_model(folder: Path, plain: Path, kind
 
 
 @slow("the same")
+def test_environments_with_pools_train_the_same_model(tmp_path: Path):
+    for kind in ("plain", "pool", "kept pool", "executor"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        rollout = {"environment": {"use": f"{folder}/r.py:Lengths"}, "max_prompt_tokens": 200, "max_turns": 1}
+        assert ended(start(folder, kind, rollout=rollout)) == 0, (folder / "said").read_text()
+        assert_same_weights(folder / "run" / "final", tmp_path / "plain" / "run" / "final")
+
+
+@slow("the same")
 @pytest.mark.parametrize("kind", ["kept pool", "executor"])
 def test_a_run_with_a_pool_saves_and_ends_when_it_is_terminated(folder: Path, kind: str):
-    process = start(folder, kind, steps=100_000)
+    process = start(folder, kind, train={"steps": 100_000})
     until(lambda: "/100000  reward" in (folder / "said").read_text() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 128 + signal.SIGTERM
