@@ -138,7 +138,7 @@ def test_environments_with_pools_train_the_same_model(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["kept pool", "executor"])
 def test_a_run_with_a_pool_saves_and_ends_when_it_is_terminated(folder: Path, kind: str):
     process = start(folder, kind, train={"steps": 100_000})
-    until(lambda: "/100000  reward" in (folder / "said").read_text() or process.poll() is not None)
+    until(lambda: "/100000  sampled reward" in (folder / "said").read_text() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 128 + signal.SIGTERM
     said = (folder / "said").read_text()
