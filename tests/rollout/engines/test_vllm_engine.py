@@ -62,7 +62,7 @@ def test_completions_under_way_keep_the_version_that_began_them():
         until(lambda: run.fleet.running())
         groups = run.collector.submit(prompts(2), SAMPLING, KEY)
         run.collector.wait(groups, count=0)
-        until(lambda: server.fakes[0].num_in_flight)
+        until(lambda: server.fakes[0].num_in_flight == 2 * SAMPLING.num_generations)
         run.engine.update_weights(policy_version=8)
         run.collector.wait(groups, count=2)
         versions = {c.policy_version for g in groups for c in g.result().trajectories}

@@ -1,6 +1,7 @@
 """Weights for two servers, while the group with one of them fails, hangs or dies at one call after the other."""
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,8 @@ def test_making_a_group_that_hangs_leaves_the_environment_as_it_was(
     with fault_in_nccl(Fault("make", 0, "hangs")):
         channel.open()
         assert os.environ.get(NO_WATCHDOG) == before
-    assert channel.transport == "gloo" and "within 2 s" in channel.notes[0]
+    assert channel.transport == "gloo"
+    assert re.search("(within|longer than) 2 s", channel.notes[0])  # the trainer's word, or the server's
 
 
 def test_a_group_that_computes_wrong_sums_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch):
