@@ -82,7 +82,7 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     found = {}
     try:
         for child in psutil.Process(process.pid).children(recursive=True):
-            if "cohort.train" in " ".join(child.cmdline()):
+            if "-m cohort train" in " ".join(child.cmdline()):
                 found[int(child.environ()["RANK"])] = child
     except (psutil.NoSuchProcess, psutil.AccessDenied, KeyError):
         return {}

@@ -24,13 +24,13 @@ from waiting import free_port, until
 
 
 class LaunchedRank:
-    """`python -m cohort.train` as torchrun starts it on this machine."""
+    """`python -m cohort train` as torchrun starts it on this machine."""
 
     def __init__(self, path: Path, **environment: object) -> None:
         self._out, self._err = (path.with_name(f"rank-{environment['RANK']}.{name}") for name in ("out", "err"))
         self._process = fork(
             run_module,
-            *("cohort.train", str(path)),
+            *("cohort", "train", str(path)),
             out=self._out,
             err=self._err,
             OMP_NUM_THREADS=1,
@@ -63,7 +63,7 @@ def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
     path = set_up(tmp_path)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-m", "cohort.train", str(path)],
+        [sys.executable, "-m", "cohort", "train", str(path)],
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **place, "MASTER_PORT": str(free_port())},

@@ -89,7 +89,7 @@ launcher=(
     --monitor-interval 1
     --signals_to_handle SIGINT,SIGTERM,SIGHUP,SIGUSR1
 )
-training=(-m cohort.train "$config" hardware.timeout_s=90.5 'model.path=a b')
+training=(-m cohort train "$config" hardware.timeout_s=90.5 'model.path=a b')
 """ in script("hardware.timeout_s=90.5", "model.path=a b", port=29511, max_restarts=2)
 
 
@@ -170,7 +170,7 @@ def test_ranks_per_node(overrides, options, ranks):
     text = script(*overrides, **options)
     assert f"    --nproc-per-node {ranks}\n" in text and f"{ranks} ranks each: {8 * ranks} ranks." in text
     training = next(line for line in text.splitlines() if line.startswith("training="))
-    assert training == f"training=({' '.join(['-m cohort.train', chr(34) + '$config' + chr(34), *overrides])})"
+    assert training == f"training=({' '.join(['-m cohort train', chr(34) + '$config' + chr(34), *overrides])})"
 
 
 def test_more_ranks_than_a_node_has_gpus():
@@ -330,7 +330,7 @@ def test_a_run_goes_on_with_servers_elsewhere():
 
 # What it starts
 
-# Stands in for cohort.train: the ranks meet; once, the last one then fails, which the others notice.
+# Stands in for `cohort train`: the ranks meet; once, the last one then fails, which the others notice.
 PROBE = """
 import datetime, json, os, pathlib, sys
 import torch
@@ -368,8 +368,8 @@ def test_it_starts_the_ranks_on_all_nodes_and_restarts_them(cluster):
         nodes=2,
         port=free_port(),
     )
-    assert text.count("-m cohort.train") == 1
-    result = run_script(text.replace("-m cohort.train", "-m probe"))
+    assert text.count("-m cohort train") == 1
+    result = run_script(text.replace("-m cohort train", "-m probe"))
     assert result.returncode == 0, result.stdout
     found = {p.name: json.loads(p.read_text()) for p in (cluster / "found").iterdir()}
     assert sorted(found) == ["0", "1", "2", "3"]
@@ -391,7 +391,7 @@ def test_it_starts_the_ranks_on_all_nodes_and_restarts_them(cluster):
 def test_it_refuses_a_run_folder_that_nodes_do_not_share(cluster, monkeypatch):
     monkeypatch.setenv("HIDDEN_FROM_OTHERS", str(cluster / "runs"))
     text = script("run.dir=runs/a", "hardware.device=cpu", nodes=2)
-    result = run_script(text.replace("-m cohort.train", "-m probe"))
+    result = run_script(text.replace("-m cohort train", "-m probe"))
     assert result.returncode == 2
     assert "run.dir /nowhere/a is not writable here, or is not the folder that the first node sees" in result.stdout
     assert list((cluster / "runs/a").iterdir()) == []

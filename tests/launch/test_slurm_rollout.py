@@ -15,7 +15,7 @@ from selection import slow
 from test_slurm import VLLM, directives, message, script
 from waiting import free_port
 
-# Stands in for cohort.train: rank 0 waits for all servers, as the trainer does.
+# Stands in for `cohort train`: rank 0 waits for all servers, as the trainer does.
 WAITING_PROBE = """
 import json, os, pathlib, sys, time
 
@@ -58,8 +58,8 @@ def rollout_script(cluster, monkeypatch) -> str:
     overrides = ("run.dir=runs/a", VLLM, "rollout.tensor_parallel=2", "data.system_prompt=it's")
     options = {"nodes": 2, "rollout_nodes": 2, "gpus_per_node": 4, "max_restarts": 0, "port": free_port()}
     text = script(*overrides, config_path="run.yaml", **options)
-    assert text.count("--nproc-per-node 4") == text.count("-m cohort.train") == text.count("        cohort serve") == 1
-    text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace("-m cohort.train", "-m probe")
+    assert text.count("--nproc-per-node 4") == text.count("-m cohort train") == text.count("        cohort serve") == 1
+    text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace("-m cohort train", "-m probe")
     text = text.replace("        cohort serve", f"        {cluster / 'tools' / 'cohort'} serve")
     return text.replace("sleep 10", "sleep 0.2")
 

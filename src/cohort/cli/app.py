@@ -1,5 +1,6 @@
 """The `cohort` command and its subcommands train, eval, view, serve, launch and demo."""
 
+import os
 import sys
 import tempfile
 import traceback
@@ -40,7 +41,9 @@ class _Commands(TyperGroup):
             if "--debug" in sys.argv:
                 traceback.print_exc()
             else:
-                typer.echo("\n".join([f"error: {error}", *untested_versions()]), err=True)
+                # launchers tell a rank that caused a failure from one that noticed it by the name
+                name = f"{type(error).__name__}: " if _is_rank() and isinstance(error, TrainingError) else ""
+                typer.echo("\n".join([f"error: {name}{error}", *untested_versions()]), err=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
         except OSError as error:
             if "--debug" in sys.argv or (message := _describe_place(error)) is None:
@@ -50,6 +53,11 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+def _is_rank() -> bool:
+    """Whether this process is a rank that torchrun or `cohort train` started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _describe_place(error: OSError) -> str | None:
@@ -127,14 +135,21 @@ def train(
     view: Annotated[bool, typer.Option("--view", help="Start the page that shows the run, as run.view: true.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model. Run the same command again to resume from the last checkpoint."""
+    """Train a model. Run the same command again to resume from the last checkpoint.
+
+    On several machines, torchrun starts it: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
+    --rdzv-endpoint HOST:PORT -m cohort train CONFIG.
+    """
     settings = load_config(config, [*(overrides or ()), *(["run.view=true"] if view else [])])
     set_run_dir(Path(settings.run.dir))
-    print_loading_notice()
+    if not _is_rank():
+        print_loading_notice()
     from cohort.display.safe_stdout import SafeStdout
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
+    if _is_rank():
+        return
     print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=SafeStdout(), flush=True)
 
 

@@ -120,7 +120,7 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     if split is not None:
         environment |= place(config, split, slots).environment()
     environment |= _gpus_of_ranks(config, slots)
-    arguments = ["-m", "cohort.train", str(config_file), *(["--resume"] if resume else [])]
+    arguments = ["-m", "cohort", "train", str(config_file), *(["--resume"] if resume else [])]
     failures: tuple[Failure, ...] = ()
     signal_code: int | None = None  # exit code, if a signal stopped the run
     with environment_variables(environment), _quiet_launcher():

@@ -223,7 +223,7 @@ def _launch(
     else:
         step = "--kill-on-bad-exit=1"
         loss = "# A failed node ends the job; with --min-nodes the others would continue without it."
-    words = ["-m cohort.train", '"$config"', *map(shlex.quote, arguments)]
+    words = ["-m cohort train", '"$config"', *map(shlex.quote, arguments)]
     servers, end = "", ""
     if rollout is not None:
         secret = secret_override(config)

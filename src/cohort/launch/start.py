@@ -50,9 +50,11 @@ def train(
     run_dir = Path(config.run.dir)
     if started_by_torchrun():
         _refuse_display(display, "ranks of torchrun")
+        from torch.distributed.elastic.multiprocessing.errors import record
+
         from cohort.trainer import run_rank
 
-        run_rank(config, resume=resume)
+        record(run_rank)(config, resume=resume)
         return _result(run_dir)
     config = choose_engine(config, notify)
     split, found = split_machine(config), num_gpus(config)
