@@ -21,7 +21,6 @@ from cohort.config.schema import RECENT_STEPS, RECENT_TOKENS_SIZE
 from cohort.config.sizes import parse_size
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
-from cohort.rewards.judge_prompt import prompt_hashes
 from cohort.run_files import (
     SECRET_FILE,
     checkpoints,
@@ -77,12 +76,13 @@ os.register_at_fork(after_in_child=_release_in_child)
 class RunFolder:
     """An open run folder. Only one process can hold it; the lock is released when the process exits."""
 
-    def __init__(self, config: Config, *, resume: bool):
+    def __init__(self, config: Config, *, resume: bool, judge_prompts: Mapping[str, str] | None = None):
         """Open `config.run.dir` for a new run, or for the run that is in it.
 
         Args:
             config: configuration of the run.
             resume: require an existing run to resume.
+            judge_prompts: hashes of the judges' prompt files by key; a run does not go on with another text.
 
         Raises:
             UserError: the folder holds another run or other files, another process uses it, or there is nothing to
@@ -90,6 +90,7 @@ class RunFolder:
         """
         self.path = Path(config.run.dir)
         self._config = config
+        self._judge_prompts = dict(judge_prompts or {})
         check_folder(self.path, resume=resume)
         self._refuse_other_run()
         make_folder(self.path)
@@ -136,8 +137,8 @@ class RunFolder:
                 f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to resume from; use a new run.dir"
             )
         self._write("config.yaml", to_yaml(self._config))
-        if hashes := prompt_hashes(self._config.rewards):
-            self._write(JUDGE_PROMPTS, json.dumps(hashes, indent=1) + "\n")
+        if self._judge_prompts:
+            self._write(JUDGE_PROMPTS, json.dumps(self._judge_prompts, indent=1) + "\n")
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             rows, bad = read_metrics(metrics)
@@ -259,7 +260,7 @@ class RunFolder:
             before = json.loads((self.path / JUDGE_PROMPTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        now = prompt_hashes(self._config.rewards)
+        now = self._judge_prompts
         return {
             f"{key}, the text of the file": (f"sha256 {before[key][:12]}", f"sha256 {now[key][:12]}")
             for key in sorted(before.keys() & now.keys())

@@ -14,9 +14,8 @@ from cohort import train as run_training
 from cohort.config import config_from_dict
 from cohort.display import RunLog, StepReport
 from cohort.errors import TrainingError
-from cohort.trainer.run import _start_page
+from cohort.processes.page import PageStartError
 from cohort.trainer.user_files import user_files
-from cohort.view.server import process
 from commands import set_up
 from configs import MINIMAL
 from runs import changed, make_inputs, metric, stop_after, train
@@ -180,17 +179,17 @@ ADDRESS = "http://127.0.0.1:7600/?token=abcdef"
 
 
 def test_the_address_of_the_page_is_printed_and_in_no_file(tmp_path: Path, cohort, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "start_beside_run", lambda run: ADDRESS if run == tmp_path / "run" else "")
+    page = f"page: {ADDRESS}"
+    monkeypatch.setattr("cohort.trainer.run.start_page", lambda run: page if run == tmp_path / "run" else "")
     path = set_up(tmp_path, train={"steps": 1})
     assert f"page: {ADDRESS}\n" in cohort("train", path, "--view").out
     assert not [f for f in (tmp_path / "run").rglob("*") if f.is_file() and b"abcdef" in f.read_bytes()]
 
 
-def test_a_run_goes_on_without_its_page(monkeypatch: pytest.MonkeyPatch):
+def test_a_run_goes_on_without_its_page(tmp_path: Path, cohort, monkeypatch: pytest.MonkeyPatch):
     def fail(run: Path) -> str:
-        raise process.ViewStartError("no free port")
+        raise PageStartError("no free port")
 
-    monkeypatch.setattr(process, "start_beside_run", fail)
-    told: list[str] = []
-    _start_page(Path(), told.append)
-    assert told == ["run.view: no free port"]
+    monkeypatch.setattr("cohort.trainer.run.start_page", fail)
+    path = set_up(tmp_path, train={"steps": 1})
+    assert "run.view: no free port\n" in cohort("train", path, "--view").out

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cohort.errors import UserError
+from cohort.processes.page import PageStartError, start_page
 from cohort.view.search.search import Progress
 from cohort.view.server import process
 from cohort.view.server.app import EventStream
 from cohort.view.server.browser import describe_address, open_browser
-from cohort.view.server.process import ViewStartError, start_beside_run
 from cohort.view.server.runs import Runs, check_is_run, find_run_folders
 from cohort.view.server.serve import ViewServer
 from view_server import Client, make_run, serving
@@ -314,11 +314,11 @@ def test_ctrl_c_ends_the_command_at_once(folder: Path) -> None:
 
 def test_the_page_beside_a_run_ends_after_it(folder: Path, tmp_path: Path) -> None:
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom cohort.view.server.process import start_beside_run\n"
-        "print(start_beside_run(Path(sys.argv[1])), flush=True)\ntime.sleep(600)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom cohort.processes.page import start_page\n"
+        "print(start_page(Path(sys.argv[1])), flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True) as run:
-        address = run.stdout.readline().strip()
+        address = run.stdout.readline().removeprefix("page: ").strip()
         [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         assert address.partition("token=")[2] not in Path(f"/proc/{child}/cmdline").read_text()
         assert os.getsid(int(child)) != os.getsid(run.pid)  # Ctrl-C does not reach it
@@ -343,9 +343,9 @@ def test_the_page_stays_while_a_tab_is_open(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_page_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.sys, "executable", "/bin/false")
-    with pytest.raises(ViewStartError, match="the page did not start: no answer; to see why: cohort view"):
-        start_beside_run(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PageStartError, match="the page did not start: no answer; to see why: cohort view"):
+        start_page(tmp_path)
 
 
 class _FakeServer:

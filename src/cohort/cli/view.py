@@ -29,9 +29,15 @@ def view(
         bool | None,
         typer.Option("--open/--no-open", help="Open a browser. Default: if this terminal is on your own machine."),
     ] = None,
+    beside: Annotated[int | None, typer.Option(hidden=True, help="Process id of the run that started this.")] = None,
     debug: Debug = False,
 ) -> None:
     """Show a run in the browser, while it trains or afterwards: how it learns, or why not."""
+    if beside is not None and run_folders:
+        from cohort.view.server.process import serve_beside
+
+        serve_beside(run_folders[0], beside)
+        return
     folders, root = _what_to_show(run_folders or [], list_)
     if export is not None:
         _export(folders, export)

@@ -1,7 +1,6 @@
 """A run from start to finish: read inputs, check memory, build the workers, train."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -10,7 +9,9 @@ from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, Displays, RunLog
 from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
+from cohort.processes.page import start_page
 from cohort.rewards import RewardCrashMarker
+from cohort.rewards.judge_prompt import prompt_hashes
 from cohort.run_files import resume_hint
 from cohort.run_folder import REWARD_MARKER, RunFolder, free_folder
 from cohort.run_result import RunResult
@@ -58,7 +59,7 @@ def train(
         inputs = read_inputs(config)
         setup = engine_setup(config, inputs)
         with (
-            closing(RunFolder(config, resume=resume)) as folder,
+            closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))) as folder,
             RunLog(folder.path, processes=ranks.world_size) as log,
         ):
             console, display = display, Displays(log, display)
@@ -93,7 +94,10 @@ def train(
                 display.notify(warning)
             log.begin(steps_done=steps_done, num_steps=inputs.plan.num_steps, files=files)
             if config.run.view:
-                _start_page(folder.path, console.notify)  # not in events.jsonl
+                try:
+                    console.notify(start_page(folder.path))  # not in events.jsonl: the address holds a secret
+                except OSError as error:
+                    console.notify(f"run.view: {error}")
             run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
             if plan is not None:
                 folder.write_plan(plan.as_json())
@@ -112,17 +116,6 @@ def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]
     crash = marker.last_crash()
     notes = inputs.notes(config.rollout.max_prompt_tokens)
     return [*filter(None, (crash, describe_lost_updates(config))), *untested_versions(), *notes]
-
-
-def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
-    """Start the page that shows the run and tell its address, which holds a secret. The run goes on without it."""
-    from cohort.view.server.browser import describe_address
-    from cohort.view.server.process import start_beside_run
-
-    try:
-        notify(describe_address(start_beside_run(run_dir), os.environ))
-    except OSError as error:
-        notify(f"run.view: {error}")
 
 
 @contextmanager

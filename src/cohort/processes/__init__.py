@@ -1,0 +1,1 @@
+"""Processes besides the ranks, and what this one may use."""
