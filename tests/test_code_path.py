@@ -32,4 +32,4 @@ def test_a_gradient_is_computed_by_few_files():
     finally:
         sys.setprofile(None)
     assert {"packing/bins.py", "engine/train_engine.py", "models/lm_head/logprobs.py", "algorithms/losses.py"} <= files
-    assert len(files) <= 18, sorted(files)
+    assert len(files) <= 19, sorted(files)

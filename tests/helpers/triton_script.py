@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.models import Operands, linear_logprobs, linear_loss
 from cohort.models.lm_head import tiled_softmax, triton_kernels
-from cohort.models.lm_head.tiled_softmax import LogitTransform, OnlineSoftmax, RowGradients
+from cohort.models.lm_head.softmax import LogitTransform, OnlineSoftmax, RowGradients
 
 QWEN = 151_936  # token ids, which no block of columns divides
 VOCABULARY = 7000  # a tile has two blocks of columns, the second one partly filled

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.models.attention import KVCache
 from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logprobs, linear_loss
+from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
-from cohort.models.lm_head.tiled_softmax import LogitTransform, check_triton
+from cohort.models.lm_head.tiled_softmax import check_triton
 from cohort.models.shared_prefix import PrefixState
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from cohort.models import Operands, linear_logprobs, linear_loss
 from cohort.models.lm_head import logprobs, tiled_softmax
 from cohort.models.lm_head.logprobs import head_logits
-from cohort.models.lm_head.tiled_softmax import IDENTITY, LogitTransform
+from cohort.models.lm_head.softmax import IDENTITY, LogitTransform
 from cohort.plan import tiles
 from selection import examples
 from tiny import relative_error

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cohort.models.lm_head.softmax import IDENTITY, LogitTransform, OnlineSoftmax, RowGradients
 from cohort.models.lm_head.tiled_matmul import (
     GradientSums,
     Operands,
@@ -22,14 +23,7 @@ from cohort.models.lm_head.tiled_matmul import (
     tile_shape,
     weight_rows,
 )
-from cohort.models.lm_head.tiled_softmax import (
-    IDENTITY,
-    LogitTransform,
-    OnlineSoftmax,
-    RowGradients,
-    logits_to_grad_,
-    update_softmax,
-)
+from cohort.models.lm_head.tiled_softmax import logits_to_grad_, update_softmax
 from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
 
 # On CPUs backward skips rows without a gradient if at most this fraction of rows has one.

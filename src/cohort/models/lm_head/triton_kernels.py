@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import TritonError
 
-from cohort.models.lm_head.tiled_softmax import LogitTransform, OnlineSoftmax, RowGradients
+from cohort.models.lm_head.softmax import LogitTransform, OnlineSoftmax, RowGradients
 
 __all__ = ["TritonError", "logits_to_grad_", "update_softmax"]
 BLOCK = 4096  # columns per program and iteration: 16 KiB

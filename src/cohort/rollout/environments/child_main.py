@@ -17,7 +17,6 @@ import pickle
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,15 +27,13 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 from cohort.user_code import describe_error, load_callable, load_function
 
 if TYPE_CHECKING:
     from cohort.chat import Reply
     from cohort.records import ModelCall
 
-HEADER = struct.Struct("!Q")
-MAX_MESSAGE_BYTES = 64 << 20  # of the child
-CLOSE_TIMEOUT_S = 5.0  # for `close()` of the environment
 _MAX_ATTRIBUTE_BYTES = 1 << 20
 _MAX_ATTRIBUTES_BYTES = 16 << 20  # of all of them
 _MAX_ERROR_CHARACTERS = 20_000

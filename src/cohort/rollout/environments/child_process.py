@@ -18,15 +18,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Self
 
+from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 from cohort.rollout.engines.vllm.server import SECRET_VARIABLE
-from cohort.rollout.environments import child_main
-from cohort.rollout.environments.child_main import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 from cohort.user_code import describe_error
 
+_CHILD = Path(__file__).with_name("child_main.py")
 START_TIMEOUT_S = 120.0  # for imports and the constructor
 _END_TIMEOUT_S = 1.0  # between the end of a child's socket and that of the child
 _MAX_LOG_BYTES = 16 << 20
@@ -71,7 +72,7 @@ class ChildProcess:
         with other:
             self.process = subprocess.Popen(
                 (
-                    *(sys.executable, "-P", "-u", "-X", "faulthandler", child_main.__file__),
+                    *(sys.executable, "-P", "-u", "-X", "faulthandler", str(_CHILD)),
                     *(str(other.fileno()), str(os.getpid())),
                 ),
                 stdin=subprocess.DEVNULL,

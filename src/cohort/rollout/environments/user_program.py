@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from cohort.processes.messages import CLOSE_TIMEOUT_S
 from cohort.records import Trajectory
-from cohort.rollout.environments.child_main import CLOSE_TIMEOUT_S
 from cohort.rollout.environments.child_process import ChildPool
 from cohort.rollout.environments.environment_class import reset_seed
 from cohort.rollout.environments.handle import InstanceHandle, UserThread, with_deadline
