@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from cohort.config import Config, config_from_dict
+from cohort.rewards.judge_prompt import prompt_hashes
 from cohort.run_folder import RunFolder
 from configs import MINIMAL
 
@@ -14,7 +15,8 @@ def config_for(path: Path, *overrides: str) -> Config:
 
 
 def open_folder(path: Path, *overrides: str, resume: bool = False) -> RunFolder:
-    return RunFolder(config_for(path, *overrides), resume=resume)
+    config = config_for(path, *overrides)
+    return RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))
 
 
 def hold_folder(path: Path) -> None:

@@ -113,7 +113,7 @@ def test_ranks_are_not_told_how_to_start_servers():
     )
     text = script("rollout.engine=vllm", *of_servers, "rollout.gpu_memory_utilization=0.8", rollout_nodes=1)
     line = next(line for line in text.splitlines() if line.startswith("training="))
-    words = shlex.split(line.removeprefix("training=(").removesuffix(")"))[3:]
+    words = shlex.split(line.removeprefix("training=(").removesuffix(")"))[4:]
     assert words[-1] == "rollout.urls=[$urls]"
     config = config_with(*words[:-1], "rollout.urls=[http://node-1:8000,http://node-1.a.b:8001]")
     assert config.rollout.urls == ("http://node-1:8000", "http://node-1.a.b:8001")
