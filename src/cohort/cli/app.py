@@ -142,14 +142,16 @@ def train(
     """
     settings = load_config(config, [*(overrides or ()), *(["run.view=true"] if view else [])])
     set_run_dir(Path(settings.run.dir))
-    if not _is_rank():
-        print_loading_notice()
+    if _is_rank():
+        from cohort.launch import train_rank
+
+        train_rank(settings, resume=resume)
+        return
+    print_loading_notice()
     from cohort.display.safe_stdout import SafeStdout
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
-    if _is_rank():
-        return
     print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=SafeStdout(), flush=True)
 
 

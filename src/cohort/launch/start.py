@@ -50,11 +50,7 @@ def train(
     run_dir = Path(config.run.dir)
     if started_by_torchrun():
         _refuse_display(display, "ranks of torchrun")
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        from cohort.trainer import run_rank
-
-        record(run_rank)(config, resume=resume)
+        train_rank(config, resume=resume)
         return _result(run_dir)
     config = choose_engine(config, notify)
     split, found = split_machine(config), num_gpus(config)
@@ -76,6 +72,20 @@ def train(
     with handle_signals("launcher"):
         run_processes(config, num_processes=num_processes, split=split, resume=resume, notify=notify)
     return _result(run_dir)
+
+
+def train_rank(config: Config, *, resume: bool) -> None:
+    """Run one rank of a run that a launcher started, and leave errors where the launcher looks for them.
+
+    Raises:
+        UserError: the configuration, the data or a reward is invalid.
+        TrainingError: the run failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from cohort.trainer import run_rank
+
+    record(run_rank)(config, resume=resume)
 
 
 def _refuse_display(display: Display | None, processes: str) -> None:
