@@ -21,6 +21,7 @@ from cohort.models import Operands, Policy, linear_logprobs, linear_loss
 from cohort.plan.memory import CUDA_BYTES
 from cohort.rollout import Sampler, SamplingParams
 from cohort.rollout.engines.base import CallKey, SampleRequest
+from gpu_predicted import add_adapter, lora_spec
 from harness import QWEN3_06B, TINY
 
 MOST_KERNELS = 15
@@ -110,14 +111,27 @@ def head(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def sampling(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Tokens per second of the local engine: 8 prompts, 8 completions each."""
-    shape, prompt, limit = (TINY, 12, 4) if tiny else (QWEN3_06B, 512, 128)
-    with device:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32 if tiny else torch.bfloat16)
-    policy = Policy(model, device=device, compute_dtype=None, pad_token_id=0)
+    """Tokens per second of the local engine: 8 prompts, 8 completions each.
+
+    With weights in bfloat16, and with LoRA on weights in float32 that compute in bfloat16.
+    """
+    measured = {}
+    for name, dtype, rank in (("bfloat16", torch.bfloat16, 0), ("float32, LoRA", torch.float32, 16)):
+        with device:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config((TINY if tiny else QWEN3_06B).config(), dtype=dtype)
+        if rank:
+            add_adapter(model, lora_spec(model, rank))
+        policy = Policy(model, device=device, compute_dtype=torch.bfloat16, pad_token_id=0)
+        tokens, seconds = _sample(policy, *((12, 4) if tiny else (512, 128)))
+        measured |= {f"{name}: tokens": tokens, f"{name}: seconds": seconds, f"{name}: tokens_per_s": tokens / seconds}
+    return {"measured": measured}
+
+
+def _sample(policy: Policy, prompt: int, limit: int) -> tuple[int, float]:
+    """Sample once to warm up, and then for measuring; return the number of tokens and the seconds."""
     params = SamplingParams(num_generations=8, max_completion_tokens=limit, temperature=1.0)
-    prompts = np.random.default_rng(0).integers(2, shape.vocab, (8, prompt))
+    prompts = np.random.default_rng(0).integers(2, policy.model.config.vocab_size, (8, prompt))
     sampler = Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=64)
 
     def sample(step: int, ids: np.ndarray) -> int:
@@ -133,11 +147,10 @@ def sampling(device: torch.device, tiny: bool) -> dict[str, Any]:
         return sum(len(completion.token_ids) for completion in sampler.sample(requests))
 
     sample(0, prompts[:1])
-    _wait(device)
+    _wait(policy.device)
     start = time.perf_counter()
     tokens = sample(1, prompts)
-    seconds = time.perf_counter() - start
-    return {"measured": {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}}
+    return tokens, time.perf_counter() - start
 
 
 def timed(compute: Callable[[], object], device: torch.device) -> float:

@@ -107,6 +107,11 @@ class Head:
     linear: nn.Linear  # may be tied to the embedding
     lora: Any  # peft's wrapper, or None
     transform: LogitTransform  # at temperature 1
+    copy: Tensor | None = None  # replaces the weight of `linear`, without gradient
+
+    def rounded(self, dtype: torch.dtype | None) -> "Head":
+        """Return this head with a copy of its weight in `dtype`, for many calls of `logits`."""
+        return replace(self, copy=self.linear.weight.to(dtype))
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] in float32 or wider, without gradient."""
@@ -132,7 +137,8 @@ class Head:
 
     def _operands(self, hidden_TH: Tensor) -> Operands:
         """Add the weights of the head, and of its adapter unless that is disabled or merged."""
-        operands = Operands(hidden_TH, self.linear.weight, self.linear.bias)
+        weight = self.linear.weight if self.copy is None else self.copy
+        operands = Operands(hidden_TH, weight, self.linear.bias)
         if self.lora is None or self.lora.disable_adapters or self.lora.merged or not self.lora.active_adapters:
             return operands
         (name,) = self.lora.active_adapters

@@ -243,8 +243,11 @@ class Sharding:
     def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Distribute rank 0's full weights and buffers. Call on every rank; other ranks' arguments are ignored."""
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        for buffer in self.model.buffers():
+            buffer.data = torch.empty_like(buffer, device=self._home)  # torch loads to one device, saved buffers too
         set_model_state_dict(self.model, dict(weights) if dist.get_rank() == 0 else {}, options=options)
         for name, buffer in sorted(self.model.named_buffers()):
+            buffer.data = buffer.data.to(self._device)
             if dist.get_rank() == 0:
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, src=0)

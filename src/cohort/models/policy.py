@@ -4,8 +4,8 @@ B rows, S positions, T loss tokens (t of a tile), H hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,8 +194,36 @@ class Policy:
 
     def autocast(self) -> torch.autocast:
         """Context that computes in `compute_dtype`."""
-        enabled = self.sharding is None and self.compute_dtype is not None and self.compute_dtype != self.dtype
-        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled)
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self._casts_weights)
+
+    @property
+    def _casts_weights(self) -> bool:
+        """Whether weights are cast to be multiplied."""
+        return self.sharding is None and self.compute_dtype is not None and self.compute_dtype != self.dtype
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Context for many forward passes without gradients, all ranks together: each weight is gathered and cast once.
+
+        Autocast caches its copies of weights, but only of leaves that require a gradient. So frozen weights require
+        one here, which nothing computes. No inference mode: training could not use tensors that the model caches, such
+        as rotary embeddings.
+        """
+        frozen: list[Tensor] = []
+        head = self._head
+        if self._casts_weights:
+            frozen = [p for p in self.model.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            with torch.no_grad(), self.unsharded(), self.autocast():
+                if head is not None and self._casts_weights:  # not a product of autocast
+                    self._head = head.rounded(self.compute_dtype)
+                yield
+        finally:
+            self._head = head
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None

@@ -198,8 +198,10 @@ def _sampling(workload: Workload) -> dict[str, int]:
         return {}
     shape, a = workload.shape, workload.compute_bytes
     copied = a * shape.num_parameters * (workload.gathers or a != workload.resident_weight_bytes)
+    if workload.quantization is not None:  # of all layers' weights, but not of the head
+        copied = gathered_bytes(workload, backward=False) + a * shape.head_parameters * workload.autocasts
     return {
-        "gathered weights": gathered_bytes(workload, backward=False) if workload.quantization else copied,
+        "gathered weights": copied,
         "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
         "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # float32 logits and one sorted or scaled copy
     }

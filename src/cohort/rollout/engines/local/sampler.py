@@ -81,9 +81,7 @@ class Sampler:
         was_training = model.training
         model.eval()
         try:
-            # One autocast around everything casts the weights once. No inference mode: training could not use tensors
-            # that the model caches, such as rotary embeddings.
-            with torch.no_grad(), self._policy.unsharded(), self._policy.autocast():
+            with self._policy.sampling():
                 return self._sample(requests)
         finally:
             model.train(was_training)
