@@ -119,10 +119,10 @@ check: $(READY)
 	@$(BIN)/lint-imports --verbose
 
 docs: $(READY)
-	@$(BIN)/python -m cohort.config.docs > docs/config.md
-	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md docs/gpu.md README.md
-	@$(BIN)/python -m cohort.check.docs docs/check.md
-	@$(BIN)/python -m cohort.view.metric_docs docs/metrics.md > src/cohort/view/metrics.toml
+	@$(BIN)/python tools/docs/config_page.py > docs/config.md
+	@$(BIN)/python tools/docs/algorithm_tables.py docs/algorithms.md docs/gpu.md README.md
+	@$(BIN)/python tools/docs/check_findings.py docs/check.md
+	@$(BIN)/python tools/docs/metric_table.py docs/metrics.md > src/cohort/metrics/metrics.toml
 
 bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py

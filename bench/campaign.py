@@ -33,7 +33,7 @@ from cohort.config import config_from_dict
 from cohort.demo import run as demo
 from cohort.display import Display
 from cohort.errors import TrainingError
-from cohort.run_files import checkpoints, read_metrics
+from cohort.run.files import checkpoints, read_metrics
 from harness import machine
 
 STEPS = 16

@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 
-from cohort import checkpoint
-from cohort.checkpoint import TrainerState, save_checkpoint
 from cohort.config import ModelConfig
 from cohort.demo.tasks import WORDS
 from cohort.models import LoadRequest, load_policy, load_tokenizer
+from cohort.trainer import checkpoint
+from cohort.trainer.checkpoint import TrainerState, save_checkpoint
 from harness import ModelShape, machine, markdown, write_model
 
 WIDTH, VOCAB = 1024, 32_768

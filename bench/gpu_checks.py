@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from cohort.config import AdamwConfig, ModelConfig
-from cohort.engine.optimizer import Optimizers
-from cohort.host_to_device import to_device
+from cohort.learner.optimizer import Optimizers
 from cohort.models import LoadRequest, Operands, Policy, linear_logprobs, linear_loss, load_policy
 from cohort.models.attention import interface
+from cohort.models.host_memory import MasterWeights
 from cohort.models.lm_head import tiled_softmax
-from cohort.models.offload.master_weights import MasterWeights
 from cohort.packing import collate
+from cohort.packing.to_device import to_device
 from cohort.records import TrainSequence
 from comparisons import Check, attempt
 from harness import ModelShape, SkippedError, forward_backward, grpo, make_engine, make_group

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cohort.engine import TrainEngine, WorstCaseShard, find_budget
-from cohort.engine.out_of_memory import is_out_of_memory
+from cohort.learner import TrainEngine, WorstCaseShard, find_budget
+from cohort.learner.memory_fallback import is_out_of_memory
 from cohort.models import Policy
 from cohort.packing import pack
 from cohort.records import TrainSequence
@@ -178,5 +178,5 @@ def _recorded(texts: list[str]) -> Iterator[None]:
         texts.append(first_line(error))
         return is_out_of_memory(error)
 
-    with patch("cohort.engine.forward_backward.is_out_of_memory", record):
+    with patch("cohort.learner.forward_backward.is_out_of_memory", record):
         yield

@@ -24,12 +24,11 @@ from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch import train
 from cohort.plan.defaults import server_memory_utilization
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams
 from cohort.rollout.engines.vllm.server import check_vllm
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import run_forward_only
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, run_forward_only
 from comparisons import Check, attempt
 from harness import SkippedError
 from vllm_servers import GENERATIONS, SHAPES, key, started

@@ -21,20 +21,20 @@ from transformers import AutoModelForCausalLM
 
 from baselines import trl_fused
 from cohort.config import ModelConfig
-from cohort.distributed import SINGLE_PROCESS
-from cohort.metrics.speed import device_peak_flops, flops_of
+from cohort.metrics.resources import device_peak_flops, flops_of
 from cohort.models import CollectiveCounter, Policy
-from cohort.models.fsdp import Sharding
-from cohort.models.loading.meta_device import meta_model
-from cohort.models.offload.activation_checkpointing import (
+from cohort.models.activation_checkpointing import (
     ActivationOffload,
     enable_gradient_checkpointing,
     enable_offload,
 )
-from cohort.models.offload.master_weights import MasterWeights
+from cohort.models.fsdp import Sharding
+from cohort.models.host_memory import MasterWeights
+from cohort.models.loading.meta_device import meta_model
 from cohort.models.quantization import replace_quantized_layers
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.join import init_single_process_group
 from cohort.records import TrainSequence
-from cohort.rendezvous import init_single_process_group
 from comparisons import Check
 from gpu_predicted import add_adapter, lora_spec, predicted_bytes
 from gpu_speed import profile_step

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
+from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel

@@ -29,14 +29,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from cohort.algorithms import build_algorithm
-from cohort.batch import PolicyLoss
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
-from cohort.engine import TokenBudget, TrainEngine, TrainResult
-from cohort.engine.out_of_memory import is_out_of_memory
 from cohort.errors import RankDesyncError
-from cohort.metrics.peak_memory import reset_resident_peak, resident
+from cohort.learner import TokenBudget, TrainEngine, TrainResult
+from cohort.learner.memory_fallback import is_out_of_memory
+from cohort.metrics.resources import reset_resident_peak, resident
 from cohort.models import LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.packing import pack
+from cohort.packing.batch import PolicyLoss
 from cohort.records import TrainSequence
 
 RESULT = "result: "  # before the JSON that a process prints for the one that started it

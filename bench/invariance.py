@@ -3,7 +3,7 @@
     python bench/invariance.py [--quick]
 
 Largest relative error of any parameter's gradient against one process with one unpadded forward pass per completion,
-full logits and one backward pass. Steps, models and algorithms are those of tests/engine/test_ranks.py, in float64.
+full logits and one backward pass. Steps, models and algorithms are those of tests/learner/test_ranks.py, in float64.
 """
 
 import argparse

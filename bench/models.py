@@ -36,11 +36,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
-from cohort.distributed import SINGLE_PROCESS, Ranks
-from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
+from cohort.learner import TokenBudget, TrainEngine
 from cohort.models import (
     CollectiveCounter,
     LoadRequest,
@@ -51,8 +49,10 @@ from cohort.models import (
     save_policy,
 )
 from cohort.packing import bins, pack
+from cohort.packing.batch import LossInputs, LossOutput
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.records import Prompt, TrainSequence
-from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from families import FAMILIES, VOCABULARY, save_folder
 

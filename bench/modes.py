@@ -26,18 +26,17 @@ import torch
 
 from allocations import Counted, Phase, counting
 from cohort.config import Config, config_from_dict
-from cohort.distributed import SINGLE_PROCESS, Ranks
-from cohort.engine import TrainEngine
-from cohort.engine.loss import PerTokenLoss
+from cohort.learner import TrainEngine
+from cohort.learner.loss import PerTokenLoss
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import read_shape
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.records import TrainSequence
-from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.setup import rank_device
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import pack_batches
+from cohort.trainer.worker import Worker, pack_batches
 from comparisons import first_line
 from harness import ModelShape, do_job, machine, make_group, markdown, run_apart, write_model
 

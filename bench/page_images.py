@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from cohort.view.server.serve import ViewServer
+from cohort_view.server.serve import ViewServer
 
 STEP = 12
 

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cohort.cli.plan_verify import track_step
-from cohort.config.adapter import AdapterConfig
-from cohort.plan.adapter_shape import adapter_shape
+from cohort.config.model import AdapterConfig
 from cohort.plan.memory import plan_memory
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, shape_from_config
+from cohort.plan.shape import PRESETS, adapter_shape, preset_shape, shape_from_config
 from cohort.plan.workload import Workload
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")

@@ -20,7 +20,7 @@ import cohort
 from cohort.demo.run import demo_config, write_data
 from cohort.demo.tasks import find_task
 from cohort.display import Display, RunLog, StepReport
-from cohort.run_folder import RunFolder
+from cohort.run.folder import RunFolder
 from cohort.trainer import loop
 from harness import machine, markdown
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import time
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
 from cohort.sandbox import Sandbox, open_sandbox

@@ -31,15 +31,14 @@ from cohort.algorithms import assign_advantages, build_sequences
 from cohort.config import Config, load_config, to_yaml
 from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
-from cohort.distributed import Ranks
+from cohort.ranks.collectives import Ranks
+from cohort.ranks.join import join_ranks, leave_ranks
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ForwardOnlyOutputs
-from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import pack_batches, sample
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, pack_batches, sample
 
 PROMPTS, STEPS = 16, 6
 PHASES = ("rollout", "pack", "train", "communication", "step")

@@ -31,24 +31,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from chat_tokenizers import GEMMA, fixture_template, make_tokenizer
 from cohort.chat import ChatTemplate, ResponseParser
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.display.console import ConsoleDisplay
-from cohort.display.events import StepReport
 from cohort.display.trajectory import trajectory_lines
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardFunction, RewardRunner
 from cohort.rewards.code import CodeReward
-from cohort.rewards.conversation import messages_of, plain_text
-from cohort.rewards.judge_prompt import JudgePrompt
+from cohort.rewards.completion_text import messages_of, plain_text
+from cohort.rewards.judge import JudgePrompt, content_key, read_rubric
+from cohort.rewards.load_rewards import BUILTINS, RewardContext
 from cohort.rewards.math_worker import GRADERS
 from cohort.rewards.reasoning_gym import answer_in_tags
-from cohort.rewards.registry import BUILTINS, RewardContext
-from cohort.rewards.reply_cache import content_key
-from cohort.rewards.rubric import read_rubric
+from cohort.run.log import StepReport
 from cohort.sandbox import SharedSandbox
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
-from cohort.sandbox.process import ProcessResult
+from cohort.sandbox.process import Limits, ProcessResult
 from conversations import FAMILIES, TOOLS
 from harness import machine, markdown
 from samples import answer

@@ -24,8 +24,8 @@ from cohort.models import LoadRequest, load_policy, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.rollout.environments.model import RolloutModel, TurnLimits
+from cohort.rollout.environments.programs import UserProgram
 from cohort.rollout.environments.trajectory import TrajectoryRunner
-from cohort.rollout.environments.user_program import UserProgram
 from harness import machine, markdown
 
 MAX_TURNS, CALL_TOKENS, RESULT_TOKENS, PROMPT_TOKENS = 6, 32, 4, 30

@@ -33,8 +33,9 @@ import cohort
 from cohort.config import Config, config_from_dict
 from cohort.demo import run as demo
 from cohort.demo.tasks import WORDS
-from cohort.distributed import SINGLE_PROCESS
 from cohort.models import end_token_ids, load_tokenizer
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.servers import server_engine as engine_module
@@ -42,7 +43,6 @@ from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm_setup import VllmSetup
-from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
 SHAPES = {

@@ -113,8 +113,8 @@ def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
-        monkeypatch.setattr("cohort.stopping._is_dedicated", False)  # it is not the command line's
-        monkeypatch.setattr("cohort.crash_report._run_dir", None)
+        monkeypatch.setattr("cohort.ranks.stopping._is_dedicated", False)  # it is not the command line's
+        monkeypatch.setattr("cohort.cli.crash_report._run_dir", None)
         capsys.readouterr()
         code: Any = 0
         try:
@@ -135,4 +135,4 @@ def no_weights(monkeypatch) -> None:
         raise AssertionError("weights were about to be loaded")
 
     monkeypatch.setattr("cohort.trainer.run.build_run", refuse)
-    monkeypatch.setattr("cohort.trainer.evaluate_model.load_policy", refuse)
+    monkeypatch.setattr("cohort.trainer.without_training.load_policy", refuse)

@@ -31,5 +31,5 @@ def test_a_gradient_is_computed_by_few_files():
         engine.forward_backward(batch, loss)
     finally:
         sys.setprofile(None)
-    assert {"packing/bins.py", "engine/train_engine.py", "models/lm_head/logprobs.py", "algorithms/losses.py"} <= files
+    assert {"packing/bins.py", "learner/train_engine.py", "models/lm_head/logprobs.py", "algorithms/losses.py"} <= files
     assert len(files) <= 19, sorted(files)

@@ -55,12 +55,12 @@ def test_the_cores_of_each_process():
 
 def test_only_runs_whose_process_is_alive_run():
     """Also if another process has got the number of one that has ended."""
-    tests = Path(__file__).parent / "view" / "test_run_state.py"
+    tests = Path(__file__).parent / "cohort_view" / "test_run_state.py"
     done = run_python("-m", "pytest", tests, "-k", "process", "-p", "no:cacheprovider")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
 def test_the_sandbox_needs_linux():
-    code = "from cohort.config.sandbox import SandboxConfig; from cohort.sandbox import open_sandbox; "
+    code = "from cohort.config.hardware import SandboxConfig; from cohort.sandbox import open_sandbox; "
     done = run_python("-c", code + "open_sandbox(SandboxConfig(confinement='none'))")
     assert "UserError: sandbox.backend: 'auto' runs code on Linux only" in done.stderr

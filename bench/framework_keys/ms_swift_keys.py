@@ -1,7 +1,7 @@
 """Adds the installed ms-swift's keys to the table that `cohort check` reads.
 
     PYTHONPATH=/path/to/ms-swift-4.6:/path/to/trl-0.28 \
-        python bench/framework_keys/ms_swift_keys.py src/cohort/check/keys/ms-swift.json
+        python bench/framework_keys/ms_swift_keys.py src/cohort_check/keys/ms-swift.json
 
 Run it once for each version of ms-swift, with the transformers and TRL of that version's time. The folder is one of
 `pip install --no-deps --target /path/to/ms-swift-4.6 ms-swift==4.6.0`.

@@ -1,7 +1,7 @@
 """Writes the keys that Open-R1's recipes have besides TRL's.
 
     PYTHONPATH=/path/to/open-r1/src:/path/to/trl-0.18 python bench/framework_keys/open_r1_keys.py VERSION \
-        src/cohort/check/keys/open-r1.json
+        src/cohort_check/keys/open-r1.json
 
 VERSION names Open-R1's commit. TRL is of the version that this commit's setup.py pins.
 """

@@ -1,6 +1,6 @@
 """Adds the installed TRL's keys to the table that `cohort check` reads.
 
-    PYTHONPATH=/path/to/trl-0.16 python bench/framework_keys/trl_keys.py src/cohort/check/keys/trl.json
+    PYTHONPATH=/path/to/trl-0.16 python bench/framework_keys/trl_keys.py src/cohort_check/keys/trl.json
 
 Run it once for each version of TRL, with a Python whose transformers is of that version's time (4 before TRL 1.0).
 The folder is one of `pip install --no-deps --target /path/to/trl-0.16 trl==0.16.1`.

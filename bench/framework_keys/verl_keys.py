@@ -1,4 +1,4 @@
-"""Write the keys of verl's PPO configuration to src/cohort/check/keys/verl.json.
+"""Write the keys of verl's PPO configuration to src/cohort_check/keys/verl.json.
 
 Run it once for each version, oldest first, with a Python that has that version of verl installed:
 

@@ -10,7 +10,7 @@ from cohort.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
     from cohort.launch import train
-    from cohort.run_result import RunResult
+    from cohort.run.result import RunResult
 
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
         return train
     if name == "RunResult":
-        from cohort.run_result import RunResult
+        from cohort.run.result import RunResult
 
         return RunResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

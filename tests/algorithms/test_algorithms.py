@@ -9,8 +9,8 @@ import torch
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm
 from cohort.algorithms.rollout_correction import importance_weights
-from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
+from cohort.packing.batch import LossInputs
 from samples import NAN, scored
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from algorithm_tables import with_tables
 from cohort.cli.app import app
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
-from cohort.config.algorithm_docs import with_tables
 
 ROOT = Path(__file__).parents[2]
 

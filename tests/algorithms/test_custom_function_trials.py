@@ -17,7 +17,7 @@ from samples import NAN, scored
 OWN = """
     import numpy as np
     import torch
-    from cohort.batch import LossOutput
+    from cohort.packing.batch import LossOutput
 
     def log_ratio(x): return x.logprobs - x.old_logprobs
     def by_ratio(x): return -x.advantages * log_ratio(x).exp()

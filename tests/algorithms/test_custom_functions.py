@@ -11,7 +11,7 @@ import torch
 from cohort.algorithms import build_algorithm, check_custom_functions
 from cohort.config import AlgorithmConfig, CustomFunction, load_config, to_yaml
 from cohort.errors import UserError
-from cohort.run_folder import config_changes
+from cohort.run.folder import config_changes
 from runs import assert_same_weights, changed, make_inputs, train
 from samples import advantage_inputs, loss_inputs
 
@@ -19,7 +19,7 @@ OWN = """
     import numpy as np
     import torch
     from cohort.algorithms.advantages import group_mean
-    from cohort.batch import LossOutput
+    from cohort.packing.batch import LossOutput
 
     def centred(x):
         return group_mean(x)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cohort.algorithms import build_algorithm
-from cohort.batch import LossInputs
 from cohort.config import COMPONENTS, AlgorithmConfig
+from cohort.packing.batch import LossInputs
 
 
 def step(logprobs: list[float], *, old: float) -> LossInputs:

@@ -10,8 +10,8 @@ import torch
 
 from cohort.algorithms import losses
 from cohort.algorithms.losses import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, gspo_token, reinforce, sapo
-from cohort.batch import LossInputs, LossOutput
 from cohort.config import COMPONENTS, AlgorithmConfig
+from cohort.packing.batch import LossInputs, LossOutput
 from samples import loss_inputs
 
 ALL = COMPONENTS["policy_loss"]

@@ -18,8 +18,8 @@ from cohort.algorithms import (
 from cohort.algorithms.adaptive_coefficients import adapted_entropy, adapted_kl
 from cohort.algorithms.assign import advantage_inputs, high_entropy
 from cohort.algorithms.regularizers import k1, k2, k3, with_off_policy_mask
-from cohort.batch import LossInputs, LossOutput
 from cohort.config import AlgorithmConfig
+from cohort.packing.batch import LossInputs, LossOutput
 from cohort.records import ForwardOnlyOutputs
 from samples import loss_inputs, scored
 

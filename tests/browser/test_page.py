@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from cohort.view import export
+from cohort_view import export
 from viewed_runs import (
     HOSTILE_NAME,
     LARGE,

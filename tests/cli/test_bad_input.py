@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cohort.config import load_config
-from cohort.metrics import loggers
 from cohort.models.model_limits import _max_positions
-from cohort.run_folder import RunFolder
+from cohort.run import log as loggers
+from cohort.run.folder import RunFolder
 from commands import Ended, assert_refused, set_up
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl
 

@@ -12,9 +12,9 @@ from importlib import metadata
 import pytest
 
 from cohort import __version__ as cohort_version
-from cohort.checkpoint import load_trainer_state
 from cohort.cli import main
-from cohort.run_files import checkpoints
+from cohort.run.files import checkpoints
+from cohort.trainer.checkpoint import load_trainer_state
 from commands import ENVIRONMENT, Ended, set_up, start_command
 from selection import mostly_slow, slow
 from waiting import PATIENCE_S, until
@@ -77,7 +77,7 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cohort.trainer.run.build_run", interrupt)
-    monkeypatch.setattr("cohort.trainer.evaluate_model.load_policy", interrupt)
+    monkeypatch.setattr("cohort.trainer.without_training.load_policy", interrupt)
     path = set_up(tmp_path)
     assert cohort("train", path) == Ended(code=130, out="", err="interrupted\n")
     ended = cohort(

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cohort.check import check_file
 from cohort.config import load_config, to_yaml
 from cohort.data import read_rows
 from cohort.errors import UserError
+from cohort_check import check_file
 from fuzzing import KEYS, VALUES, cases, failures, mutated_bytes, mutated_text
 from reward_samples import MESSAGES, group, score_texts
 

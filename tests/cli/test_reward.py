@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
-from cohort.completion_records import write_completions_file
 from cohort.records import ScoredGroup, TurnStats
-from cohort.rewards.reply_cache import ReplyCache, content_key
+from cohort.rewards.judge import ReplyCache, content_key
+from cohort.run.completions import write_completions_file
 from reward_samples import group
 
 CONFIG = """

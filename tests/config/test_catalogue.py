@@ -16,9 +16,9 @@ import cohort
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm, drop_zero_gradient, losses
 from cohort.algorithms.custom_functions import LossTraits, loss_traits
-from cohort.batch import LossInputs, LossOutput
 from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.config.catalogue import Component, Parameter, parameters
+from cohort.packing.batch import LossInputs, LossOutput
 from samples import scored
 from selection import slow
 
@@ -40,8 +40,7 @@ SCRIPT = """
 import json, math, sys
 import cohort
 from cohort.config import AlgorithmConfig, config_from_dict, to_yaml
-from cohort.config import docs
-from cohort.config.algorithm_docs import describe_component, with_tables
+from cohort.cli.algorithms import describe_component
 from cohort.errors import UserError
 
 def of(**keys):

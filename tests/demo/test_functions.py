@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cohort.config import Config
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.demo import run
 from cohort.demo.functions import FunctionProblem, demonstration, generate, habit, split_of
 from cohort.demo.pretrain import tokenize
@@ -23,8 +23,8 @@ from cohort.rewards.code import CodeReward
 from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
 from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
+from cohort.sandbox.process import Limits
 
 _SLIPS = {  # what a model may write for a part of an expression
     "+": "-*",

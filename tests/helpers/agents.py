@@ -14,7 +14,7 @@ from cohort.chat import ChatTemplate, ResponseParser
 from cohort.records import IntArray, ModelCall, Prompt, Trajectory
 from cohort.rollout import CallKey, RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.endpoint.agent import AgentProgram
-from cohort.rollout.engines.call_queue import CallQueue
+from cohort.rollout.engines.base import CallQueue
 from cohort.rollout.environments.model import TurnLimits
 from cohort.rollout.environments.trajectory import TrajectoryRunner
 from playing import turns_tokenizer

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
+from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
 
 Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
 LENGTHS = st.integers(1, 90)

@@ -4,7 +4,7 @@ from functools import cache
 
 from cohort.config import RewardConfig
 from cohort.rewards import load_reward
-from cohort.rewards.math_client import MathWorker
+from cohort.rewards.math import MathWorker
 
 math_worker = cache(MathWorker)  # it takes a second to start
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from cohort.check import FileReport, check_file
-from cohort.check.launch import Launch
-from cohort.check.readers import read_launch
+from cohort_check import FileReport, check_file
+from cohort_check.launch import Launch
+from cohort_check.readers import read_launch
 
 COHORT = "model: {path: m}\ndata: {path: org/d}\nrewards: [{use: math}]\n"
 SEVEN = """

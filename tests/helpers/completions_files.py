@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cohort.view.completions import completions_name
+from cohort_view.completions import completions_name
 
 _TYPES = {
     "completion_token_ids": pa.list_(pa.int32()),

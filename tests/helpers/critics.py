@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cohort.algorithms import build_algorithm
 from cohort.config import AdamwConfig, AlgorithmConfig, TrainConfig
-from cohort.engine import CriticEngine, TokenBudget
+from cohort.learner import CriticEngine, TokenBudget
 from cohort.models import Critic
 from cohort.records import TrainSequence
 from tiny import make_model

@@ -23,7 +23,7 @@ from cohort.rollout import (
     SamplingParams,
     StepKey,
 )
-from cohort.rollout.engines.call_queue import CallQueue, PendingCall
+from cohort.rollout.engines.base import CallQueue, PendingCall
 from tiny import make_tokenizer
 
 
@@ -180,4 +180,4 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
         return ThreadEngine(worker.policy, worker.tokenizer)
 
     patch("cohort.trainer.collect_groups.Prefetcher", prefetcher)
-    patch("cohort.trainer.local_setup.LocalEngine", engine)
+    patch("cohort.trainer.rollout_engines.LocalEngine", engine)

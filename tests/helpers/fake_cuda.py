@@ -232,7 +232,7 @@ def _alias(x: Any) -> Any:
 
 
 def _place() -> str:
-    """File and function of the package that runs now, as "engine/train_engine.py: TrainEngine.optim_step"."""
+    """File and function of the package that runs now, as "learner/train_engine.py: TrainEngine.optim_step"."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

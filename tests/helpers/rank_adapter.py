@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import test_laws
 from adapters import KINDS
 from cohort.config import AdapterConfig, ModelConfig
-from cohort.distributed import Ranks
-from cohort.engine import TrainEngine
+from cohort.learner import TrainEngine
 from cohort.models.loading import load_weights
 from cohort.models.loading.meta_device import named_saved_tensors
+from cohort.ranks.collectives import Ranks
 from cohort.records import Prompt
 from cohort.rollout import Sampler, SampleRequest, SamplingParams, StepKey
 from rank_engine import (

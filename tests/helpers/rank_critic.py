@@ -10,18 +10,17 @@ import torch
 import rank_engine
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm, build_sequences, critic_sequences
-from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
-from cohort.distributed import Ranks
-from cohort.engine import CriticEngine, TokenBudget, TrainEngine
-from cohort.metrics import PeakMemory, PhaseClock
+from cohort.learner import CriticEngine, TokenBudget, TrainEngine
+from cohort.metrics.resources import PeakMemory, PhaseClock
 from cohort.models import CollectiveCounter, LoadRequest, load_critic, load_policy, load_tokenizer
+from cohort.ranks.collectives import Ranks
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ForwardOnlyOutputs, TrainSequence, expand_to_mask
 from cohort.rollout import Sampler
+from cohort.trainer.checkpoint import CRITIC, load_engine_state
 from cohort.trainer.update import Updater
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import pack_batches, run_forward_only
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, pack_batches, run_forward_only
 from rank_engine import (
     CPU,
     LONG,

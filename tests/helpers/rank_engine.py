@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import test_laws
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm, drop_zero_gradient
-from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import (
     AdafactorConfig,
     Adamw8bitConfig,
@@ -29,14 +28,14 @@ from cohort.config import (
     OptimConfig,
     SgdConfig,
 )
-from cohort.distributed import SINGLE_PROCESS, Ranks
-from cohort.engine import TrainEngine, TrainResult, WorstCaseShard, find_budget
 from cohort.errors import StopRequested
-from cohort.models import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
-from cohort.models.offload import activation_checkpointing
-from cohort.models.offload.activation_checkpointing import enable_offload
-from cohort.models.saving.export_weights import stream_weights
+from cohort.learner import TrainEngine, TrainResult, WorstCaseShard, find_budget
+from cohort.models import CollectiveCounter, LoadRequest, Policy, activation_checkpointing, load_policy, load_tokenizer
+from cohort.models.activation_checkpointing import enable_offload
+from cohort.models.saving import stream_weights
 from cohort.packing import pack
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.trainer.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from samples import History
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
 
@@ -304,7 +303,7 @@ def run_stop(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
 
     def compute(passes: float) -> Computed:
         turns = itertools.count()
-        with mock.patch("cohort.stopping.requested", lambda: signal.SIGTERM if next(turns) >= passes else None):
+        with mock.patch("cohort.ranks.stopping.requested", lambda: signal.SIGTERM if next(turns) >= passes else None):
             result = engine.forward_backward(batch, algorithm.policy_loss, may_stop=True)
         return result, whole_gradients(engine)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import Rank0Failed, Ranks
 from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.models.loading import load_weights
-from cohort.models.saving.export_weights import stream_weights, weight_specs
+from cohort.models.saving import stream_weights, weight_specs
+from cohort.ranks.collectives import Rank0Failed, Ranks
 from rank_engine import load
 
 ARRIVE = load_weights._read_tensors  # tests put another one in its place

@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 import rank_engine
 import test_laws
-from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdamwConfig, ModelConfig
-from cohort.distributed import SINGLE_PROCESS, Ranks
-from cohort.engine import TrainEngine, TrainResult
+from cohort.learner import TrainEngine, TrainResult
 from cohort.models import CollectiveCounter, Policy
+from cohort.packing.batch import LossInputs, LossOutput
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 from cohort.records import TrainSequence
 from rank_engine import batches_of, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from tiny import random_sequences

@@ -10,12 +10,12 @@ import torch
 
 import test_laws
 from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig
-from cohort.distributed import Ranks
-from cohort.engine import TrainEngine
-from cohort.engine.optimizer_offload import to_local
+from cohort.learner import TrainEngine
+from cohort.learner.optimizer_offload import to_local
 from cohort.models import fsdp
-from cohort.models.offload.pinned_memory import PinnedMemory
-from cohort.models.saving.export_weights import stream_weights
+from cohort.models.host_memory import PinnedMemory
+from cohort.models.saving import stream_weights
+from cohort.ranks.collectives import Ranks
 from rank_engine import (
     MANY,
     STEPS,

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cohort.config import Adamw8bitConfig
-from cohort.distributed import Ranks
-from cohort.engine.optimizer import Optimizers
+from cohort.learner.optimizer import Optimizers
+from cohort.ranks.collectives import Ranks
 
 
 def step_in_8_bits_in_turn(ranks: Ranks, first: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cohort.config import ModelConfig
-from cohort.distributed import Ranks
 from cohort.models import Policy, SaveOptions, load_tokenizer, save_policy, stream_weights
+from cohort.models import saving as export_weights
 from cohort.models.fsdp import local_rows
 from cohort.models.loading.meta_device import named_saved_tensors
-from cohort.models.saving import export_weights
+from cohort.ranks.collectives import Ranks
 from rank_loading import counted_load
 
 
@@ -23,7 +23,7 @@ class Gathered:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
         self._gather = export_weights._full_tensor
-        patch.setattr("cohort.models.saving.export_weights._full_tensor", self.gather)
+        patch.setattr("cohort.models.saving._full_tensor", self.gather)
 
     def gather(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         whole = self._gather(tensor, dtype)

@@ -16,7 +16,7 @@ import rank_offload
 import rank_optimizer
 import rank_saving
 import rank_workers
-from cohort.rendezvous import join_ranks, leave_ranks
+from cohort.ranks.join import join_ranks, leave_ranks
 from waiting import PATIENCE_S
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {

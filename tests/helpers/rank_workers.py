@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from cohort.algorithms import build_algorithm
-from cohort.distributed import PeerError, Ranks
-from cohort.engine import TrainEngine
 from cohort.errors import TrainingError
-from cohort.metrics import PeakMemory
+from cohort.learner import TrainEngine
+from cohort.metrics.resources import PeakMemory
 from cohort.models import Policy, stream_weights
+from cohort.ranks.collectives import PeerError, Ranks
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout import Sampler
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import keep_ranks_alive, pack_batches, run_forward_only
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, keep_ranks_alive, pack_batches, run_forward_only
 from rank_engine import STEPS, make_engine, step_sequences, whole_gradients
 from test_laws import ALGORITHMS
 

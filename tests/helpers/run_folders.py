@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from cohort.config import Config, config_from_dict
-from cohort.rewards.judge_prompt import prompt_hashes
-from cohort.run_folder import RunFolder
+from cohort.rewards.judge import prompt_hashes
+from cohort.run.folder import RunFolder
 from configs import MINIMAL
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from cohort.algorithms import AdvantageInputs
-from cohort.batch import LossInputs
+from cohort.packing.batch import LossInputs
 from cohort.records import FinishReason, ModelCall, Prompt, ScoredGroup, Trajectory
 from tiny import VOCAB_SIZE
 

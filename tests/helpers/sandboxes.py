@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
 from cohort.sandbox import Sandbox, open_sandbox

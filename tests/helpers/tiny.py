@@ -19,9 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from cohort.batch import TrainBatch
 from cohort.models import Policy
 from cohort.packing import pack
+from cohort.packing.batch import TrainBatch
 from cohort.records import TrainSequence
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from cohort.algorithms import build_algorithm
-from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
+from cohort.packing.batch import LossInputs
 from trl_advantages import ADVANTAGES, as_row, their_advantages
 from trl_parts import import_trl
 

@@ -3,7 +3,7 @@
 `GRPOConfig.__post_init__` (from 0.18 on) or the statements of `GRPOTrainer.__init__` that check batches (before) are
 compiled without the rest of TRL, so that any version can be asked in microseconds, whatever it would need installed.
 
-    python tests/helpers/trl_truth.py 0.16.0=/path/to/trl-0.16 ... > tests/check/trl_starts.json
+    python tests/helpers/trl_truth.py 0.16.0=/path/to/trl-0.16 ... > tests/cohort_check/trl_starts.json
 
 makes the table of `test_check_trl.py` from folders that hold a package `trl` each
 (`pip install --no-deps --target /path/to/trl-0.16 trl==0.16.0`).

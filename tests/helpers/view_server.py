@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import CONFIG_HEADER
-from cohort.view.server.serve import ViewServer
+from cohort_view.server.serve import ViewServer
 
 
 @dataclass(frozen=True)

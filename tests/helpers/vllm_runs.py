@@ -12,8 +12,7 @@ import numpy as np
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import FleetLimits, ServerHandle
-from cohort.rollout.engines.servers.requests import ServerError, call_seed
+from cohort.rollout.engines.servers.handles import FleetLimits, ServerError, ServerHandle, call_seed
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.rollout.engines.vllm.client import GenerateClient

@@ -23,14 +23,14 @@ import torch
 import yaml
 
 import cohort
-from cohort.checkpoint import load_trainer_state
 from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.demo.tasks import TOOLS, WORDS, DemoTask
 from cohort.display import Display
-from cohort.placement import num_gpus
 from cohort.plan.split import count_processes
-from cohort.run_files import checkpoints
+from cohort.run.files import checkpoints
+from cohort.trainer.checkpoint import load_trainer_state
+from cohort.trainer.placement import num_gpus
 from commands import start_command
 from runs import assert_same_weights, changed, make_inputs, metric, train, weights
 from selection import slow
@@ -300,7 +300,7 @@ def test_a_reward_that_exits_with_code_0_is_a_failure(tmp_path: Path, start: Sta
 
 RAISING = """
 import os
-from cohort.engine import TrainEngine
+from cohort.learner import TrainEngine
 
 real = TrainEngine.optim_step
 
@@ -314,7 +314,7 @@ TrainEngine.optim_step = optim_step
 
 
 NOT_FINITE = """
-from cohort.engine import TrainEngine
+from cohort.learner import TrainEngine
 
 real = TrainEngine.optim_step
 

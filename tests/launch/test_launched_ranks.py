@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cohort.checkpoint import load_trainer_state
 from cohort.config import load_config
 from cohort.launch import train
-from cohort.run_files import checkpoints
+from cohort.run.files import checkpoints
+from cohort.trainer.checkpoint import load_trainer_state
 from commands import ENVIRONMENT, Ended, assert_refused, set_up
 from forked import fork, run_module
 from runs import metric, weights
@@ -166,7 +166,7 @@ def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
 def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environment, parts):
     path = set_up(tmp_path, hardware={"processes": 3})
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    monkeypatch.setattr("cohort.trainer.process.time.sleep", lambda _: None)
+    monkeypatch.setattr("cohort.launch.rank.time.sleep", lambda _: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **environment}.items():
         monkeypatch.setenv(name, value)
     assert_refused(cohort("train", path), *parts)
@@ -191,7 +191,7 @@ def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environ
 )
 def test_one_process_is_not_made_several(tmp_path, cohort, monkeypatch, sections, message):
     path = set_up(tmp_path, **sections)
-    monkeypatch.setattr("cohort.trainer.process.time.sleep", lambda _: None)
+    monkeypatch.setattr("cohort.launch.rank.time.sleep", lambda _: None)
     ranks = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in ranks.items():
         monkeypatch.setenv(name, str(value))

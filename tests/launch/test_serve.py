@@ -20,7 +20,7 @@ from cohort.cli.app import app
 from cohort.config import Config, config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.server_options import server_options
 from cohort.trainer.vllm_setup import VllmSetup

@@ -12,7 +12,7 @@ import pytest
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 from cohort.launch.slurm import SlurmOptions, slurm_script
-from cohort.run_folder import config_changes
+from cohort.run.folder import config_changes
 from fake_slurm import make_cluster, run_script
 from selection import slow
 from waiting import free_port

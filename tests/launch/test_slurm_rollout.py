@@ -32,7 +32,7 @@ SPLITTING_PROBE = """
 import json, os, pathlib, sys
 import torch
 from cohort.config import load_config
-from cohort.placement import split_machine
+from cohort.trainer.placement import split_machine
 
 assert sys.argv[1] == "train"
 torch.cuda.device_count = lambda: 4

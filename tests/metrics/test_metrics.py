@@ -7,8 +7,8 @@ import torch
 
 from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
-from cohort.metrics import PeakMemory, device_peak_flops, largest_peaks, speed_metrics
-from cohort.metrics import peak_memory as memory_module
+from cohort.metrics import resources as memory_module
+from cohort.metrics.resources import PeakMemory, device_peak_flops, largest_peaks, speed_metrics
 from fake_cuda import fake_cuda
 from test_laws import make_engine
 from tiny import make_policy, pack_for, random_sequences

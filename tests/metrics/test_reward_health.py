@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from cohort.metrics import RewardWatch, reward_health_metrics
+from cohort.health.reward_health import RewardWatch, reward_health_metrics
+from cohort.health.warning_signs import WINDOW
 from cohort.records import Prompt, ScoredGroup
-from cohort.warning_signs import WINDOW
 from samples import answer
 
 NAN = math.nan

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cohort.metrics import rollout_metrics
-from cohort.metrics.turns import num_masked_tokens, turn_metrics
+from cohort.metrics.rollouts import num_masked_tokens, rollout_metrics, turn_metrics
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory, TurnStats
 from samples import answer
 

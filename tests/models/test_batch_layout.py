@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import models
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.models import batch_layout, cached_decoding
+from cohort.models import batch_layout
+from cohort.models import kv_cache as cached_decoding
 from cohort.models.dropout import dropout_rates
 from cohort.models.model_limits import check_dropout
-from cohort.models.saving.save_model import save_policy
+from cohort.models.saving import save_policy
 from cohort.rollout import Sampler
 from families import FAMILIES, Family, save_folder
 from models import load, naive, random_sequences, sampler, trained

@@ -6,9 +6,9 @@ import yaml
 
 import rank_moe
 from cohort.config import AdapterConfig, ModelConfig, load_config
-from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import UserError
 from cohort.models import check_router_loss, find_routers, trained_weights
+from cohort.ranks.collectives import SINGLE_PROCESS
 from families import FAMILIES, make_model, save_folder
 from rank_moe import load, make_engine, step
 from tiny import save_model_folder

@@ -29,12 +29,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cohort.attention_mask import NO_PARENT, build_attention_metadata
 from cohort.models import Policy
+from cohort.models.activation_checkpointing import enable_gradient_checkpointing
 from cohort.models.attention import cascade
 from cohort.models.batch_layout import Layout
-from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
 from cohort.packing import collate, collate_part, collate_prompt
+from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.records import TrainSequence
 from selection import examples, mostly_slow, slow
 from tiny import SIZES, VOCAB_SIZE, gradients, naive_logprobs, random_sequences

@@ -16,8 +16,8 @@ from cohort.config import AdapterConfig, ModelConfig
 from cohort.models import LoadRequest, Policy, load_policy
 from cohort.models.quantization import QuantizedLinear, dequantize, is_quantized, loading_options, storage_tensors
 from cohort.packing import collate
-from cohort.plan.quantized_memory import model_bytes
 from cohort.plan.shape import read_shape
+from cohort.plan.state_memory import model_bytes
 from test_law_two import LAYOUTS, differences, fast, naive
 from tiny import make_tokenizer, random_sequences, relative_error, save_model_folder
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.attention_mask import NO_PARENT, AttentionMetadata, PaddedBlock, build_attention_metadata
-from cohort.batch import MicroBatch
 from cohort.packing import collate, pack
+from cohort.packing.batch import MicroBatch
+from cohort.packing.segments import NO_PARENT, AttentionMetadata, PaddedBlock, build_attention_metadata
 from cohort.records import TrainSequence
 from selection import examples
 from tiny import random_sequences

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from cohort.config import AdapterConfig, ModelConfig
-from cohort.metrics import flops_of
+from cohort.metrics.resources import flops_of
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
 from cohort.plan.flops import ModelFlops, model_flops

@@ -13,7 +13,7 @@ import torch
 
 import modes
 from allocations import Phase, changes, counting
-from cohort.distributed import SINGLE_PROCESS, Ranks
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 from fake_cuda import fake_cuda
 from harness import write_model
 from modes import MODES, PARTS, SIZES, Measured, configuration, measure, measure_apart, processes_of

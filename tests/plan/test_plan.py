@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from cohort.config.adapter import AdapterConfig
+from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan import plan_run
-from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.advice import replan
-from cohort.plan.critic_shape import critic_shape
 from cohort.plan.hardware import GPUS, find_gpu, hardware, parse_bytes
 from cohort.plan.layout import plan_layout
-from cohort.plan.micro_batch_plan import plan_micro_batches
 from cohort.plan.predict import predict_run
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape, shape_from_config
+from cohort.plan.schedule import plan_micro_batches
+from cohort.plan.shape import PRESETS, adapter_shape, critic_shape, preset_shape, read_shape, shape_from_config
 from plans import EIGHT, MEASURED, config
 
 SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing

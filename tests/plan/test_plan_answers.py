@@ -14,8 +14,7 @@ from cohort.plan.hardware import hardware
 from cohort.plan.limits import explain_no_limit, largest
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape
+from cohort.plan.shape import PRESETS, preset_shape, read_shape
 from plans import EIGHT, config
 
 TINY = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")

@@ -24,8 +24,7 @@ from cohort.plan.calibration import (
 )
 from cohort.plan.hardware import GPUS, hardware
 from cohort.plan.predict import predict_run
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape
+from cohort.plan.shape import PRESETS, preset_shape
 from plans import MEASURED, config
 from selection import slow
 

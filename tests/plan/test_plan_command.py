@@ -11,15 +11,13 @@ from typer.testing import CliRunner
 
 import cohort
 from cohort.cli.app import app
-from cohort.config.adapter import AdapterConfig
+from cohort.config.model import AdapterConfig
 from cohort.display import Display
 from cohort.errors import UserError
-from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.dataset import count_prompts
 from cohort.plan.hardware import hardware
-from cohort.plan.micro_batch_plan import plan_micro_batches
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape
+from cohort.plan.schedule import plan_micro_batches
+from cohort.plan.shape import PRESETS, adapter_shape, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
 from plans import EIGHT, config
 from runs import changed, make_inputs

@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
 from cohort.plan.hardware import Hardware, hardware
 from cohort.plan.memory import SLEEPING_VLLM_BYTES
 from cohort.plan.predict import predict_run
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import shape_from_config
+from cohort.plan.shape import PRESETS, shape_from_config
+from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.rollout.engines.servers import cuda_ipc
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer
 from plans import config

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from cohort.config import AdamwConfig, Config, config_from_dict
-from cohort.distributed import SINGLE_PROCESS
-from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
-from cohort.models.offload.activation_checkpointing import enable_offload
-from cohort.plan.activation_memory import activation_bytes, saved_bytes_per_token
+from cohort.learner.optimizer import Optimizers
+from cohort.models.activation_checkpointing import enable_offload
 from cohort.plan.advice import advise, replan
+from cohort.plan.backward import activation_bytes, saved_bytes_per_token
 from cohort.plan.hardware import hardware
 from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape, shape_from_config
+from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_from_config
+from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.trainer.preflight import preflight_on
 from plans import MEASURED
 from rank_engine import STEPS, batches_of, step_sequences

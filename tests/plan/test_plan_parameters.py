@@ -8,9 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.config import AdapterConfig
 from cohort.errors import UserError
-from cohort.plan.adapter_shape import adapter_shape
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape, shape_from_config
+from cohort.plan.shape import PRESETS, adapter_shape, preset_shape, read_shape, shape_from_config
 
 # Of the models' own cards and weight files.
 PARAMETERS = {

@@ -6,8 +6,8 @@ import pytest
 
 from cohort.config import config_from_dict
 from cohort.plan.memory import plan_memory
-from cohort.plan.reward_models import reward_model_bytes
 from cohort.plan.shape import preset_shape
+from cohort.plan.state_memory import reward_model_bytes
 from reward_models import save_reward_model
 from test_plan_memory import workload
 

@@ -6,8 +6,8 @@ from cohort.plan import plan_run
 from cohort.plan.advice import advise
 from cohort.plan.hardware import hardware
 from cohort.plan.limits import explain_no_limit, largest
-from cohort.plan.micro_batch_plan import max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.predict import predict_run
+from cohort.plan.schedule import max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
 from plans import EIGHT

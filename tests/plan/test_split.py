@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
-from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware, memory_bandwidth
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
-from cohort.plan.split import GpuSplit, split_gpus
+from cohort.plan.split import GpuSplit, memory_shortfall, split_gpus
 from cohort.plan.timing import StepTimes, step_times
 from selection import examples
 

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import torch
 
-from cohort.models.saving.export_weights import stream_weights, weight_specs
+from cohort.models.saving import stream_weights, weight_specs
 from cohort.records import TrainSequence
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess

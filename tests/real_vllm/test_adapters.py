@@ -15,7 +15,7 @@ import cohort
 from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.models.adapters.lora import Adapter
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.server import ServerProcess

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import read_secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from serving import healthy

@@ -10,7 +10,7 @@ import pytest
 
 from cohort.records import ModelCall
 from cohort.rollout import SamplingParams
-from cohort.rollout.engines.servers.requests import GenerateRequest, ServerError
+from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.stop_strings import cut_at_stop
 from serving import HEADERS, SECRET, Server, healthy, models, processes_of, random_prompt

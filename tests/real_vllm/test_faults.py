@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from cohort.models.saving.export_weights import stream_weights, weight_specs
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.models.saving import stream_weights, weight_specs
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.root_cause import root_cause

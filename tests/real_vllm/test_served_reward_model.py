@@ -7,7 +7,7 @@ import httpx2
 import pytest
 import torch
 
-from cohort.rewards.reward_model import ModelReward
+from cohort.rewards.model import ModelReward
 from reward_models import MESSAGES, naive_scores, save_reward_model
 from waiting import free_port, until
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.models.saving import TensorSpec, stream_weights, weight_specs
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from serving import (

@@ -11,11 +11,10 @@ from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.choice import ChoiceReward
-from cohort.rewards.describe import completion_text
-from cohort.rewards.exact_set import ExactSetReward
+from cohort.rewards.completion_text import completion_text
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
-from cohort.rewards.regex import RegexReward
+from cohort.rewards.text import ExactSetReward, RegexReward
 from cohort.trainer.run_inputs import read_inputs
 from commands import set_up
 from reward_samples import MESSAGES, group, reward

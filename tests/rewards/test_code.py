@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from cohort.config import config_from_dict
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, check_columns
 from cohort.rewards.code import CodeReward, extract_code
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
-from cohort.sandbox.process import ProcessResult
+from cohort.sandbox.process import Limits, ProcessResult
 from reward_samples import group, reward
 
 MBPP = ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(0, 0) == 1"]

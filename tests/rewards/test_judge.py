@@ -16,12 +16,9 @@ import pytest
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.conversation import transcript
-from cohort.rewards.endpoint import Endpoint, Failure, _retry_after_s
-from cohort.rewards.judge import CACHE_NAME, JudgeReward
-from cohort.rewards.judge_prompt import JudgePrompt
-from cohort.rewards.reply_cache import ReplyCache
-from cohort.rewards.rubric import read_rubric
+from cohort.rewards.completion_text import transcript
+from cohort.rewards.judge import CACHE_NAME, JudgePrompt, JudgeReward, ReplyCache, read_rubric
+from cohort.rewards.remote import Endpoint, Failure, _retry_after_s
 from json_server import chat_reply, serving
 from reward_samples import MESSAGES, group, reward
 from waiting import free_port, until
@@ -31,7 +28,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "rewards"
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr("cohort.rewards.endpoint._FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("cohort.rewards.remote._FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from builtin_rewards import load_builtin
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.rewards.code import extract_code
 from cohort.sandbox import SharedSandbox
 

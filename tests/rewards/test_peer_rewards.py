@@ -17,7 +17,7 @@ from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import build_rewards, load_reward
 from cohort.rewards.function import keyword_parameters
-from cohort.rewards.registry import BUILTINS
+from cohort.rewards.load_rewards import BUILTINS
 from selection import slow
 
 TABLE = json.loads(Path(__file__).with_name("peer_rewards.json").read_text(encoding="utf-8"))

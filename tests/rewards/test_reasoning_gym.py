@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.reasoning_gym import ReasoningGymReward, answer_in_tags
-from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer, SandboxScorer
+from cohort.rollout.environments.libraries.reasoning_gym import Answer, SandboxScorer
 from cohort.sandbox import Job, Outcome, SharedSandbox
-from cohort.sandbox.limits import Limits
+from cohort.sandbox.process import Limits
 
 COUNTDOWN = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
 

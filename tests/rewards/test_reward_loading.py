@@ -15,11 +15,10 @@ import pytest
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards, check_columns, load_reward
-from cohort.rewards.exact import ExactReward
-from cohort.rewards.format import FormatReward
 from cohort.rewards.function import keyword_parameters, name_of
+from cohort.rewards.length import OverlongReward
 from cohort.rewards.math import MathReward
-from cohort.rewards.overlong import OverlongReward
+from cohort.rewards.text import ExactReward, FormatReward
 from reward_samples import group, reward
 from samples import answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cohort as library
-from cohort import stopping
+from cohort.ranks import stopping
 from cohort.rewards import RewardCrashMarker
 from commands import set_up
 from forked import fork

@@ -14,8 +14,7 @@ import pytest
 
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.math import MathReward, gold_text, plain_verdict
-from cohort.rewards.math_client import MathWorker
+from cohort.rewards.math import MathReward, MathWorker, gold_text, plain_verdict
 from cohort.rewards.math_worker import grade, latex_of_gold
 from reward_samples import MESSAGES, group, reward
 from selection import slow
@@ -199,7 +198,7 @@ def gone(pid):
 def test_the_worker_does_not_outlive_its_parent(end):
     program = f"""
         import os
-        from cohort.rewards.math_client import MathWorker
+        from cohort.rewards.math import MathWorker
         worker = MathWorker()
         print(worker.grade("1/2", "0.5", deadline_s=20), worker.pid, flush=True)
         {end}
@@ -216,7 +215,7 @@ def test_the_worker_does_not_outlive_its_parent(end):
 def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
     program = """
         import os, threading, time
-        from cohort.rewards.math_client import MathWorker
+        from cohort.rewards.math import MathWorker
         worker = MathWorker()
         worker.grade("1/2", "0.5", deadline_s=20)
         print(worker.pid, flush=True)

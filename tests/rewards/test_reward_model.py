@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.reward_model import ModelReward
+from cohort.rewards.model import ModelReward
 from cohort.rewards.sequence_classifier import Classifier, ModelSettings
 from json_server import serving
 from reward_models import MESSAGES, naive_scores, save_reward_model

@@ -20,7 +20,7 @@ import torch
 
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.exact import ExactReward
+from cohort.rewards.text import ExactReward
 from commands import set_up
 from reward_samples import MESSAGES, group, reward, score_texts
 from tiny import write_jsonl

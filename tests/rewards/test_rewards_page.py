@@ -7,7 +7,7 @@ import yaml
 
 from cohort.config import RewardConfig, config_from_dict
 from cohort.rewards import build_rewards
-from cohort.rewards.registry import BUILTINS
+from cohort.rewards.load_rewards import BUILTINS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from assigned import assign_advantages
-from cohort import stopping
 from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig, SgdConfig
 from cohort.errors import StopRequested, UserError
+from cohort.ranks import stopping
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
 from cohort.rollout import (
     CallKey,

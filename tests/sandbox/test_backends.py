@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
 from cohort.sandbox import Job, Sandbox, SharedSandbox, open_sandbox
@@ -22,8 +22,8 @@ from cohort.sandbox import launcher as launching
 from cohort.sandbox.backends import Container, Unconfined
 from cohort.sandbox.interpreter import _verdicts_read, find_interpreter, new_folder
 from cohort.sandbox.launcher import LaunchedChild, Launcher
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.probe import probe, set_out
+from cohort.sandbox.process import Limits
 from sandboxes import BACKENDS, LIMITS, graded, sandbox_or_skip
 from selection import slow
 

@@ -18,8 +18,8 @@ import pytest
 from cohort.rewards.code import CodeReward
 from cohort.sandbox import Job
 from cohort.sandbox.probe import probe, set_out
+from cohort.sandbox.process import descendants
 from cohort.sandbox.system_calls import refused
-from cohort.sandbox.usage import descendants
 from escape_attempts import ATTEMPTS, PRELUDE
 from sandboxes import BACKENDS, graded, sandbox_or_skip
 from selection import slow
@@ -446,7 +446,7 @@ def test_deleted_files_count(sandbox, mapped):
 
 TRAINER = """
 import sys
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.sandbox import Job, Sandbox
 from cohort.sandbox.choose import _BACKENDS, _with_backend
 from cohort.sandbox.interpreter import find_interpreter, new_folder

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.rewards.code import CodeReward
 from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
+from cohort.sandbox.process import Limits
 from sandboxes import LIMITS, graded
 
 SUM = [{"input": "2 3\n", "output": "5"}]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.sandbox.backends import Sandlock
 from cohort.sandbox.interpreter import find_interpreter, new_folder
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
 from cohort.sandbox.probe import probe
+from cohort.sandbox.process import Limits
 from sandboxes import graded, sandbox_or_skip
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(300)]

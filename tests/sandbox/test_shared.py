@@ -9,10 +9,10 @@ import cohort
 from cohort.chat import ResponseParser
 from cohort.cli.evaluate import run_eval
 from cohort.config import config_from_dict
-from cohort.config.sandbox import SandboxConfig
-from cohort.sandbox import Sandbox, SharedSandbox, shared
-from cohort.sandbox.limits import Limits
-from cohort.sandbox.process import ProcessResult
+from cohort.config.hardware import SandboxConfig
+from cohort.sandbox import Sandbox, SharedSandbox
+from cohort.sandbox import choose as shared
+from cohort.sandbox.process import Limits, ProcessResult
 from cohort.trainer.run_inputs import Inputs, read_inputs
 from playing import save_turns_model
 from runs import Notes, metric

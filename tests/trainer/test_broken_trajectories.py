@@ -12,12 +12,12 @@ from assigned import assign_advantages
 from cohort.algorithms import build_algorithm
 from cohort.config import ALGORITHMS, AlgorithmConfig
 from cohort.errors import TrainingError
-from cohort.evaluation import Evaluation, evaluate
-from cohort.metrics import rollout_metrics
+from cohort.metrics.rollouts import rollout_metrics
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
 from cohort.rollout import CallKey, Generate, Prefetcher, RolloutCollector, SamplingParams
 from cohort.trainer.collect_groups import GroupCollector
+from cohort.trainer.evaluation import Evaluation, evaluate
 from engines import ScriptedEngine
 from reward_samples import reward
 from samples import answer

@@ -20,16 +20,17 @@ from hypothesis import strategies as st
 import cohort
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm
-from cohort.checkpoint import load_trainer_state
 from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
 from cohort.display import Display
-from cohort.metrics import reward_health_metrics, rollout_metrics
+from cohort.health.reward_health import reward_health_metrics
+from cohort.metrics.rollouts import rollout_metrics
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
 from cohort.rollout import LocalEngine, Prefetcher, RolloutCollector, Sampler, SamplingParams, StepKey
-from cohort.run_files import checkpoints
+from cohort.run.files import checkpoints
+from cohort.trainer.checkpoint import load_trainer_state
 from cohort.trainer.collect_groups import GroupCollector, StepGroups
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
 from runs import Killed, assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train

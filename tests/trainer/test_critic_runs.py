@@ -11,14 +11,13 @@ import cohort
 from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
-from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ForwardOnlyOutputs
 from cohort.trainer.build import WorkerSpec, build_worker
-from cohort.trainer.worker import TrainedModel
-from cohort.trainer.worker_calls import pack_batches
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import TrainedModel, pack_batches
 from rank_critic import make_critic_sequences, make_updater, make_worker
 from rank_engine import out_of_memory_over
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights

@@ -12,7 +12,7 @@ from cohort.cli.merge import merge as merge_command
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.models import Policy
-from cohort.trainer.evaluate_model import evaluate_model
+from cohort.trainer.without_training import evaluate_model
 from runs import changed, make_inputs, metric, stop_after, train
 from selection import slow
 

@@ -13,19 +13,17 @@ import pytest
 import torch
 
 from cohort.config import Config, config_from_dict
-from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import TrainingError, UserError
-from cohort.placement import Placement
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StepKey
 from cohort.trainer import server_setup, vllm_setup
-from cohort.trainer.local_setup import LocalSetup
 from cohort.trainer.parity import check_parity, make_parity_gate, probe_prompts, probe_sampling
-from cohort.trainer.rollout_engines import engine_setup
+from cohort.trainer.placement import Placement
+from cohort.trainer.rollout_engines import LocalSetup, engine_setup
 from cohort.trainer.run_inputs import Inputs, read_inputs
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import sample
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, sample
 from engines import generate
 from rank_workers import workers_of
 from runs import changed, make_inputs

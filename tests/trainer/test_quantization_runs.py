@@ -16,8 +16,8 @@ from cohort.models import check_quantization
 from cohort.plan.advice import advise
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
-from cohort.plan.quantized_memory import matrix_bytes
 from cohort.plan.shape import preset_shape
+from cohort.plan.state_memory import matrix_bytes
 from cohort.trainer.run_inputs import read_inputs
 from runs import changed, make_inputs, metric, stop_after, train
 from tiny import make_tokenizer, save_model_folder

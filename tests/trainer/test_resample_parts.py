@@ -7,7 +7,7 @@ import pytest
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
-from cohort.metrics import has_equal_rewards
+from cohort.metrics.rollouts import has_equal_rewards
 from samples import scored
 from test_training import changed, make_inputs, metric, train
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cohort.config import config_from_dict
-from cohort.metrics import RewardWatch
+from cohort.health.reward_health import RewardWatch
 from cohort.trainer.step_warnings import StepWarnings
 from cohort.trainer.worker import Worker
 

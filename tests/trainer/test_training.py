@@ -13,7 +13,7 @@ import cohort
 from cohort.cli.eval_config import eval_config
 from cohort.config import config_from_dict
 from cohort.display import Display
-from cohort.trainer.evaluate_model import evaluate_model
+from cohort.trainer.without_training import evaluate_model
 from runs import REWARDS, assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from selection import slow
 from tiny import copy_task_rows, write_jsonl

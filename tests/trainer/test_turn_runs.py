@@ -11,7 +11,7 @@ import cohort
 from cohort.chat import ResponseParser
 from cohort.cli.eval_config import eval_config
 from cohort.errors import TrainingError, UserError
-from cohort.trainer.evaluate_model import evaluate_model
+from cohort.trainer.without_training import evaluate_model
 from playing import save_turns_model
 from runs import in_a_process, metric, stop_after, train
 from selection import slow

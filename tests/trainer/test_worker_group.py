@@ -4,9 +4,9 @@ from typing import assert_type
 
 import pytest
 
-from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import TrainingError
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.worker_group import WorkerGroup
 
 
 class Counter:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cohort.distributed import SINGLE_PROCESS
+from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.records import ForwardOnlyOutputs, expand_to_mask
-from cohort.trainer.worker_calls import run_forward_only
+from cohort.trainer.worker import run_forward_only
 from rank_engine import make_engine
 from rank_workers import sequences, workers_of
 from ranks import run_ranks

@@ -10,9 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.gae import gae as gae
-from cohort.algorithms.statistics import center, count_scored, std, whiten, whiten_tokens
+from cohort.algorithms.statistics import AdvantageInputs, center, count_scored, std, whiten, whiten_tokens
 from cohort.errors import UserError
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.build_algorithm import Algorithm
 from cohort.algorithms.regularizers import Coefficients
+from cohort.algorithms.statistics import AdvantageInputs
 from cohort.errors import TrainingError
 from cohort.records import (
     FloatArray,

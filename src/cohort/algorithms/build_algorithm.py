@@ -19,13 +19,13 @@ from cohort.algorithms.adaptive_coefficients import (
     has_entropy_bonus,
     update_coefficients,
 )
-from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.gae import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.regularizers import Coefficients, KlEstimator, LossTransform
 from cohort.algorithms.rollout_correction import Correction, with_correction
-from cohort.batch import PolicyLoss
+from cohort.algorithms.statistics import AdvantageInputs
 from cohort.config import COMPONENTS, AlgorithmConfig, Component, CustomFunction
 from cohort.errors import UserError
+from cohort.packing.batch import PolicyLoss
 from cohort.records import FloatArray, ForwardOnlyField, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.algorithms.advantage_inputs import AdvantageInputs
-from cohort.batch import LossInputs, LossOutput, PolicyLoss
+from cohort.algorithms.statistics import AdvantageInputs
 from cohort.config import CustomFunction
+from cohort.config.user_code import describe_error, error_location, load_function
 from cohort.errors import UserError, suggest
+from cohort.packing.batch import LossInputs, LossOutput, PolicyLoss
 from cohort.records import FloatArray, IntArray
-from cohort.user_code import describe_error, error_location, load_function
 
 _LENGTHS = (3, 1, 4)  # completion lengths of the toy input for policy losses
 
@@ -65,7 +65,7 @@ def load_policy_loss(choice: CustomFunction) -> PolicyLoss:
         out = function(x)
         out = LossOutput(per_token_loss=out) if isinstance(out, Tensor) else out
         if not isinstance(out, LossOutput):
-            raise function.error(f"returned {_kind(out)}; must be a tensor [T] or a cohort.batch.LossOutput")
+            raise function.error(f"returned {_kind(out)}; must be a tensor [T] or a cohort.packing.batch.LossOutput")
         if not isinstance(out.token_metrics, Mapping):
             raise function.error(f"returned {_kind(out.token_metrics)} as token_metrics; must be a dict, name to [T]")
         for name, tensor in {"per_token_loss": out.per_token_loss, **out.token_metrics}.items():

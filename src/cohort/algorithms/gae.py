@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.loss_weights import token_mean
-from cohort.algorithms.statistics import whiten_tokens
-from cohort.batch import LossOutput, ValueInputs
+from cohort.algorithms.statistics import AdvantageInputs, whiten_tokens
+from cohort.packing.batch import LossOutput, ValueInputs
 from cohort.records import FloatArray, TrainSequence, expand_to_mask
 
 ValueLoss = Callable[[ValueInputs], LossOutput]

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cohort.algorithms.trajectories import trajectory_means, trajectory_sums
-from cohort.batch import LossInputs, LossOutput
+from cohort.algorithms.statistics import trajectory_means, trajectory_sums
+from cohort.packing.batch import LossInputs, LossOutput
 
 MAX_LOG_RATIO = 20.0  # a ratio of 5e8; larger ratios have no gradient
 MIN_LOG_WEIGHT = -18.420680743952367  # ln 1e-8, where VESPO's weight is 0 in float32

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.losses import MAX_LOG_RATIO, log_ratio
-from cohort.algorithms.trajectories import trajectory_means
-from cohort.batch import LossInputs, LossOutput, PolicyLoss
+from cohort.algorithms.statistics import trajectory_means
+from cohort.packing.batch import LossInputs, LossOutput, PolicyLoss
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs, reference logprobs -> KL per token, all of one shape
 LossTransform = Callable[[PolicyLoss, "Coefficients"], PolicyLoss]

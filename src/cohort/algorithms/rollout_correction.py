@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from cohort.algorithms.trajectories import trajectory_sums
-from cohort.batch import LossInputs, LossOutput, PolicyLoss
+from cohort.algorithms.statistics import trajectory_sums
+from cohort.packing.batch import LossInputs, LossOutput, PolicyLoss
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 

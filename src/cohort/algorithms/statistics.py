@@ -1,14 +1,31 @@
-"""Statistics of rewards that ignore NaN ("not scored").
+"""Inputs of an advantage, statistics of rewards that ignore NaN ("not scored"), and sums over trajectories.
 
 P prompts, G generations, L tokens of the longest completion.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cohort.algorithms.advantage_inputs import AdvantageInputs
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """Scored completions of a whole step, in float64. NaN means "not scored"."""
+
+    rewards: Tensor  # [P, G] sum of a completion's token rewards
+    reward_parts: Tensor  # [P, G, K] each reward separately, without the KL penalty
+    reward_weights: Tensor  # [K]
+    token_rewards: Tensor  # [P, G, L] reward at the last token, minus any KL penalty at each token; 0 past the end
+    lengths: Tensor  # [P, G] int64
+    values: Tensor | None = None  # [P, G, L] critic's values, 0 past the end; None without a critic
+
+    @property
+    def token_mask(self) -> Tensor:
+        """[P, G, L] bool: tokens of scored completions."""
+        within = torch.arange(self.token_rewards.shape[-1]) < self.lengths.unsqueeze(-1)
+        return within & ~self.rewards.isnan().unsqueeze(-1)
 
 
 def center(values: Tensor, *, dim: int) -> Tensor:
@@ -46,3 +63,18 @@ def whiten_tokens(values_PGL: Tensor, x: AdvantageInputs, std_epsilon: float) ->
         return torch.zeros_like(values_PGL)
     whitened = whiten(values_PGL[mask], dim=0, std_epsilon=std_epsilon)
     return torch.zeros_like(values_PGL).masked_scatter(mask, whitened)
+
+
+def trajectory_sums(values: Tensor, trajectory_ids: Tensor) -> Tensor:
+    """Sum of values [T] over each token's trajectory, for each of its tokens: [T] float64, differentiable.
+
+    float64 makes sums over thousands of tokens independent of their order.
+    """
+    ids, place = trajectory_ids.unique(return_inverse=True)
+    sums = torch.zeros(len(ids), dtype=torch.float64, device=values.device)
+    return sums.index_add(0, place, values.double())[place]
+
+
+def trajectory_means(values: Tensor, trajectory_ids: Tensor) -> Tensor:
+    """Mean of values [T] over each token's trajectory, for each of its tokens: [T] float64, differentiable."""
+    return trajectory_sums(values, trajectory_ids) / trajectory_sums(torch.ones_like(values), trajectory_ids)

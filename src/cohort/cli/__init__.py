@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cohort.cli.app import main
-from cohort.startup import run_and_exit
+from cohort.processes.this_process import run_and_exit
 
 
 def run() -> None:

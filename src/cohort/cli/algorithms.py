@@ -7,8 +7,8 @@ import typer
 
 from cohort.cli.options import Debug
 from cohort.config import ALGORITHMS, COMPONENTS
-from cohort.config.algorithm import unknown_name
-from cohort.config.algorithm_docs import describe_algorithm, describe_component
+from cohort.config.algorithm import AlgorithmConfig, unknown_name
+from cohort.config.catalogue import Parameter
 from cohort.errors import UserError
 
 KINDS = ("advantage", "policy_loss", "loss_weight")
@@ -58,3 +58,32 @@ def _part(kind: str, part: dict[str, Any]) -> list[str]:
         f"    {key}: {json.dumps(value)}\n        {part['meanings'][key]}" for key, value in part["defaults"].items()
     ]
     return [f"{kind}: {part['name']}  ({part['source']})", f"    {part['formula']}", *numbers]
+
+
+def describe_algorithm(name: str) -> dict[str, Any]:
+    """Describe a named algorithm: its components, their formulas and their parameter values."""
+    algorithm, config = ALGORITHMS[name], AlgorithmConfig(name=name)
+    parts: dict[str, Any] = {}
+    for kind in COMPONENTS:
+        part = describe_component(kind, getattr(algorithm, kind))
+        parts[kind] = {**part, "defaults": {key: getattr(config, key) for key in part["defaults"]}}
+    texts = {"name": name, "title": algorithm.title, "source": algorithm.source, "when": algorithm.when}
+    return {**texts, **parts, "min_generations": config.min_generations}
+
+
+def describe_component(kind: str, name: str) -> dict[str, Any]:
+    """Describe a component: its formula and its parameters with defaults and meanings."""
+    component = COMPONENTS[kind][name]
+    return {
+        "name": name,
+        "formula": component.formula,
+        "source": component.source,
+        "defaults": component.defaults,
+        "meanings": {key: _meaning(parameter) for key, parameter in component.parameters.items()},
+    }
+
+
+def _meaning(parameter: Parameter) -> str:
+    words = {"at least": parameter.ge, "above": parameter.gt, "at most": parameter.le, "below": parameter.lt}
+    bounds = ", ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+    return parameter.description + (f" ({bounds})" if bounds else "")

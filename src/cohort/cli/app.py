@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from cohort import __version__
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
+from cohort.cli.crash_report import report_crash, set_run_dir
 from cohort.cli.eval_config import eval_config
 from cohort.cli.merge import merge
 from cohort.cli.options import Debug, Overrides
@@ -23,11 +24,10 @@ from cohort.cli.rollout import rollout
 from cohort.cli.verify import verify
 from cohort.cli.view import view
 from cohort.config import load_config
-from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
-from cohort.startup import print_loading_notice
-from cohort.stopping import dedicate_process
-from cohort.versions import untested_versions, versions
+from cohort.processes.this_process import print_loading_notice
+from cohort.ranks.stopping import dedicate_process
+from cohort.run.provenance import untested_versions, versions
 
 
 class _Commands(TyperGroup):
@@ -148,7 +148,7 @@ def train(
         train_rank(settings, resume=resume)
         return
     print_loading_notice()
-    from cohort.display.safe_stdout import SafeStdout
+    from cohort.display.console import SafeStdout
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)

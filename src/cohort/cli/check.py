@@ -11,7 +11,7 @@ from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
 
 if TYPE_CHECKING:
-    from cohort.check import FileReport
+    from cohort_check import FileReport
 
 FrameworkVersion = Annotated[
     str | None,
@@ -46,7 +46,7 @@ def check(
     debug: Debug = False,
 ) -> None:
     """Check configurations before launch: whether they start, on how many GPUs, and what works instead."""
-    from cohort.check import WORLD_SIZES, check_file
+    from cohort_check import WORLD_SIZES, check_file
 
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
     version = _version(framework_version)
@@ -60,7 +60,7 @@ def check(
     else:
         from rich.console import Console
 
-        from cohort.check.report import print_reports
+        from cohort_check.report import print_reports
 
         print_reports(reports, Console())
     if any(report.failed for report in reports):
@@ -74,15 +74,15 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Convert to an equivalent Cohort configuration; settings without an equivalent become comments."""
-    from cohort.check import convert_file
+    from cohort_check import convert_file
 
     typer.echo(convert_file(file, framework_version=_version(framework_version), launched_with=launch), nl=False)
 
 
 def _fixed(report: "FileReport", file: Path, **options: Any) -> "FileReport":
     """Write a report's fixes and check the file again."""
-    from cohort.check import check_file
-    from cohort.check.fix import fix_file
+    from cohort_check import check_file
+    from cohort_check.fix import fix_file
 
     if not report.failed or report.launch is None:
         return report

@@ -7,9 +7,9 @@ from typing import Any
 import yaml
 
 from cohort.config import Config, config_from_dict, load_config
-from cohort.config.environment import TurnsConfig
+from cohort.config.rollout import TurnsConfig
 from cohort.errors import UserError
-from cohort.run_files import checkpoints, is_run_folder
+from cohort.run.files import checkpoints, is_run_folder
 
 _DATA = {"prompt": "prompt", "system_prompt": "system_prompt", "chat_template": "apply_chat_template"}
 _ROLLOUT = ("max_prompt_tokens", "max_completion_tokens", "stop")

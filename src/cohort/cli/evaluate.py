@@ -8,11 +8,11 @@ from pathlib import Path
 
 import typer
 
-from cohort.completion_records import write_completions_file
 from cohort.config import Config
 from cohort.display import ProgressBar
 from cohort.errors import UserError
-from cohort.trainer.evaluate_model import evaluate_model
+from cohort.run.completions import write_completions_file
+from cohort.trainer.without_training import evaluate_model
 
 
 def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from cohort.cli.options import Debug
 from cohort.errors import UserError
-from cohort.startup import print_loading_notice
+from cohort.processes.this_process import print_loading_notice
 
 
 def merge(
@@ -18,8 +18,8 @@ def merge(
     """Merge an adapter into its base model in float32, tensor by tensor."""
     print_loading_notice()
     from cohort import models
-    from cohort.atomic_files import write_folder_atomically
     from cohort.display import ProgressBar
+    from cohort.run.atomic import write_folder_atomically
 
     source = _find_adapter(adapter)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -42,7 +42,7 @@ def _find_adapter(folder: Path) -> Path:
         UserError: there is none.
     """
     from cohort.models.adapters.adapter_folder import CONFIG_FILE
-    from cohort.run_files import checkpoints
+    from cohort.run.files import checkpoints
 
     candidates = (folder, folder / "final", *reversed(checkpoints(folder / "checkpoints")))
     found = next((path for path in candidates if (path / CONFIG_FILE).is_file()), None)

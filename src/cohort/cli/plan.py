@@ -19,9 +19,8 @@ from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import Hardware, hardware, local_cpu
 from cohort.plan.limits import Limit, explain_no_limit, largest
 from cohort.plan.predict import Plan, predict_run
-from cohort.plan.presets import PRESETS
 from cohort.plan.rollout_engine import plan_engine
-from cohort.plan.shape import preset_shape, read_shape
+from cohort.plan.shape import PRESETS, preset_shape, read_shape
 
 
 def plan(

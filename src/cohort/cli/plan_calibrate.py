@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cohort.errors import TrainingError
-from cohort.host_resources import available_memory_bytes
 from cohort.plan.calibration import Calibration, cpu_name
+from cohort.processes.this_process import available_memory_bytes
 
 _CHILD_TIMEOUT_S = 300.0
 

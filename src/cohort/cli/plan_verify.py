@@ -23,25 +23,24 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cohort.batch import MicroBatch
 from cohort.config import AdamwConfig, ModelConfig
-from cohort.distributed import Ranks
 from cohort.errors import UserError
-from cohort.host_to_device import to_device
 from cohort.models import Critic, Policy, attention
+from cohort.models.activation_checkpointing import prepare_activations
 from cohort.models.adapters.lora import Adapter, adapter_init
 from cohort.models.fsdp import CollectiveCounter, Sharding
 from cohort.models.lm_head import logprobs, tiled_softmax
 from cohort.models.loading.meta_device import meta_model
-from cohort.models.offload.activation_checkpointing import prepare_activations
 from cohort.models.policy import ModelTraits
 from cohort.packing import collate
+from cohort.packing.batch import MicroBatch
+from cohort.packing.to_device import to_device
 from cohort.plan.backward import CPU_BLOCK
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import shape_from_config
+from cohort.plan.shape import PRESETS, shape_from_config
+from cohort.ranks.collectives import Ranks
 from cohort.records import TrainSequence
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from cohort.completion_records import prompt_text
 from cohort.config import Config
 from cohort.data import read_content, read_rows
 from cohort.errors import UserError
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.describe import completion_text, excerpt
+from cohort.rewards.completion_text import completion_text, excerpt
+from cohort.run.completions import prompt_text
 from cohort.sandbox import SharedSandbox
 
 # Columns of a completions file that are not of the dataset.

@@ -14,14 +14,14 @@ import typer
 from cohort.cli.options import Debug, Overrides
 from cohort.config import load_config
 from cohort.errors import TrainingError
+from cohort.processes.this_process import print_loading_notice
 from cohort.records import join_calls
-from cohort.startup import print_loading_notice
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cohort.records import ScoredGroup
-    from cohort.trainer.sample_rows import SampledRows
+    from cohort.trainer.without_training import SampledRows
 
 _MAX_LINES = 12  # of a segment
 _STYLES = {"title": "bold", "trained": "green", "masked": "dim", "call": "cyan"}
@@ -45,7 +45,7 @@ def rollout(
     from rich.console import Console
 
     from cohort.display import ProgressBar
-    from cohort.trainer.sample_rows import sample_rows
+    from cohort.trainer.without_training import sample_rows
 
     errors = Console(stderr=True, highlight=False, markup=False)
     with ProgressBar("sampling"), redirect_stdout(sys.stderr):  # what tools print is no part of the result
@@ -94,7 +94,7 @@ def show(sampled: "SampledRows", console: "Console", *, max_lines: int | None) -
 
 def _summary(groups: "list[ScoredGroup]") -> Iterator[str]:
     """Averages of all trajectories."""
-    from cohort.metrics import rollout_metrics
+    from cohort.metrics.rollouts import rollout_metrics
 
     m = rollout_metrics(groups)
     ends = [trajectory.end for group in groups for trajectory in group.trajectories]

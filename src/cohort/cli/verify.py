@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cohort.errors import UserError
-from cohort.run_files import checkpoints, find_damage, format_line_numbers, read_manifest, read_metrics, read_summary
+from cohort.run.files import checkpoints, find_damage, format_line_numbers, read_manifest, read_metrics, read_summary
 
 
 def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:

@@ -34,7 +34,7 @@ def view(
 ) -> None:
     """Show a run in the browser, while it trains or afterwards: how it learns, or why not."""
     if beside is not None and run_folders:
-        from cohort.view.server.process import serve_beside
+        from cohort_view.server.process import serve_beside
 
         serve_beside(run_folders[0], beside)
         return
@@ -42,8 +42,8 @@ def view(
     if export is not None:
         _export(folders, export)
         return
-    from cohort.view.server.browser import describe_address, open_browser, opens_by_default
-    from cohort.view.server.serve import ViewServer, lower_priority
+    from cohort_view.server.process import describe_address, open_browser, opens_by_default
+    from cohort_view.server.serve import ViewServer, lower_priority
 
     lower_priority()
     server = ViewServer(folders, root=root, port=port)
@@ -68,7 +68,7 @@ def _what_to_show(folders: list[Path], root: Path | None) -> tuple[list[Path], P
     Raises:
         UserError: there is nothing to show.
     """
-    from cohort.view.server.runs import check_is_run, find_run_folders
+    from cohort_view.server.runs import check_is_run, find_run_folders
 
     for folder in folders:
         check_is_run(folder)
@@ -85,7 +85,7 @@ def _export(folders: list[Path], file: Path) -> None:
     if len(folders) != 1:
         raise UserError(f"--export: needs one run folder, but {len(folders) or 'none'} were given")
     from cohort.display import ProgressBar
-    from cohort.view.export import export_run
+    from cohort_view.export import export_run
 
     with ProgressBar("exporting") as progress:
         report = export_run(folders[0], file, on_progress=progress.update)

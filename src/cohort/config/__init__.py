@@ -1,12 +1,10 @@
 """Configuration: load YAML with dotted overrides into a frozen, validated `Config`."""
 
-from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import AlgorithmConfig, CustomFunction
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component
-from cohort.config.critic import CriticConfig
 from cohort.config.data import EvalConfig, RewardConfig
 from cohort.config.load import CONFIG_HEADER, config_from_dict, load_config, to_yaml
-from cohort.config.model import ModelConfig
+from cohort.config.model import AdapterConfig, CriticConfig, ModelConfig, Quantization, ReferenceConfig
 from cohort.config.optim import (
     AdafactorConfig,
     Adamw8bitConfig,
@@ -15,8 +13,6 @@ from cohort.config.optim import (
     OptimConfig,
     SgdConfig,
 )
-from cohort.config.quantization import Quantization
-from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     ENGINES,
     AutoRolloutConfig,

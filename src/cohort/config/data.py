@@ -5,8 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cohort.config.paths import FunctionPath, InputPath, find_argument_paths
-from cohort.config.section import Section
+from cohort.config.section import FunctionPath, InputPath, Section, find_argument_paths
 
 
 class DataConfig(Section):

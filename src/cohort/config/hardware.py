@@ -1,11 +1,11 @@
-"""The `hardware` section."""
+"""The `hardware` and `sandbox` sections."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cohort.config.section import Section, must_be, number_or
+from cohort.config.section import Section, Size, must_be, number_or
 
 MAX_PROCESSES = 100_000  # catches typos before anything is computed for them
 
@@ -81,3 +81,69 @@ class HardwareConfig(Section):
                 f"device: cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs"
             )
         return self
+
+
+class SandboxConfig(Section):
+    """Sandbox for code of completions. Limits hold for one verdict: all test cases of one completion."""
+
+    backend: Literal["auto", "sandlock", "bubblewrap", "container", "sandbox_fusion"] = Field(
+        "auto",
+        description="`auto`: the first of bubblewrap, sandlock and container whose escape checks pass. "
+        "`sandbox_fusion`: a server at `url`.",
+    )
+    url: str | None = Field(None, description="Address of a SandboxFusion server, such as http://host:8080.")
+    container: str = Field(
+        "docker run",
+        min_length=1,
+        description="Command that starts a container, such as `docker run` or `podman run`.",
+    )
+    image: str = Field("python:3.11-slim", min_length=1, description="Container image; it needs Python 3.11 or later.")
+    confinement: Literal["full", "partial", "none"] = Field(
+        "full",
+        description="Least that the run accepts. `full`: a backend that withstands every escape check. `partial`: else "
+        "the one that withstands most; the run names what it does not hold. `none`: else no sandbox at all: code runs "
+        "with this user's rights and network, and limits are best effort.",
+    )
+    packages: tuple[str, ...] = Field(
+        (), description="Installed Python packages that the code may import, such as [numpy]. Default: only the stdlib."
+    )
+    max_concurrent: Annotated[
+        int | Literal["auto"],
+        number_or("auto", rule="a whole number of at least 1, or auto (two per CPU)", is_valid=lambda n: n >= 1),
+    ] = Field("auto", description="Verdicts computed at a time. auto: two per CPU.")
+    wall_s: float = Field(30.0, gt=0, description="Wall time in seconds.")
+    cpu_s: int = Field(10, ge=1, description="CPU time in seconds per process.")
+    memory: Size = Field("512MB", description="Memory.")
+    max_processes: int = Field(32, ge=1, description="Processes and threads.")
+    max_file_size: Size = Field("16MB", description="Size of a file.")
+    tmp_size: Size = Field("64MB", description="Size of the private /tmp.")
+    max_open_files: int = Field(64, ge=16, description="Open files per process.")
+    max_output: Size = Field("1MB", description="Output, and return values, of all test cases.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_key(cls, values: Any) -> Any:
+        """Read `unsafe_no_sandbox`, the former `confinement: none`."""
+        if not isinstance(values, dict) or not isinstance(values.get("unsafe_no_sandbox"), bool):
+            return values
+        values = dict(values)
+        return ({"confinement": "none"} if values.pop("unsafe_no_sandbox") else {}) | values
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "sandbox_fusion" and self.url is None:
+            raise ValueError("backend: sandbox_fusion needs url, such as http://localhost:8080")
+        if self.backend != "sandbox_fusion":
+            self.refuse("url", f"backend: {self.backend}", "remove it, or use backend: sandbox_fusion")
+        if self.backend in ("container", "sandbox_fusion"):
+            where = "the image" if self.backend == "container" else "the server"
+            self.refuse("packages", f"backend: {self.backend}", f"remove it, and install them in {where}")
+        if self.backend == "sandbox_fusion":
+            self.refuse("confinement", f"backend: {self.backend}", "remove it, or use backend: auto")
+        if self.backend not in ("auto", "container"):
+            for key in ("container", "image"):
+                self.refuse(key, f"backend: {self.backend}", "remove it, or use backend: container")
+        return self
+
+
+DEFAULT_SANDBOX = SandboxConfig()

@@ -1,4 +1,4 @@
-"""The `Config` schema: type, default and bounds of every key. `docs/config.md` is generated from it."""
+"""The `Config` schema: type, default and bounds of every key, and checks of keys against each other."""
 
 import math
 import os
@@ -8,19 +8,259 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.algorithm import AlgorithmConfig
-from cohort.config.checks import check_sections
-from cohort.config.critic import CriticConfig
+from cohort.config.catalogue import critic_algorithms, single_completion_algorithms, suggest_instead
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
-from cohort.config.hardware import HardwareConfig
-from cohort.config.model import ModelConfig
-from cohort.config.optim import AdamwConfig, OptimConfig
-from cohort.config.paths import expand_home
-from cohort.config.quantization import Quantization
-from cohort.config.reference import ReferenceConfig
+from cohort.config.hardware import HardwareConfig, SandboxConfig
+from cohort.config.model import CriticConfig, ModelConfig, Quantization, ReferenceConfig, check_run
+from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
-from cohort.config.sandbox import SandboxConfig
-from cohort.config.section import Section, must_be, number_or
-from cohort.config.sizes import Size
+from cohort.config.section import Section, Size, expand_home, must_be, number_or
+
+
+def check_sections(config: "Config") -> None:
+    """Reject keys without effect and misleading combinations.
+
+    Raises:
+        ValueError: names the keys, their values and what works.
+    """
+    for check in (
+        _check_inputs,
+        _check_turns,
+        _check_gates,
+        _check_rollout_gpus,
+        _check_sampling_correction,
+        _check_reference,
+        _check_adapter,
+        _check_offload,
+        _check_quantization,
+        _check_algorithm,
+        _check_learning_signal,
+        _check_components,
+        _check_sandbox,
+    ):
+        check(config)
+
+
+def _check_inputs(config: "Config") -> None:
+    """Check that there are data and rewards, which an environment or agent may bring."""
+    brings_its_own = _has_environment(config)
+    if config.data.path is None and not brings_its_own:
+        raise ValueError("data.path: missing; this key is required")
+    if not config.rewards and not brings_its_own:
+        raise ValueError("rewards: []: at least one reward is needed, such as [{use: math}]")
+    if config.eval is not None and config.eval.path is None:
+        if not brings_its_own:
+            raise ValueError("eval.path: missing; this key is required")
+        if config.eval.max_prompts is None:
+            raise ValueError("eval.max_prompts: missing; it says how many trajectories to evaluate without eval.path")
+
+
+def _has_environment(config: "Config") -> bool:
+    """Whether an environment or agent plays the run's trajectories; it may bring rows and a reward."""
+    return config.rollout.environment is not None or config.rollout.agent is not None
+
+
+def _check_turns(config: "Config") -> None:
+    rollout = config.rollout
+    is_builtin = isinstance(config.algorithm.advantage, str)
+    if rollout.step_rewards == "per_token" and is_builtin and not config.algorithm.takes_token_rewards:
+        raise ValueError(
+            f"rollout.step_rewards: per_token has no effect with algorithm.advantage: {config.algorithm.advantage}, "
+            f"which has one value for all tokens of a trajectory; use step_rewards: sum, or advantage: gae"
+        )
+
+
+def _check_gates(config: "Config") -> None:
+    """Refuse a gate before nothing. The reward of an environment comes after all others."""
+    if config.rewards and config.rewards[-1].gate and not _has_environment(config):
+        last = len(config.rewards) - 1
+        raise ValueError(f"rewards[{last}].gate: true has no effect on the last reward; list it before what it gates")
+
+
+def _check_sandbox(config: "Config") -> None:
+    runs_code = (
+        any(reward.use in ("code", "reasoning_gym") for reward in config.rewards)
+        or any(tool.use == "python" for tool in config.rollout.tools)
+        or any(spec.use.startswith("reasoning_gym:") for spec in config.rollout.environments.values())
+    )
+    if not runs_code:
+        for key in type(config.sandbox).model_fields:
+            config.refuse(
+                f"sandbox.{key}",
+                "rewards and tools that run no code",
+                "remove it, or add the reward {use: code} or {use: reasoning_gym}, or the tool python",
+            )
+
+
+def _check_rollout_gpus(config: "Config") -> None:
+    rollout, gpus = config.rollout, config.hardware.rollout_gpus
+    if rollout.engine != "auto" and not rollout.uses_servers:
+        reason = f"rollout.engine: {rollout.engine}, which samples on the training GPUs"
+        config.refuse("hardware.rollout_gpus", reason, "remove it, or use rollout.engine: vllm")
+    if rollout.uses_servers and rollout.urls:
+        config.refuse("hardware.rollout_gpus", "rollout.urls, whose servers have their own GPUs")
+    if gpus == "shared" and rollout.samples_ahead:
+        raise ValueError(
+            f"rollout.max_staleness: {rollout.max_staleness} needs dedicated rollout GPUs, but hardware.rollout_gpus "
+            f"is shared, so servers sleep during training; use max_staleness: 0, or a number of rollout_gpus"
+        )
+
+
+def _check_sampling_correction(config: "Config") -> None:
+    algorithm, rollout = config.algorithm, config.rollout
+    has_none = algorithm.sampling_correction == "auto" and rollout.default_correction == "none"
+    if rollout.engine != "auto" and has_none:
+        reason = f"rollout.engine: {rollout.engine}, for which sampling_correction: auto means none"
+        config.refuse("algorithm.sampling_correction_cap", reason, "remove it, or set sampling_correction")
+    corrects_stale = rollout.samples_ahead and rollout.stale_completions == "correct"
+    if corrects_stale and algorithm.sampling_correction == "none":
+        raise ValueError(
+            "rollout.stale_completions: correct has no effect with algorithm.sampling_correction: none; use "
+            "sampling_correction: token_truncate, or stale_completions: drop"
+        )
+
+
+def _check_reference(config: "Config") -> None:
+    reference, processes = config.reference, config.hardware.processes
+    if reference is None:
+        return
+    if config.algorithm.beta == 0:
+        raise ValueError(
+            "reference has no effect with algorithm.beta: 0; remove the section, or set beta above 0 (such as 0.04)"
+        )
+    if config.model.adapter is not None:
+        raise ValueError(
+            "reference has no effect with model.adapter: the reference is the model with the initial adapter, and "
+            "takes no extra memory; remove the section, or the adapter"
+        )
+    if reference.device == "cpu" and processes not in (1, "auto"):
+        raise ValueError(
+            f"reference.device: cpu needs a single process, but hardware.processes is {processes}, over which the "
+            f"reference is sharded; use reference.device: auto, or processes: 1"
+        )
+    if config.model.parameter_offload:
+        because = "model.parameter_offload: true, which keeps the reference in host memory"
+        config.refuse("reference.device", because)
+        if reference.quantization is not None:
+            raise ValueError(
+                f"reference.quantization: {reference.quantization} saves no GPU memory with {because}; remove one of "
+                f"the two"
+            )
+
+
+def _check_adapter(config: "Config") -> None:
+    adapter, coefficient = config.model.adapter, config.train.router_aux_loss_coef
+    if coefficient and (adapter is not None or "routers" in config.model.freeze):
+        frozen = "model.freeze: [routers]" if adapter is None else "model.adapter"
+        config.refuse("train.router_aux_loss_coef", f"{frozen}, which freezes the routers")
+    if adapter is None:
+        return
+    if config.optim.offload:
+        raise ValueError(
+            "optim.offload: true with model.adapter saves almost nothing, since only the adapter has optimizer state; "
+            "remove one of the two"
+        )
+    if config.model.parameter_offload:
+        raise ValueError(
+            "model.parameter_offload: true with model.adapter would copy the frozen weights from host memory twice "
+            "per micro-batch; remove parameter_offload, and use model.dtype: bfloat16 to halve the weights"
+        )
+    if not config.algorithm.needs_critic:
+        config.refuse("run.max_shard_size", "model.adapter, which is saved in one file", "remove it")
+
+
+def _check_offload(config: "Config") -> None:
+    if not config.model.parameter_offload:
+        return
+    if config.optim.offload:
+        raise ValueError(
+            "optim.offload has no effect with model.parameter_offload: true, which offloads the optimizer state too; "
+            "remove one of the two (optim.offload alone keeps the weights on the GPU, which is faster)"
+        )
+    if config.optim.name == "muon":
+        raise ValueError(f"model.parameter_offload: true with optim.name: muon: {MUON_ON_HOST}")
+
+
+def _check_quantization(config: "Config") -> None:
+    processes, rollout = config.hardware.processes, config.rollout
+    for field, kind in config.quantized():
+        check_run(field, kind, processes=processes, engine=rollout.engine, shares_weights=rollout.shares_weights)
+
+
+def _check_algorithm(config: "Config") -> None:
+    algorithm, generations = config.algorithm, config.rollout.num_generations
+    if generations < algorithm.min_generations:
+        if generations > 1:
+            raise ValueError(
+                f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so "
+                f"nothing would be learned; use at least {algorithm.min_generations}, or a smaller at_k"
+            )
+        raise ValueError(
+            f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
+            f"{algorithm.advantage}): a group of one has nothing to compare with, so its advantage is always 0 and "
+            f"nothing would be learned; use at least {algorithm.min_generations} (8 is common), or "
+            f"{suggest_instead(algorithm.name, algorithm.advantage, single_completion_algorithms())}, which work "
+            f"with one completion per prompt"
+        )
+    if config.critic is not None and not algorithm.needs_critic:
+        raise ValueError(
+            f"critic has no effect with algorithm.name: {algorithm.name} (advantage: {algorithm.advantage}), which "
+            f"has no critic; remove the section, or use "
+            f"{suggest_instead(algorithm.name, algorithm.advantage, critic_algorithms())}"
+        )
+    steps, warmup = config.train.steps, config.critic.warmup_steps if config.critic else 0
+    if steps is not None and warmup >= steps:
+        raise ValueError(
+            f"critic.warmup_steps: {warmup} leaves no step of train.steps: {steps} that trains the policy; use "
+            f"at most {steps - 1}"
+        )
+    if config.train.gradients_in_forward and algorithm.sequence_level_key:
+        raise ValueError(
+            f"algorithm.{algorithm.sequence_level_key} needs the logprobs of whole completions, but "
+            f"train.gradients_in_forward: true computes the loss tile by tile; use gradients_in_forward: false, or "
+            f"token-level components (policy_loss: clipped, sampling_correction: token_truncate)"
+        )
+
+
+def _check_learning_signal(config: "Config") -> None:
+    algorithm, prompts = config.algorithm, config.train.prompts_per_step
+    generations, resample = config.rollout.num_generations, config.rollout.resample
+    kl_in_reward = algorithm.kl_in == "reward"
+    needed = max((part.min_completions for part in algorithm.components()), default=1)
+    if generations * prompts < needed and not kl_in_reward:
+        raise ValueError(
+            f"train.prompts_per_step: {prompts} with rollout.num_generations: {generations}: advantage: "
+            f"{algorithm.advantage} compares the completions of a step; with a single one it is always 0 and "
+            f"nothing would be learned; use prompts_per_step: {needed} or more (16 is common), or more generations"
+        )
+    why = None
+    if generations == 1:
+        why = "every group: the rewards of a group of one are always equal", "more generations"
+    elif any(part.learns_from_equal_rewards for part in algorithm.components()):
+        why = f"useful groups: advantage: {algorithm.advantage} also learns from equal rewards", "group_mean_std"
+    elif kl_in_reward:
+        why = "useful groups: with algorithm.kl_in: reward, equal rewards differ in their KL penalty", "kl_in: loss"
+    if resample and why is not None:
+        raise ValueError(f"rollout.resample: {resample} would replace {why[0]}; use resample: 0, or {why[1]}")
+
+
+def _check_components(config: "Config") -> None:
+    algorithm, updates = config.algorithm, config.train.updates_per_rollout
+    parts = algorithm.components()
+    if updates > 1 and not all(part.has_ratio for part in parts):
+        raise ValueError(
+            f"train.updates_per_rollout: {updates} with algorithm.policy_loss: {algorithm.policy_loss}: "
+            f"this loss has no importance ratio, so it is off-policy from the second update on; use "
+            f"updates_per_rollout: 1, or policy_loss: clipped or cispo"
+        )
+    for i, reward in enumerate(config.rewards):
+        is_negative = reward.weight < 0 or reward.use == "overlong"
+        if is_negative and not all(part.allows_negative_rewards for part in parts):
+            what = f"weight: {reward.weight:g}" if reward.weight < 0 else "use: overlong"
+            raise ValueError(
+                f"rewards.{i}.{what} makes rewards negative, and algorithm.advantage: {algorithm.advantage} needs "
+                f"rewards of at least 0; remove it, or use another advantage such as group_mean_std"
+            )
 
 
 class TrainConfig(Section):

@@ -1,10 +1,16 @@
-"""Base class of all configuration sections."""
+"""Base class of all configuration sections, and the types of keys that hold paths or sizes.
 
-from collections.abc import Callable
+`config_from_dict` gives the folders to search as pydantic's validation context. A name that none of them has stays as
+it is: a Hub id, or missing, which whoever reads it reports. A `KeptPath` may be created later, in the first folder.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 
 class Section(BaseModel):
@@ -66,3 +72,91 @@ def number_or(
         types: allowed types of the number.
     """
     return must_be(rule, lambda x: x in words if isinstance(x, str) else type(x) in types and is_valid(x))
+
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "gib": 1 << 30, "g": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """Convert a size such as 5GB (5,000,000,000 bytes) or 500MiB to bytes.
+
+    Raises:
+        ValueError: not a size; the message is written to follow the value.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is not None and not match[2] and float(match[1]):
+        raise ValueError(f"has no unit; write {match[1]}GB or {match[1]}MB")
+    if match is None or match[2].lower() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].lower()])):
+        raise ValueError("is not a size; write it as 5GB or 500MB")
+    return size
+
+
+def _checked(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+Size = Annotated[str, AfterValidator(_checked)]  # keeps the text
+
+
+def expand_home(path: str) -> str:
+    """Replace a leading `~` by the user's home folder.
+
+    Raises:
+        ValueError: the user has none.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded == path and path.split("/")[0] == "~":
+        raise ValueError("this user has no home folder for `~`; set HOME, or give a path without it")
+    return expanded
+
+
+def _find(path: str, info: ValidationInfo) -> str:
+    forbidden = None
+    for folder in info.context or ():
+        candidate = folder / expand_home(path)
+        try:
+            candidate.stat()
+            return str(candidate.resolve())
+        except PermissionError:  # whoever reads it reports it
+            forbidden = forbidden or str(candidate.absolute())
+        except (OSError, ValueError):  # missing, or a name that no file can have
+            continue
+    return forbidden or path
+
+
+def _find_or_place(path: str, info: ValidationInfo) -> str:
+    """Place a file that may be created later in the first folder."""
+    found = _find(path, info)
+    return next((str((folder / expand_home(found)).absolute()) for folder in info.context or ()), found)
+
+
+def find_function(use: str, info: ValidationInfo) -> str:
+    """Make the file of `file.py:function` absolute."""
+    file, colon, function = use.rpartition(":")
+    return f"{_find(file, info)}:{function}" if colon and file.endswith(".py") else use
+
+
+_ARGUMENT_PATHS = {  # arguments of built-in rewards that are paths
+    "model": {"path": _find},
+    "judge": {"prompt": _find, "cache": _find_or_place},
+}
+
+
+def find_argument_paths(use: str, args: Mapping[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Make the paths among the arguments of a built-in reward absolute."""
+    found = {name: find for name, find in _ARGUMENT_PATHS.get(use, {}).items() if isinstance(args.get(name), str)}
+    return {**args, **{name: find(args[name], info) for name, find in found.items()}}
+
+
+def _find_python(path: str, info: ValidationInfo) -> str:
+    path = expand_home(path)
+    # keep symlinks: a virtual environment's python is a link, and finds its packages by the link's path
+    files = (str((folder / path).absolute()) for folder in info.context or () if os.path.isfile(folder / path))
+    return next(files, path)
+
+
+InputPath = Annotated[str, Field(min_length=1), AfterValidator(_find)]
+KeptPath = Annotated[str, Field(min_length=1), AfterValidator(_find_or_place)]
+FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function)]
+PythonPath = Annotated[str, AfterValidator(_find_python)]

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cohort.config.paths import expand_home
+from cohort.config.section import expand_home
 from cohort.errors import UserError, did_you_mean, suggest
 
 Row = dict[str, Any]

@@ -16,9 +16,9 @@ from cohort.demo.run import demo_config, write_data
 from cohort.demo.tasks import DemoTask, find_task
 from cohort.demo.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from cohort.models import quiet_transformers
+from cohort.processes.this_process import resume_gc
 from cohort.records import Message
-from cohort.startup import resume_gc
-from cohort.trainer.evaluate_model import evaluate_model
+from cohort.trainer.without_training import evaluate_model
 
 _NUM_TOKENIZER_PROBLEMS = 3000
 _SEED = 0

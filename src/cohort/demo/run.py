@@ -20,8 +20,8 @@ from cohort.demo.word_problems import write_jsonl
 from cohort.display import on_one_line, render_curve
 from cohort.display.trajectory import conversation_lines
 from cohort.launch import train
-from cohort.run_folder import check_folder, free_folder
-from cohort.run_result import RunResult
+from cohort.run.folder import check_folder, free_folder
+from cohort.run.result import RunResult
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3

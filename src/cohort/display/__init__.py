@@ -1,9 +1,7 @@
 """Console display of a run."""
 
-from cohort.display.console import ConsoleDisplay, ProgressBar, on_one_line
-from cohort.display.curve import render_curve
-from cohort.display.events import Display, Displays, StepReport
-from cohort.display.run_log import RunLog
+from cohort.display.console import ConsoleDisplay, ProgressBar, on_one_line, render_curve
+from cohort.run.log import Display, Displays, RunLog, StepReport
 
 __all__ = [
     "ConsoleDisplay",

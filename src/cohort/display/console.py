@@ -1,19 +1,78 @@
 """Console progress: one line per step and, on a terminal, live progress bars."""
 
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, cast
+from contextlib import suppress
+from typing import IO, Any, cast
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from cohort.display.events import Display, StepReport
-from cohort.display.safe_stdout import SafeStdout
 from cohort.display.trajectory import conversation_lines, end_line
 from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
+from cohort.run.log import Display, StepReport
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def render_curve(xs: Sequence[float], ys: Sequence[float], *, height: int = 8) -> str:
+    """Plot fractions as one column of block characters per point, with a y axis and the first and last x.
+
+    Args:
+        xs: Positions; the first and last are shown.
+        ys: values from 0 to 1.
+        height: height of the plot in lines.
+    """
+    width = 3  # characters per point
+    lines = []
+    for level in reversed(range(height)):
+        filled = [min(max(y * height - level, 0.0), 1.0) for y in ys]  # fraction of this line, by point
+        cells = "".join(_EIGHTHS[round(8 * f)] * (width - 1) + " " for f in filled)
+        lines.append(f"{(level + 1) / height:6.0%} ┤{cells}".rstrip())
+    axis = len(xs) * width
+    lines.append(f"{0:6.0%} └{'─' * axis}")
+    first, last = f"{xs[0]:g}", f"{xs[-1]:g}"
+    lines.append(f"{'step':>6}  {first}{last.rjust(max(1, axis - len(first)))}")
+    return "\n".join(lines)
+
+
+class SafeStdout:
+    """Standard output that never raises: `| head`, a full disk or a closed terminal must not end a run.
+
+    After the first error, all further output of the process is discarded.
+    """
+
+    def write(self, text: str) -> int:
+        """Write, or discard after an error."""
+        try:
+            return sys.stdout.write(text)
+        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: None, closed from the start
+            _discard_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or discard after an error."""
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError, AttributeError):
+            _discard_stdout()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+def _discard_stdout() -> None:
+    """Redirect stdout to /dev/null, since the interpreter flushes it at exit and would fail again."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
 
 _LONG_S = 2.0  # saves and rewards that take longer get a progress bar
 

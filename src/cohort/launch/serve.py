@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from cohort.config import Config
 from cohort.errors import TrainingError, UserError
-from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import set_engine
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import read_or_create_secret, read_secret
 from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, check_vllm, server_command, start_guarded
 from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.trainer.placement import num_gpus, visible_devices
 
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 

@@ -8,17 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from cohort import stopping
-from cohort.auto_engine import choose_engine
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import environment_variables, run_processes
-from cohort.placement import num_gpus, place, split_machine
 from cohort.plan.split import count_processes
-from cohort.rendezvous import started_by_torchrun
-from cohort.run_files import resume_hint
-from cohort.run_result import RunResult
+from cohort.ranks import stopping
+from cohort.ranks.join import started_by_torchrun
+from cohort.run.files import resume_hint
+from cohort.run.result import RunResult
+from cohort.trainer.placement import choose_engine, num_gpus, place, split_machine
 
 
 def train(
@@ -62,11 +61,11 @@ def train(
         stopping.handle_signals, grace_s=config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir)
     )
     if num_processes == 1 and config.hardware.max_restarts == 0:
-        from cohort import trainer
+        from cohort.trainer.run import train as train_here
 
         placement = place(config, split, [0]).environment() if split else {}
         with environment_variables(placement), handle_signals("run"):
-            return trainer.train(config, resume=resume, display=display)
+            return train_here(config, resume=resume, display=display)
     plural = "es" * (num_processes > 1)
     _refuse_display(display, f"{num_processes} process{plural} and {config.hardware.max_restarts} restarts")
     with handle_signals("launcher"):
@@ -83,7 +82,7 @@ def train_rank(config: Config, *, resume: bool) -> None:
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from cohort.trainer import run_rank
+    from cohort.launch.rank import run_rank
 
     record(run_rank)(config, resume=resume)
 

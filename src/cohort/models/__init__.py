@@ -1,14 +1,23 @@
 """Policies and critics: load, run and save transformers models."""
 
+from cohort.models.activation_checkpointing import check_offload
 from cohort.models.adapters.adapter_folder import AdapterSpec, saved_quantization, saved_rank, with_base
 from cohort.models.adapters.merge_adapter import merge
 from cohort.models.critic import Critic
+from cohort.models.forward import PrefixState, SharedPrefix
 from cohort.models.fsdp import CollectiveCounter
 from cohort.models.lm_head.logprobs import linear_logprobs, linear_loss
 from cohort.models.lm_head.tiled_matmul import Operands
-from cohort.models.loading.load_model import LoadRequest, check_adapter, load_critic, load_policy, resolve_device
+from cohort.models.loading.load_model import (
+    LoadRequest,
+    check_adapter,
+    check_model_folder,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    resolve_device,
+)
 from cohort.models.loading.meta_device import quiet_transformers
-from cohort.models.loading.model_folder import check_model_folder, load_tokenizer
 from cohort.models.model_limits import (
     check_dropout,
     check_lengths,
@@ -17,13 +26,10 @@ from cohort.models.model_limits import (
     end_token_ids,
     trained_weights,
 )
-from cohort.models.offload.activation_checkpointing import check_offload
 from cohort.models.policy import Policy
 from cohort.models.quantization import check_quantization
 from cohort.models.routers import RouterLogits, find_routers
-from cohort.models.saving.export_weights import TensorSpec, saved_bytes, stream_weights, weight_specs
-from cohort.models.saving.save_model import SaveOptions, save_policy
-from cohort.models.shared_prefix import PrefixState, SharedPrefix
+from cohort.models.saving import SaveOptions, TensorSpec, save_policy, saved_bytes, stream_weights, weight_specs
 
 __all__ = [
     "AdapterSpec",

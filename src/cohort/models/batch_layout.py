@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
-from cohort.batch import MicroBatch
-from cohort.host_to_device import to_device
 from cohort.models import attention
 from cohort.models.attention import KVCache
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
 from cohort.models.dropout import dropout_rates
-from cohort.models.forward import forward, packed_inputs
-from cohort.models.shared_prefix import PrefixState
+from cohort.models.forward import PrefixState, forward, packed_inputs
+from cohort.packing.batch import MicroBatch
+from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
+from cohort.packing.to_device import to_device
 
 # "shared": a packed row in which completions share their prompt. "packed": a packed row of whole sequences.
 # "padded": a padded batch of whole sequences.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.batch import MicroBatch
+from cohort.models.forward import PrefixState
 from cohort.models.lm_head.logprobs import TokenLoss
 from cohort.models.loading.meta_device import VALUE_HEAD
 from cohort.models.policy import Policy
-from cohort.models.shared_prefix import PrefixState
+from cohort.packing.batch import MicroBatch
 
 
 class Critic(Policy):

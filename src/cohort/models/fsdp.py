@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
 from cohort.errors import RankDesyncError
+from cohort.models.host_memory import PinnedMemory, bytes_for
 from cohort.models.loading.meta_device import named_saved_tensors
-from cohort.models.offload.pinned_memory import PinnedMemory, bytes_for
 
 # renamed in torch 2.13, where the old names warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,6 +1,8 @@
-"""Limits of a model: vocabulary, EOS tokens, maximum positions, trainable weights."""
+"""Limits of a model: vocabulary, EOS tokens, maximum positions, and trainable weights, some frozen by name."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +12,44 @@ from cohort.errors import UserError
 from cohort.models.adapters.lora import Adapter, adapter_init
 from cohort.models.batch_layout import depends_on_length, rope_settings, rope_type
 from cohort.models.dropout import dropout_rates
-from cohort.models.freeze import freeze
 from cohort.models.loading.meta_device import meta_model
 from cohort.models.policy import Policy
 from cohort.models.routers import find_routers
 from cohort.records import Prompt
+
+ROUTERS = "routers"  # special pattern: the routers of a mixture-of-experts model
+
+
+def freeze(model: Any, patterns: Iterable[str]) -> None:
+    """Freeze the weights whose names match any of the patterns.
+
+    Args:
+        model: a transformers model, possibly on the meta device.
+        patterns: `model.freeze`, with shell-style wildcards.
+
+    Raises:
+        UserError: a pattern matches nothing, or nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        names = _of_routers(model) if pattern == ROUTERS else {name for name in named if fnmatchcase(name, pattern)}
+        if not names:
+            raise UserError(f"model.freeze: {pattern!r} matches no weight of the model{_hint(pattern, named)}")
+        for name in names:
+            named[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in named.values()):
+        raise UserError("model.freeze: all weights are frozen, nothing is left to train; freeze less")
+
+
+def _of_routers(model: Any) -> set[str]:
+    return {f"{router.name}.{name}" for router in find_routers(model) for name, _ in router.module.named_parameters()}
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    if pattern == ROUTERS:
+        return ", which has no routers; remove it"
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    return f"; nearest: {', '.join(near)}" if near else ""
 
 
 def trained_weights(config: ModelConfig) -> dict[str, Tensor]:

@@ -12,22 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.batch import MicroBatch
+from cohort.health.warning_signs import logprob_tolerance
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache
 from cohort.models.attention.cascade import upcast
 from cohort.models.batch_layout import Layout, choose_layout, is_narrow
-from cohort.models.cached_decoding import CachedDecoding, CacheDecoder, choose_decoding
 from cohort.models.dropout import RemovedDropout
-from cohort.models.forward import build_head, find_head, forward, packed_inputs, padded_shape, sequences_per_position
+from cohort.models.forward import (
+    PrefixState,
+    SharedPrefix,
+    build_head,
+    find_head,
+    forward,
+    packed_inputs,
+    padded_shape,
+    sequences_per_position,
+)
 from cohort.models.fsdp import Sharding
+from cohort.models.host_memory import MasterWeights, OffloadedWeights
+from cohort.models.kv_cache import CachedDecoding, CacheDecoder, choose_decoding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
-from cohort.models.offload.master_weights import MasterWeights
-from cohort.models.offload.weight_offload import OffloadedWeights
 from cohort.models.quantization import quantization_notes
 from cohort.models.routers import remove_noise
-from cohort.models.shared_prefix import PrefixState, SharedPrefix
-from cohort.warning_signs import logprob_tolerance
+from cohort.packing.batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

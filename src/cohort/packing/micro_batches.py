@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
-from cohort.batch import MicroBatch, TrainBatch
+from cohort.packing.batch import MicroBatch, TrainBatch
 from cohort.packing.bins import assign_sequences
+from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.records import IntArray, TrainSequence
 
 

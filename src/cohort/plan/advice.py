@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import AdafactorConfig, Adamw8bitConfig, ReferenceConfig
-from cohort.config.adapter import AdapterConfig
+from cohort.config.model import AdapterConfig
 from cohort.config.optim import BaseOptimConfig
 from cohort.errors import UserError
 from cohort.plan.predict import Plan, predict_run

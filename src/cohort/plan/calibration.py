@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from cohort.config.paths import expand_home
+from cohort.config.section import expand_home
 from cohort.errors import UserError
-from cohort.host_resources import usable_cores
+from cohort.processes.this_process import usable_cores
 
 VERSION = 1  # of the file format; raise it when a number changes its meaning
 

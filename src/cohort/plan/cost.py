@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cohort.config import Config
-from cohort.plan.activation_memory import offloaded_bytes_per_token
+from cohort.plan.backward import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout
-from cohort.plan.micro_batch_plan import MicroBatchPlan
-from cohort.plan.rates import Rate, bus_rate, compute_rate, memory_rate
-from cohort.plan.timing import step_times, training_operations
+from cohort.plan.schedule import MicroBatchPlan
+from cohort.plan.timing import Rate, bus_rate, compute_rate, memory_rate, step_times, training_operations
 from cohort.plan.workload import Workload
 
 Origin = Literal["measured", "assumed", "derived"]

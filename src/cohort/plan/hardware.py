@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from cohort.config.sizes import parse_size
+from cohort.config.section import parse_size
 from cohort.errors import UserError
 from cohort.plan.calibration import Calibration, cpu_name, find_calibration, local_calibration
 

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from cohort.config import Config
-from cohort.config.quantization import ONE_PROCESS
+from cohort.config.model import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
-from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
-from cohort.plan.optimizer_memory import check_optimizer_sharding
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import NoSplitFitsError, split_gpus
+from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
+from cohort.plan.state_memory import check_optimizer_sharding
 from cohort.plan.timing import step_times
 
 

@@ -7,8 +7,7 @@ from cohort.errors import UserError
 from cohort.plan.advice import Changes, replan
 from cohort.plan.memory import PHASES
 from cohort.plan.predict import Plan, largest_number
-from cohort.plan.presets import PRESETS
-from cohort.plan.shape import ModelShape, preset_shape
+from cohort.plan.shape import PRESETS, ModelShape, preset_shape
 
 Limit = Literal["model", "length", "generations"]
 _MAX_VALUE = 1 << 22  # upper bound of the search, in tokens or generations

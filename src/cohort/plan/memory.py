@@ -15,11 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cohort.plan.activation_memory import forward_only_bytes, offloaded_bytes
-from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, largest_parts
-from cohort.plan.optimizer_memory import state_bytes
-from cohort.plan.quantized_memory import model_bytes
+from cohort.plan.backward import (
+    backward_parts,
+    forward_only_bytes,
+    gathered_bytes,
+    head_bytes,
+    largest_parts,
+    offloaded_bytes,
+)
 from cohort.plan.shape import WeightShape
+from cohort.plan.state_memory import model_bytes, state_bytes
 from cohort.plan.workload import Checkpointing, Workload
 
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]

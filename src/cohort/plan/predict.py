@@ -17,8 +17,7 @@ from cohort.plan.memory import (
     host_bytes,
     plan_memory,
 )
-from cohort.plan.micro_batch_plan import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
-from cohort.plan.schedule import plan_run
+from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, plan_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload, critic_workload, process_workload
 

@@ -4,11 +4,9 @@ from cohort.config import Config
 from cohort.config.load import config_from_dict
 from cohort.config.rollout import LOWEST_TEMPERATURE
 from cohort.errors import UserError
-from cohort.plan.adapter_shape import RequestedAdapter, requested_adapter
-from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
-from cohort.plan.shape import ModelShape
-from cohort.plan.split import NoSplitFitsError, split_gpus
+from cohort.plan.shape import ModelShape, RequestedAdapter, requested_adapter
+from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
 
 _LARGEST_RANK = 512  # vLLM's limit
 _NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM supports adapters on these for few models only

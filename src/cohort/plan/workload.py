@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
-from cohort.plan.adapter_shape import ADAPTER_BYTES, AdapterShape, adapter_shape
-from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BUCKET_BYTES, BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.micro_batch_plan import MicroBatchPlan
-from cohort.plan.reward_models import reward_model_bytes
-from cohort.plan.shape import ModelShape
+from cohort.plan.schedule import MicroBatchPlan
+from cohort.plan.shape import ADAPTER_BYTES, AdapterShape, ModelShape, adapter_shape, critic_shape
+from cohort.plan.state_memory import reward_model_bytes
 
 Checkpointing = bool | Literal["selective"]
 

@@ -4,11 +4,10 @@
 deadlines, and validates their results. `registry` lists the built-in ones.
 """
 
-from cohort.rewards.function import RewardFunction
+from cohort.rewards.call import RewardCrashMarker
+from cohort.rewards.function import RewardFunction, TrainerProgress
 from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward, read_trajectories
-from cohort.rewards.marker import RewardCrashMarker
 from cohort.rewards.runner import RewardRunner
-from cohort.rewards.trl_arguments import TrainerProgress
 
 __all__ = [
     "RewardCrashMarker",

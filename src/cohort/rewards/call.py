@@ -1,5 +1,7 @@
 """Call reward functions under deadlines: a function that hangs is an error and never hangs the run.
 
+A function that segfaults, aborts or calls `os._exit` ends the run without an error message.
+
 Sync functions run one after another in the main thread of the process, where signals, contexts and connections of their
 file work, with no event loop running. Async functions run concurrently in one event loop that lives as long as the
 runner, so that clients which a function keeps between steps stay usable.
@@ -8,6 +10,7 @@ runner, so that clients which a function keeps between steps stay usable.
 import asyncio
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -16,17 +19,132 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cohort import stopping
+from cohort.config.user_code import describe_error, error_location, user_line
 from cohort.errors import StopRequested, UserError
-from cohort.rewards.completion_read import describe_completion_read
+from cohort.ranks import stopping
+from cohort.ranks.stopping import on_kill
+from cohort.rewards.completion_text import completion_text, excerpt
 from cohort.rewards.function import RewardFunction
-from cohort.rewards.returned import as_list
-from cohort.user_code import describe_error, error_location, user_line
+
+
+def describe_completion_read(frames: Sequence[FrameType], arguments: Mapping[str, Any]) -> str:
+    """Return ", reading completion i of n, 'text'", or "" if no variable of a frame is a completion.
+
+    Args:
+        frames: the function's frames, outermost first.
+        arguments: what it was called with; `completions` are texts or lists of messages.
+    """
+    completions = arguments.get("completions")
+    if not isinstance(completions, list):
+        return ""
+    numbers = {key: i for i, completion in enumerate(completions) for key in _identities(completion)}
+    for frame in reversed(frames):
+        found = [numbers[id(value)] for value in list(frame.f_locals.values()) if id(value) in numbers]
+        if found:  # of several, loops have the current one last
+            text = excerpt(completion_text(completions[found[-1]]))
+            return f", reading completion {found[-1] + 1} of {len(completions)}, {text}"
+    return ""
+
+
+def _identities(completion: Any) -> list[int]:
+    """Return the ids of a completion, its messages and their contents. Python shares short texts with other code."""
+    if isinstance(completion, str):
+        return [id(completion)] if len(completion) > 1 else []
+    contents = [message.get("content") for message in completion if isinstance(message, Mapping)]
+    long = [content for content in contents if isinstance(content, str) and len(content) > 1]
+    return [id(value) for value in (completion, *completion, *long)]
+
+
+@dataclass(frozen=True, slots=True)
+class NotANumber:
+    """A value of a child process that is not a number: only its description."""
+
+    kind: str
+
+
+def as_list(returned: Any, count: int) -> Any:
+    """Return an iterable as a list, which runs a generator's code; anything else, text and mappings unchanged.
+
+    Args:
+        returned: what a function returned: any iterable, or an array of shape (N,) or (N, 1).
+        count: expected number of values; at most one more is read of an iterable that may be endless.
+    """
+    if isinstance(returned, str | bytes | Mapping | Set):
+        return returned
+    with suppress(Exception):  # arrays of NumPy or PyTorch; a user's class may raise anything
+        if math.prod(returned.shape) == len(returned):
+            return returned.reshape(-1).tolist()
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    try:
+        values = iter(returned)
+    except TypeError:
+        return returned
+    return list(islice(values, count + 1))
+
+
+def as_number(value: Any) -> float | None:
+    """Return a value as a float: NaN for None, infinity for an integer that is too large, None if it is no number."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, bool | int | float):
+        with suppress(Exception):  # arrays with a single element
+            value = value.item()
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except Exception:  # an array of several elements, or a user's class
+        return None
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value with its type."""
+    return value.kind if isinstance(value, NotANumber) else f"{excerpt(value)} ({type(value).__name__})"
+
+
+class RewardCrashMarker:
+    """The marker file. It exists while a function runs, and remains if the process dies inside it."""
+
+    def __init__(self, file: Path):
+        """Create a marker; `file` is in the run folder."""
+        self._file = file
+
+    def last_crash(self) -> str | None:
+        """Describe the function in which the last process died, and delete the file; None if there is no file."""
+        try:
+            what = self._file.read_text(encoding="utf-8", errors="replace")
+            self._file.unlink()
+        except FileNotFoundError:
+            return None
+        return f"the last process died inside {what}; with rewards[i].isolate: true, only a process of its own dies"
+
+    @contextmanager
+    def mark(self, what: str) -> Iterator[None]:
+        """Mark a function as running; `what` names it and the phase of the run."""
+        with suppress(OSError):  # a full disk is reported by writes that matter
+            self._file.write_text(what, encoding="utf-8")
+        try:
+            with on_kill(self._forget):
+                yield
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        with suppress(OSError):
+            self._file.unlink()
+
 
 _TICK_S = 0.2  # between checks whether the run should stop
 _RETRY_S = 0.5  # until a function that caught an interrupt gets another one

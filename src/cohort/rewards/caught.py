@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from cohort.user_code import is_user_code, user_line
+from cohort.config.user_code import is_user_code, user_line
 
 Caught = Counter[tuple[str, str]]  # by type and `file:line`
 # before Python 3.12, watching slows a function down so much that its time limits may change its values

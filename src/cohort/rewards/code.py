@@ -10,10 +10,10 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code_verdict import Verdict, job_request, judge
-from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text, excerpt
 from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
-from cohort.sandbox.limits import Limits
+from cohort.sandbox.process import Limits
 
 # Possessive, so that a last fence without a line break is not tried again and again.
 _FENCE = re.compile(r"^```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^```", re.DOTALL | re.MULTILINE)

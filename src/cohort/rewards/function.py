@@ -1,11 +1,197 @@
-"""Reward functions with their settings and signatures."""
+"""Reward functions with their settings and signatures, and the arguments that TRL passes to them."""
 
 import functools
+import importlib
 import inspect
+import math
+import numbers
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
+
+from cohort.errors import UserError
+from cohort.rewards.completion_text import excerpt
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    above: float = -math.inf,
+    whole: bool = False,
+) -> None:
+    """Check an argument that must be a finite number.
+
+    Args:
+        name: the argument's name, for the message.
+        value: what was given, of any type.
+        minimum: smallest allowed value.
+        maximum: largest allowed value.
+        above: exclusive lower bound.
+        whole: only integers.
+
+    Raises:
+        ValueError: `value` is not such a number.
+    """
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if is_number and abs(value) < math.inf and minimum <= value <= maximum and value > above:  # type: ignore[arg-type,operator]
+        return
+    bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {minimum:g}"] * (minimum > -math.inf)
+    bounds += [f"at most {maximum:g}"] * (maximum < math.inf)
+    kind = "a whole number" if whole else "a number"
+    raise ValueError(f"{name} must be {' '.join([kind, ' and '.join(bounds)]).strip()}, got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check an argument that must be true or false.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Check an argument that must be one of a few words.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+
+
+def require_package(name: str, *, extra: str) -> None:
+    """Check that the package of an extra is installed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"needs the package {error.name}; install it with `pip install 'cohort-rl[{extra}]'`"
+        ) from error
+
+
+def compile_pattern(pattern: object, *, flags: int = 0, num_groups: int | None = None) -> re.Pattern[str]:
+    """Compile the argument `pattern` of a built-in reward.
+
+    Args:
+        pattern: regular expression.
+        flags: flags of the `re` module.
+        num_groups: required number of groups; None means any.
+
+    Raises:
+        ValueError: not a string, not a regular expression, or a different number of groups.
+    """
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern must be a string with a regular expression, got {pattern!r}")
+    try:
+        regex = re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    if num_groups is not None and regex.groups != num_groups:
+        raise ValueError(
+            f"pattern {pattern!r} must have exactly {num_groups} group for the answer, but has {regex.groups}; "
+            r"for example 'Answer: (\d+)', with (?:...) for other groups"
+        )
+    return regex
+
+
+TRL_NAMES = ("trainer_state", "log_metric", "log_extra")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProgress:
+    """How far a run is, with the names of `transformers.TrainerState`; what has no meaning here is None."""
+
+    global_step: int = 0  # optimizer steps done
+    max_steps: int = 0  # optimizer steps of the run
+    epoch: float = 0.0  # epochs of the dataset done
+    num_train_epochs: int = 1  # epochs begun by the end of the run
+    log_history: Sequence[Mapping[str, float]] = ()  # metrics of the last steps, with the key "step"
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    logging_steps: None = None
+    eval_steps: None = None
+    save_steps: None = None
+    train_batch_size: None = None
+    num_input_tokens_seen: None = None
+    total_flos: None = None
+    best_metric: None = None
+    best_global_step: None = None
+    best_model_checkpoint: None = None
+    trial_name: None = None
+    trial_params: None = None
+    stateful_callbacks: None = None
+
+
+@dataclass(slots=True)
+class RewardLog:
+    """Collects what a reward function logs during one call."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per `log_metric`
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # by column, one per completion
+
+    def arguments(self, progress: TrainerProgress) -> dict[str, Any]:
+        """Return the arguments for a function, by the names of `TRL_NAMES`."""
+        return dict(zip(TRL_NAMES, (progress, self.log_metric, self.log_extra), strict=True))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a metric, averaged over the calls of a step.
+
+        Raises:
+            UserError: `value` is not a number.
+        """
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise UserError(f"log_metric({name!r}, {excerpt(value)}): the value must be a number") from None
+        self.metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log one value per completion, for the completions files and the page."""
+        self.extras.setdefault(str(column), []).extend(values)
+
+    def details(self, count: int) -> dict[str, list[str | None]]:
+        """Return the logged columns as texts.
+
+        Args:
+            count: number of completions of the call.
+
+        Raises:
+            UserError: a column has another number of values.
+        """
+        for column, values in self.extras.items():
+            if len(values) != count:
+                raise UserError(f"log_extra({column!r}, ...): {len(values)} values for {count} completions")
+        return {
+            column: [None if value is None else _text(value) for value in values]
+            for column, values in self.extras.items()
+        }
+
+
+def mean_metrics(logs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean of all values of each metric."""
+    together: dict[str, list[float]] = {}
+    for metrics in logs:
+        for name, values in metrics.items():
+            together.setdefault(name, []).extend(values)
+    return {name: sum(values) / len(values) for name, values in together.items()}
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, numbers.Real) and not isinstance(value, bool) else str(value)
+
 
 ROLLOUT_NAMES = ("prompts", "completions", "completion_ids")  # arguments available to every function, besides columns
 ON_REQUEST = ("trajectories", "environments")  # passed to functions that name them, unless a column has the name

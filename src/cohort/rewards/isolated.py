@@ -10,10 +10,9 @@ from typing import Any
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import isolated_child
+from cohort.rewards.call import NotANumber
 from cohort.rewards.caught import Caught
-from cohort.rewards.function import ON_REQUEST
-from cohort.rewards.returned import NotANumber
-from cohort.rewards.trl_arguments import TRL_NAMES, TrainerProgress
+from cohort.rewards.function import ON_REQUEST, TRL_NAMES, TrainerProgress
 from cohort.rollout.environments.child_process import START_TIMEOUT_S, ChildError, ChildProcess, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure

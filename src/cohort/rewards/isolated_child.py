@@ -7,13 +7,19 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from cohort.config.user_code import describe_error, load_function
 from cohort.errors import UserError
-from cohort.rewards.call import MissedDeadline, call_sync, function_error
+from cohort.rewards.call import MissedDeadline, as_list, as_number, call_sync, describe_value, function_error
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, first_few, is_constant
-from cohort.rewards.function import ChecksArguments, RewardFunction, is_async, keyword_parameters, name_of
-from cohort.rewards.returned import as_list, as_number, describe_value
-from cohort.rewards.trl_arguments import RewardLog, TrainerProgress
-from cohort.user_code import describe_error, load_function
+from cohort.rewards.function import (
+    ChecksArguments,
+    RewardFunction,
+    RewardLog,
+    TrainerProgress,
+    is_async,
+    keyword_parameters,
+    name_of,
+)
 
 _MAX_TRACEBACK_CHARACTERS = 20_000
 _called: set[str] = set()  # functions that have been called before

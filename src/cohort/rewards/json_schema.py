@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any
 
 from cohort.errors import UserError
-from cohort.rewards.arguments import require_package
-from cohort.rewards.describe import answer_text, excerpt
-from cohort.rewards.function import column_values
+from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.function import column_values, require_package
 
 _FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)
 _MAX_CHARS = 200_000  # of JSON: half a second for 100,000 numbers

@@ -1,22 +1,299 @@
 """The `judge` reward: scores of a language model behind an OpenAI-compatible endpoint."""
 
+import hashlib
+import json
+import math
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from cohort.config.paths import expand_home
+from cohort.config import RewardConfig
+from cohort.config.section import expand_home
 from cohort.errors import UserError, suggest
-from cohort.rewards.conversation import transcript
-from cohort.rewards.describe import excerpt
-from cohort.rewards.endpoint import Endpoint, Failure, check_endpoint_arguments
-from cohort.rewards.function import column_values, keyword_parameters
-from cohort.rewards.judge_prompt import ROLLOUT_PLACEHOLDERS, JudgePrompt, read_prompt
-from cohort.rewards.reply_cache import ReplyCache, content_key
-from cohort.rewards.rubric import Rubric, read_rubric
+from cohort.rewards.completion_text import excerpt, transcript
+from cohort.rewards.function import check_number, column_values, compile_pattern, keyword_parameters
+from cohort.rewards.remote import Endpoint, Failure, check_endpoint_arguments
+
+ROLLOUT_PLACEHOLDERS = ("prompt", "completion")
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class JudgePrompt:
+    """A prompt with placeholders `{name}`. `{{name}}` stands for `{name}`; other braces stand for themselves."""
+
+    text: str
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the placeholders, in order."""
+        found = (match[2] for match in _PLACEHOLDER.finditer(self.text))
+        return list(dict.fromkeys(name for name in found if name))
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Fill in the placeholders, once: what is filled in may hold braces."""
+
+        def value(match: re.Match[str]) -> str:
+            return f"{{{match[1]}}}" if match[1] else str(values[match[2]])
+
+        return _PLACEHOLDER.sub(value, self.text)
+
+
+def read_prompt(path: object) -> JudgePrompt:
+    """Read a prompt file.
+
+    Raises:
+        ValueError: it cannot be read, is empty, or does not show the completion.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"prompt: {path!r} must be a file with the judge's prompt")
+    try:
+        text = Path(expand_home(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompt: {path!r} cannot be read: {error}") from error
+    prompt = JudgePrompt(text)
+    if "completion" not in prompt.names:
+        shown = ", ".join(f"{{{name}}}" for name in prompt.names) or "none"
+        raise ValueError(f"prompt: {path!r} has no placeholder {{completion}}; its placeholders: {shown}")
+    return prompt
+
+
+def prompt_hashes(rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Return key -> SHA-256 of the prompt file, for the judges of a run whose file can be read."""
+    hashes = {}
+    for i, reward in enumerate(rewards):
+        if reward.use != "judge":
+            continue
+        try:
+            prompt = read_prompt(reward.args.get("prompt"))
+        except ValueError:  # an error when the reward is loaded
+            continue
+        hashes[f"rewards.{i}.args.prompt"] = hashlib.sha256(prompt.text.encode()).hexdigest()
+    return hashes
+
+
+def content_key(content: Any) -> str:
+    """Return a key of JSON content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class ReplyCache:
+    """Replies in a JSON-lines file, one line for each. Several processes may use the same file.
+
+    A line is appended by one write, so a killed process leaves at most a last line that does not end, which is skipped.
+    Only keys and positions are in memory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Open or create a cache.
+
+        Args:
+            path: the file; None: in memory only.
+        """
+        self.path = path
+        self._places: dict[str, tuple[int, int]] = {}  # key -> offset and bytes of its line
+        self._in_memory: dict[str, str] = {}
+        self._read_to = 0
+        self._file = -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._read_lines()
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def get(self, key: str) -> str | None:
+        """Return the reply of a key, or None."""
+        if key not in self._places:
+            return self._in_memory.get(key)
+        offset, size = self._places[key]
+        return str(json.loads(os.pread(self._file, size, offset))["reply"])
+
+    def put(self, key: str, reply: str) -> None:
+        """Keep a reply. If the disk fails, it is kept in memory."""
+        if self._file < 0:
+            self._in_memory[key] = reply
+            return
+        line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
+        end = os.lseek(self._file, 0, os.SEEK_END)
+        if end and os.pread(self._file, 1, end - 1) != b"\n":  # a process was killed while it wrote
+            line = b"\n" + line
+        try:
+            os.write(self._file, line)
+        except OSError:
+            self._in_memory[key] = reply
+            return
+        self._read_lines()  # those of other processes too
+
+    def _read_lines(self) -> None:
+        """Read the lines that were added since the last time."""
+        with open(self._file, "rb", closefd=False) as lines:
+            lines.seek(self._read_to)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                with suppress(ValueError, LookupError, TypeError):  # half a line
+                    self._places[json.loads(line)["key"]] = (self._read_to, len(line))
+                self._read_to += len(line)
+
+
+_NUMBER = r"(-?(?:\d+(?:\.\d+)?|(?<!\.)\.\d+))"
+_MARKS = r"[^\w\n]"  # around names, such as ** and -
+_COLON = rf"{_MARKS}*?(?:\([^()\n]*\){_MARKS}*?)?:{_MARKS}*?"  # behind a name, and a range such as (1-10)
+_ANY_NAME = rf"(?im)^{_MARKS}*(?:overall |final )?(?:score|rating|grade){_COLON}"
+_KEYS = ("weight", "pattern", "range", "values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """One score of a reply: the last match of a pattern's group."""
+
+    name: str
+    weight: float
+    pattern: re.Pattern[str]
+    range: tuple[float, float] | None  # mapped to [0, 1]; None: the score as it is
+    values: Mapping[str, float] | None  # of words instead of numbers, in lower case
+
+    def score(self, reply: str) -> float:
+        """Return the score in a reply.
+
+        Raises:
+            ValueError: the pattern matches nowhere, or what it finds is no score.
+        """
+        found = [text for text in self.pattern.findall(reply) if text]
+        if not found:
+            raise ValueError(f"no match of {self.pattern.pattern!r}")
+        text = found[-1].strip()
+        if self.values is not None:
+            if text.lower() not in self.values:
+                raise ValueError(f"{text!r} is none of {', '.join(self.values)}")
+            return self.values[text.lower()]
+        try:
+            score = float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+        if not math.isfinite(score):
+            raise ValueError(f"{text!r} is not a finite number")
+        if self.range is None:
+            return score
+        low, high = self.range
+        if not low <= score <= high:
+            raise ValueError(f"{score:g} is outside of range [{low:g}, {high:g}]")
+        return (score - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Rubric:
+    """Criteria whose weighted mean is a completion's score."""
+
+    criteria: tuple[Criterion, ...]
+
+    def scores(self, reply: str) -> dict[str, float]:
+        """Return the score of each criterion.
+
+        Raises:
+            ValueError: one of them is missing or invalid.
+        """
+        scores = {}
+        for criterion in self.criteria:
+            try:
+                scores[criterion.name] = criterion.score(reply)
+            except ValueError as error:
+                raise ValueError(f"{criterion.name}: {error}") from None
+        return scores
+
+    def mean(self, scores: Mapping[str, float]) -> float:
+        """Return the weighted mean of the criteria's scores."""
+        total = sum(criterion.weight for criterion in self.criteria)
+        return sum(criterion.weight * scores[criterion.name] for criterion in self.criteria) / total
+
+
+def read_rubric(*, pattern: object, range: object, values: object, criteria: object) -> Rubric:
+    """Read the arguments of a judge. What a criterion leaves out is as for all of them.
+
+    Raises:
+        ValueError: one of them is invalid.
+    """
+    given = {"pattern": pattern, "range": range, "values": values}
+    if criteria is None:
+        return Rubric((_criterion("score", {}, given, ""),))
+    if not isinstance(criteria, Mapping) or not criteria:
+        raise ValueError(
+            f"criteria: {excerpt(criteria)} must be a mapping such as {{correctness: {{weight: 2}}, style: {{}}}}"
+        )
+    if pattern is not None and len(criteria) > 1:
+        raise ValueError("pattern: would find the same score for all criteria; set criteria.NAME.pattern instead")
+    return Rubric(tuple(_criterion(str(name), of_one, given, f"criteria.{name}.") for name, of_one in criteria.items()))
+
+
+def _criterion(name: str, settings: Any, common: Mapping[str, Any], field: str) -> Criterion:
+    settings = {} if settings is None else settings
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{field.removesuffix('.')}: {excerpt(settings)} must be a mapping of {', '.join(_KEYS)}")
+    for key in settings:
+        if key not in _KEYS:
+            raise ValueError(f"{field}{key}: unknown key{suggest(str(key), _KEYS, 'Keys')}")
+    chosen = {**common, **settings}
+    weight = chosen.get("weight", 1.0)
+    check_number(f"{field}weight", weight, above=0)
+    if chosen["range"] is not None and chosen["values"] is not None:
+        raise ValueError(f"{field}range: has no effect with values; remove one of them")
+    values = _values(chosen["values"], f"{field}values")
+    pattern = chosen["pattern"] if chosen["pattern"] is not None else _default_pattern(name, field, values)
+    try:
+        compiled = compile_pattern(pattern, num_groups=1)
+    except ValueError as error:
+        raise ValueError(f"{field}{error}") from None
+    return Criterion(
+        name=name,
+        weight=weight,
+        pattern=compiled,
+        range=_range(chosen["range"], f"{field}range"),
+        values=values,
+    )
+
+
+def _default_pattern(name: str, field: str, values: Mapping[str, float] | None) -> str:
+    """Return the pattern of a line such as `Correctness: 7`."""
+    what = _NUMBER if values is None else f"({'|'.join(map(re.escape, values))})\\b"
+    start = rf"(?im)^{_MARKS}*{re.escape(name)}{_COLON}" if field else _ANY_NAME
+    return start + what
+
+
+def _range(value: object, field: str) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{field}: {excerpt(value)} must be [low, high], such as [1, 10]")
+    for bound in value:
+        check_number(field, bound)
+    if not value[0] < value[1]:
+        raise ValueError(f"{field}: [{value[0]:g}, {value[1]:g}] must be [low, high] with low below high")
+    return float(value[0]), float(value[1])
+
+
+def _values(value: object, field: str) -> Mapping[str, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"{field}: {excerpt(value)} must be a mapping such as {{correct: 1, incorrect: 0}}")
+    words = {}
+    for word, number in value.items():
+        if not isinstance(word, str):  # YAML reads yes and no as booleans
+            raise ValueError(f"{field}: {word!r} must be a word; put it in quotes")
+        check_number(f"{field}.{word}", number)
+        words[word.lower()] = float(number)
+    return words
+
 
 CACHE_NAME = "judge_replies.jsonl"
 _SAMPLING: Mapping[str, Any] = {"temperature": 0, "max_tokens": 1024}

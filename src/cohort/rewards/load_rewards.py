@@ -1,17 +1,22 @@
-"""Load the configured reward functions and check them before any model is loaded."""
+"""Load the configured reward functions, built-in ones by name, and check them before any model is loaded."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cohort.config import RewardConfig
+from cohort.config.user_code import load_function
 from cohort.errors import UserError, did_you_mean, suggest
-from cohort.rewards.environment import EnvironmentReward
+from cohort.records import Trajectory
+from cohort.rewards.choice import ChoiceReward
+from cohort.rewards.code import CodeReward
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
+    TRL_NAMES,
     ChecksArguments,
     KeywordParameters,
     RewardFunction,
@@ -20,10 +25,104 @@ from cohort.rewards.function import (
     reward_arguments,
     unique_names,
 )
-from cohort.rewards.registry import BUILTINS, RewardContext
-from cohort.rewards.trl_arguments import TRL_NAMES
+from cohort.rewards.json_schema import JsonSchemaReward
+from cohort.rewards.judge import JudgeReward
+from cohort.rewards.length import CosineReward, LengthReward, OverlongReward, SoftOverlongReward
+from cohort.rewards.math import AccuracyReward, AnswerGrader, Grader, MathReward, ReasoningAccuracyReward
+from cohort.rewards.model import ModelReward
+from cohort.rewards.number import NumberReward
+from cohort.rewards.reasoning_gym import ReasoningGymReward
+from cohort.rewards.text import (
+    CodeFormatReward,
+    ExactReward,
+    ExactSetReward,
+    FormatReward,
+    RegexReward,
+    TokenRepetitionReward,
+    WordRepetitionReward,
+    reasoning_steps,
+    tag_count,
+    think_answer_format,
+    think_format,
+)
 from cohort.sandbox import SharedSandbox
-from cohort.user_code import load_function
+
+
+class EnvironmentReward:
+    """The reward of an environment, from its `get_reward()` and `step_reward()` or the value that it returned.
+
+    None for trajectories that it did not score, or that another environment of a mixture played.
+    """
+
+    def __init__(self, name: str):
+        """Create the reward of the environment or agent `name`."""
+        self.__name__ = name
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        """Return one reward per trajectory."""
+        return [trajectory.rewards.get(self.__name__) for trajectory in trajectories]
+
+
+_BUDGET_SHARE = 0.8  # share of the deadline after which rewards that grade answers leave the rest unscored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardContext:
+    """What a built-in reward knows of its run when it is created."""
+
+    timeout_s: float  # deadline of one call
+    max_completion_tokens: int
+    sandbox: SharedSandbox
+    device: str = "auto"  # `hardware.device`
+    run_folder: Path | None = None  # may not exist yet
+    ask_servers_first: bool = True  # check that a judge's server answers; False: once a reply is not in its cache
+
+    @property
+    def budget_s(self) -> float:
+        """Seconds for the answers of one call."""
+        return _BUDGET_SHARE * self.timeout_s
+
+
+def _grader(grader: Grader, context: RewardContext) -> AnswerGrader:
+    return AnswerGrader(grader, budget_s=context.budget_s)
+
+
+# Imports of optional packages belong into `required_columns` and `__call__`: every run imports these modules.
+BUILTINS: Mapping[str, Callable[[RewardContext], Callable[..., Any]]] = {
+    "choice": lambda context: ChoiceReward(),
+    "code": lambda context: CodeReward(context.sandbox.open(), budget_s=context.budget_s),
+    "exact": lambda context: ExactReward(),
+    "exact_set": lambda context: ExactSetReward(),
+    "format": lambda context: FormatReward(),
+    "json_schema": lambda context: JsonSchemaReward(),
+    "judge": lambda context: JudgeReward(
+        budget_s=context.budget_s, run_folder=context.run_folder, ask_server_first=context.ask_servers_first
+    ),
+    "math": lambda context: MathReward(budget_s=context.budget_s),
+    "model": lambda context: ModelReward(budget_s=context.budget_s, train_device=context.device),
+    "number": lambda context: NumberReward(),
+    "open_r1.accuracy": lambda context: AccuracyReward(_grader("open_r1", context)),
+    "open_r1.code_format": lambda context: CodeFormatReward(),
+    "open_r1.cosine": lambda context: CosineReward(
+        _grader("open_r1_latex", context), counts_tokens=False, default_max_len=1000
+    ),
+    "open_r1.format": lambda context: think_answer_format,
+    "open_r1.len": lambda context: LengthReward(_grader("open_r1_latex", context)),
+    "open_r1.reasoning_steps": lambda context: reasoning_steps,
+    "open_r1.repetition_penalty": lambda context: WordRepetitionReward(),
+    "open_r1.soft_overlong": lambda context: SoftOverlongReward(),
+    "open_r1.tag_count": lambda context: tag_count,
+    "overlong": lambda context: OverlongReward(context.max_completion_tokens),
+    "reasoning_gym": lambda context: ReasoningGymReward(context.sandbox, budget_s=context.budget_s),
+    "regex": lambda context: RegexReward(),
+    "trl.accuracy": lambda context: AccuracyReward(_grader("trl", context)),
+    "trl.cosine": lambda context: CosineReward(_grader("trl", context), counts_tokens=True),
+    "trl.reasoning_accuracy": lambda context: ReasoningAccuracyReward(_grader("trl", context)),
+    "trl.repetition_penalty": lambda context: TokenRepetitionReward(),
+    "trl.soft_overlong": lambda context: SoftOverlongReward(),
+    "trl.think_format": lambda context: think_format,
+}
+
 
 _MAX_COLUMNS = 10  # in messages
 

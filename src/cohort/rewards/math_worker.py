@@ -21,7 +21,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import And, Eq, Float, MatrixBase, Mul, Set, Tuple, UnevaluatedExpr
 
-from cohort.rewards.stated import find_marks
+from cohort.rewards.completion_text import find_marks
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _MAX_CHARS = 15_000  # of a completion: math-verify's patterns take time quadratic in it

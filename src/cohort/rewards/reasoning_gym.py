@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cohort.errors import UserError, did_you_mean
-from cohort.rewards.arguments import require_package
-from cohort.rewards.describe import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.function import require_package
 from cohort.sandbox import SharedSandbox
 
 if TYPE_CHECKING:
-    from cohort.rollout.environments.libraries.reasoning_gym_scorer import SandboxScorer
+    from cohort.rollout.environments.libraries.reasoning_gym import SandboxScorer
 
 
 class ReasoningGymReward:
@@ -62,7 +62,7 @@ class ReasoningGymReward:
         Raises:
             UserError: a row's metadata is no mapping, or names no scorer.
         """
-        from cohort.rollout.environments.libraries.reasoning_gym_scorer import Answer
+        from cohort.rollout.environments.libraries.reasoning_gym import Answer
 
         answers = []
         for i, completion in enumerate(completions):
@@ -83,7 +83,7 @@ class ReasoningGymReward:
         return rewards
 
     def _scorer(self) -> "SandboxScorer":
-        from cohort.rollout.environments.libraries.reasoning_gym_scorer import SandboxScorer  # its parents are slow
+        from cohort.rollout.environments.libraries.reasoning_gym import SandboxScorer  # its parents are slow
 
         if self._found is None:
             self._found = SandboxScorer(self._sandbox.open())

@@ -1,4 +1,6 @@
-"""Score groups with every reward function and validate the results.
+"""Score groups with every reward function, validate the results and combine them.
+
+N completions.
 
 P prompts, G generations per prompt, N completions of the step, R rewards.
 """
@@ -20,26 +22,104 @@ import numpy as np
 
 from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError
-from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
-from cohort.rewards.call import AsyncCaller, call_sync
+from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
+from cohort.rewards.call import AsyncCaller, RewardCrashMarker, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
-from cohort.rewards.compose import GatedParts, is_for, stages
-from cohort.rewards.describe import TurnsText, excerpt, first_paragraph, last_text
+from cohort.rewards.completion_text import TurnsText, excerpt, first_paragraph, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
     ChecksRows,
     ReportsProgress,
     RewardFunction,
+    RewardLog,
+    TrainerProgress,
     column_keyword,
     is_async,
     keyword_parameters,
+    mean_metrics,
     reward_arguments,
     unique_names,
 )
-from cohort.rewards.marker import RewardCrashMarker
-from cohort.rewards.returned import as_number, describe_value
-from cohort.rewards.trl_arguments import RewardLog, TrainerProgress, mean_metrics
+
+
+class GatedParts:
+    """The values of a step's rewards, collected in order.
+
+    A reward does not score completions of rows that its `where` excludes (NaN). Behind a gate it is 0 for completions
+    that the gate does not let through, and NaN for those that the gate did not score.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts  # [N]
+        self._passed_N = np.ones(len(prompts))  # 1: let through by all gates so far, 0: not, NaN: unknown
+        self.values: dict[str, FloatArray] = {}  # reward name -> [N]
+
+    def to_score(self, reward: RewardFunction) -> BoolArray:
+        """Which completions the function has to score, [N]."""
+        return self._is_for(reward) & (self._passed_N == 1)
+
+    def add(self, reward: RewardFunction, scored: FloatArray) -> None:
+        """Add the values that a function returned for the completions of `to_score`; NaN: not scored."""
+        is_for_N = self._is_for(reward)
+        values_N = np.where(is_for_N & (self._passed_N == 0), 0.0, np.nan)
+        values_N[is_for_N & (self._passed_N == 1)] = scaled(reward, scored)
+        self.values[reward.name] = values_N
+
+    def close_gates(self, rewards: Sequence[RewardFunction]) -> None:
+        """Apply the gates among `rewards`, whose values have been added."""
+        for reward in rewards:
+            if reward.gate:
+                values_N = self.values[reward.name]
+                result_N = np.where(np.isnan(values_N), np.nan, values_N >= 1)
+                self._passed_N = np.where(self._is_for(reward) & (self._passed_N == 1), result_N, self._passed_N)
+
+    def _is_for(self, reward: RewardFunction) -> BoolArray:
+        return np.array([is_for(prompt, reward) for prompt in self._prompts], dtype=bool)
+
+
+def stages(functions: Sequence[RewardFunction]) -> list[list[RewardFunction]]:
+    """Split rewards behind each gate: those of a stage do not depend on each other's values."""
+    split: list[list[RewardFunction]] = [[]]
+    for function in functions:
+        split[-1].append(function)
+        if function.gate:
+            split.append([])
+    return [stage for stage in split if stage]
+
+
+def scaled(reward: RewardFunction, values_N: FloatArray) -> FloatArray:
+    """Apply `scale`, then `clip`. NaN stays NaN."""
+    if isinstance(reward.scale, tuple):
+        low, high = reward.scale
+        values_N = (values_N - low) / (high - low)
+    else:
+        values_N = values_N * reward.scale
+    return values_N if reward.clip is None else np.clip(values_N, *reward.clip)
+
+
+def is_for(prompt: Prompt, reward: RewardFunction) -> bool:
+    """Whether a reward's `where` selects a prompt's row."""
+    return all(
+        any(_is_same(prompt.columns.get(column), value) for value in (wanted if _is_list(wanted) else [wanted]))
+        for column, wanted in reward.where.items()
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Compare numbers as numbers, since a column of integers with gaps holds 1.0 for 1; anything else as text."""
+    if value is None or wanted is None:
+        return value is wanted
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return str(value).lower() == str(wanted).lower()
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        return value == wanted
+    return str(value) == str(wanted)
+
 
 UNSCORED = math.nan
 MAX_ABS_REWARD = 1e30  # squares of larger rewards overflow on the way to the loss

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cohort.errors import UserError, suggest
-from cohort.rewards.arguments import check_choice, check_flag, check_number
-from cohort.rewards.conversation import Message, plain_text
+from cohort.rewards.completion_text import Message, plain_text
+from cohort.rewards.function import check_choice, check_flag, check_number
 
 if TYPE_CHECKING:
     import torch

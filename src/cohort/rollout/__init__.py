@@ -13,8 +13,7 @@ from cohort.rollout.engines.base import (
     SamplingParams,
     StepKey,
 )
-from cohort.rollout.engines.local.local_engine import LocalEngine
-from cohort.rollout.engines.local.rank_shares import split_requests
+from cohort.rollout.engines.local.local_engine import LocalEngine, split_requests
 from cohort.rollout.prefetch import Prefetcher, Prompts
 
 if TYPE_CHECKING:

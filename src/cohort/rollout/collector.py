@@ -12,11 +12,11 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from cohort import stopping
+from cohort.ranks import stopping
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
 from cohort.rollout.environments.handle import UserThread
-from cohort.rollout.environments.single_turn import answer_prompt
+from cohort.rollout.environments.programs import answer_prompt
 
 T = TypeVar("T")
 

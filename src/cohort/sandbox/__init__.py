@@ -4,8 +4,7 @@
 process in there; expected results never enter, and what comes back is data from an untrusted source.
 """
 
-from cohort.sandbox.choose import open_sandbox
+from cohort.sandbox.choose import SharedSandbox, open_sandbox
 from cohort.sandbox.pool import Job, Outcome, Sandbox
-from cohort.sandbox.shared import SharedSandbox
 
 __all__ = ["Job", "Outcome", "Sandbox", "SharedSandbox", "open_sandbox"]

@@ -1,4 +1,4 @@
-"""Choose the sandbox's backend: the first that is installed and holds everything."""
+"""Choose the sandbox's backend (the first that is installed and holds everything), and share it within a run."""
 
 import atexit
 import shutil
@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import DEFAULT_SANDBOX, SandboxConfig
 from cohort.errors import UserError
-from cohort.sandbox.backends import Backend, Bubblewrap, Container, Sandlock, Unconfined
-from cohort.sandbox.fusion import SandboxFusion
+from cohort.sandbox.backends import Backend, Bubblewrap, Container, SandboxFusion, Sandlock, Unconfined
 from cohort.sandbox.interpreter import Interpreter, find_interpreter, new_folder
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Job, Sandbox, default_concurrency
 from cohort.sandbox.probe import probe
+from cohort.sandbox.process import Limits
 
 _BACKENDS: Mapping[str, Callable[[Interpreter, SandboxConfig], Backend]] = {
     "bubblewrap": lambda interpreter, config: Bubblewrap(interpreter),
@@ -121,3 +120,40 @@ def _with_backend(backend: Backend, config: SandboxConfig, interpreter: Interpre
 
 def _concurrency(config: SandboxConfig) -> int:
     return default_concurrency() if config.max_concurrent == "auto" else config.max_concurrent
+
+
+class SharedSandbox:
+    """Opens a sandbox at most once."""
+
+    def __init__(self, config: SandboxConfig = DEFAULT_SANDBOX) -> None:
+        self._config = config
+        self._opened: Sandbox | None = None
+
+    def open(self) -> Sandbox:
+        """Return the sandbox.
+
+        Raises:
+            UserError: no backend works here.
+        """
+        if self._opened is None:
+            self._opened = open_sandbox(self._config)
+        return self._opened
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages for the start of the run; none if nothing uses the sandbox."""
+        if self._opened is None:
+            return []
+        held = ", ".join(self._opened.protections) or "nothing"
+        lacks = f"; does not hold {', '.join(self._opened.lacks)}" if self._opened.lacks else ""
+        return [f"sandbox: {self._opened.backend.name}, holds {held}{lacks}", *self.warnings]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings for the run's summary."""
+        if self._opened is None or (self._opened.protections and not self._opened.lacks):
+            return []
+        if not self._opened.protections:
+            return ["warning: sandbox.confinement: none: code of the model runs with this user's rights and network"]
+        level = self._config.confinement
+        return [f"warning: sandbox.confinement: {level}: the sandbox does not hold {', '.join(self._opened.lacks)}"]

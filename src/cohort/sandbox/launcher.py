@@ -14,9 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.sandbox.limits import Limits
-from cohort.sandbox.process import pause_all, signal_all
-from cohort.sandbox.usage import Usage, descendants, usage
+from cohort.sandbox.process import Limits, Usage, descendants, pause_all, signal_all, usage
 
 _MAX_REPLY_BYTES = 32
 _END_S = 10.0

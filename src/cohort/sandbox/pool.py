@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cohort import stopping
-from cohort.host_resources import usable_cores
+from cohort.processes.this_process import usable_cores
+from cohort.ranks import stopping
 from cohort.sandbox.backends import Backend
-from cohort.sandbox.limits import Limits
-from cohort.sandbox.process import Conversation, Ending, ProcessResult
+from cohort.sandbox.process import Conversation, Ending, Limits, ProcessResult
 
 FORMAT = 2  # of marshal, which every Python 3 reads; only the guest reads it, and it trusts the parent
 

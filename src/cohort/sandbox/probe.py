@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cohort.sandbox.backends import GUEST_ENV
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Job, Outcome, Sandbox
+from cohort.sandbox.process import Limits
 from cohort.sandbox.system_calls import refused
 
 MB = 1_000_000

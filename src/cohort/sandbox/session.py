@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import FORMAT, Sandbox
-from cohort.sandbox.process import USAGE_CHECK_S, Child, Ending, ProcessResult
+from cohort.sandbox.process import USAGE_CHECK_S, Child, Ending, Limits, ProcessResult
 
 
 class SessionEnded(Exception):  # noqa: N818

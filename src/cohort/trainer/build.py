@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from cohort.algorithms import Algorithm, build_algorithm
-from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
-from cohort.config.sizes import parse_size
-from cohort.distributed import Rank0Failed, Ranks
-from cohort.engine import CriticEngine, TokenBudget, TrainEngine, check_optimizer, learning_rate_factor
+from cohort.config.section import parse_size
 from cohort.errors import UserError
-from cohort.metrics import PeakMemory
+from cohort.learner import CriticEngine, TokenBudget, TrainEngine, check_optimizer, learning_rate_factor
+from cohort.metrics.resources import PeakMemory
 from cohort.models import (
     CollectiveCounter,
     Critic,
@@ -26,7 +24,9 @@ from cohort.models import (
     load_critic,
     load_policy,
 )
+from cohort.ranks.collectives import Rank0Failed, Ranks
 from cohort.rollout import Sampler
+from cohort.trainer.checkpoint import CRITIC, load_engine_state
 from cohort.trainer.worker import Worker
 
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from cohort.config import Config
 from cohort.errors import TrainingError
-from cohort.metrics import has_equal_rewards, reward_health_metrics, rollout_metrics
+from cohort.health.reward_health import reward_health_metrics
+from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
 from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rewards.describe import first_paragraph
+from cohort.rewards.completion_text import first_paragraph
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
 

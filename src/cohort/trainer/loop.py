@@ -7,27 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from cohort import stopping
 from cohort.algorithms import CoefficientState, assign_advantages, build_sequences, value_metrics
-from cohort.atomic_files import disk_errors
-from cohort.checkpoint import TrainerState
 from cohort.config import Config
 from cohort.display import Display, StepReport
-from cohort.evaluation import evaluate
-from cohort.metrics import MetricsWriter, PhaseClock, RewardWatch
+from cohort.health.reward_health import RewardWatch
+from cohort.metrics.resources import PhaseClock
+from cohort.ranks import stopping
 from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.rewards import TrainerProgress
-from cohort.run_folder import LOGS, RunFolder
-from cohort.run_result import RunResult
+from cohort.run.atomic import disk_errors
+from cohort.run.folder import LOGS, RunFolder
+from cohort.run.log import MetricsWriter
+from cohort.run.result import RunResult
+from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.checkpointer import Checkpointer
 from cohort.trainer.collect_groups import StepGroups
+from cohort.trainer.evaluation import evaluate
 from cohort.trainer.publish import check_first_parity, publish_weights
-from cohort.trainer.setup import RunComponents
+from cohort.trainer.setup import RunComponents, find_auto_budget
 from cohort.trainer.step_metrics import PerformanceMetrics
 from cohort.trainer.step_warnings import StepWarnings
-from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
-from cohort.trainer.worker_calls import run_forward_only, with_first_pass
+from cohort.trainer.worker import run_forward_only, with_first_pass
 
 _HISTORY_LENGTH = 100  # steps and evaluations whose metrics reward functions see; isolated ones get a copy at each call
 

@@ -13,11 +13,10 @@ import torch
 from cohort.algorithms import build_sequences
 from cohort.config import Config
 from cohort.errors import TrainingError
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
 from cohort.rollout import SamplingParams, StepKey
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import run_forward_only
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, run_forward_only
 
 # Returns the groups that each server sampled, by server address.
 SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StepKey], Mapping[str, Sequence[RolloutGroup]]]

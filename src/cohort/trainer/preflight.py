@@ -6,7 +6,7 @@ import torch
 
 from cohort.config import Config
 from cohort.errors import UserError
-from cohort.metrics.peak_memory import resident_now
+from cohort.metrics.resources import resident_now
 from cohort.plan.advice import advise
 from cohort.plan.calibration import find_calibration
 from cohort.plan.hardware import Hardware, local_cpu

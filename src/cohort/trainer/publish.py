@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from cohort import stopping
 from cohort.errors import RankDesyncError, TrainingError
+from cohort.ranks import stopping
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.setup import RunComponents
 

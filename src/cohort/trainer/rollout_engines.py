@@ -1,17 +1,18 @@
-"""The interface for setting up a rollout engine."""
+"""The interface for setting up a rollout engine, and the engine `local`: the training processes sample."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
 from cohort.config import Config
-from cohort.rollout import RolloutCollector, RolloutEngine
+from cohort.ranks.worker_group import WorkerGroup
+from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.run_inputs import Inputs
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +55,18 @@ def engine_setup(config: Config, inputs: Inputs) -> EngineSetup:
     module, _, name = config.rollout.setup.partition(":")
     setup = cast(Callable[[Config, Inputs], EngineSetup], getattr(import_module(module), name))
     return setup(config, inputs)
+
+
+class LocalSetup:
+    """Set up sampling in the training processes, with the weights that they train."""
+
+    shares_gpus = False
+
+    def __init__(self, config: Config, inputs: Inputs):
+        """Nothing to prepare."""
+
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
+        """Create an engine that samples on all workers."""
+        engine = LocalEngine(partial(sample, workers))
+        engine.update_weights(policy_version=workers.local.engine.updates_done)
+        return StartedEngine(engine=engine)

@@ -4,35 +4,34 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from cohort import stopping
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, Displays, RunLog
-from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.processes.page import start_page
+from cohort.processes.this_process import resume_gc
+from cohort.ranks import stopping
+from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.ranks.stopping import RunStopped
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.rewards import RewardCrashMarker
-from cohort.rewards.judge_prompt import prompt_hashes
-from cohort.run_files import resume_hint
-from cohort.run_folder import REWARD_MARKER, RunFolder, free_folder
-from cohort.run_result import RunResult
-from cohort.startup import resume_gc
-from cohort.stopping import RunStopped
+from cohort.rewards.judge import prompt_hashes
+from cohort.run.files import resume_hint
+from cohort.run.folder import REWARD_MARKER, RunFolder, free_folder
+from cohort.run.provenance import untested_versions
+from cohort.run.result import RunResult
 from cohort.trainer.build import WorkerSpec, build_worker
+from cohort.trainer.checkpointer import find_checkpoint
 from cohort.trainer.loop import Trainer
 from cohort.trainer.preflight import compare_memory, preflight
-from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.rollout_engines import engine_setup
-from cohort.trainer.run_inputs import Inputs, describe_lost_updates, read_inputs
+from cohort.trainer.run_inputs import Inputs, changed_files, describe_lost_updates, read_inputs, user_files
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
     check_steps,
+    initial_budget,
     rank_device,
 )
-from cohort.trainer.token_budget import initial_budget
-from cohort.trainer.user_files import changed_files, user_files
-from cohort.trainer.worker_group import WorkerGroup
-from cohort.versions import untested_versions
 
 
 def train(

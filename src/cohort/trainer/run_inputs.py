@@ -1,18 +1,22 @@
-"""Read and check data, tokenizer and rewards, before any weights are loaded."""
+"""Read and check data, tokenizer, rewards and the user's files, before any weights are loaded."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
+from cohort.config.algorithm import CustomFunction
+from cohort.config.user_code import is_user_code
 from cohort.data import PromptRenderer, PromptSet, build_prompts, describe_lost_text, read_rows
-from cohort.engine import WorstCaseShard, check_weights
 from cohort.errors import UserError
-from cohort.evaluation import Evaluation, pick_success_reward
-from cohort.metrics import check_loggers
+from cohort.learner import WorstCaseShard, check_weights
 from cohort.models import (
     AdapterSpec,
     check_adapter,
@@ -28,8 +32,55 @@ from cohort.records import Prompt
 from cohort.rewards import RewardRunner, build_rewards, check_columns, read_trajectories
 from cohort.rollout import SamplingParams
 from cohort.rollout.environments.build import Environments, load_environments
-from cohort.rollout.environments.mixture import COLUMN
+from cohort.rollout.environments.programs import COLUMN
+from cohort.run.log import EVENTS, check_loggers
 from cohort.sandbox import SharedSandbox
+from cohort.trainer.evaluation import Evaluation, pick_success_reward
+
+
+def user_files(config: Config) -> dict[str, str]:
+    """Return file -> SHA-256 of the files with the run's own rewards, tools, environments, agent and algorithm.
+
+    Of functions named by module, only those that this process has loaded are found; installed packages are left out.
+    """
+    hashes = {}
+    for use in _uses(config):
+        where = use.rpartition(":")[0]
+        file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+        if file and is_user_code(file):
+            with suppress(OSError):  # an error when the function is loaded
+                hashes[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashes
+
+
+def _uses(config: Config) -> Iterator[str]:
+    yield from (reward.use for reward in config.rewards)
+    yield from (tool.use for tool in config.rollout.tools)
+    yield from (spec.use for spec in config.rollout.environments.values())
+    yield config.rollout.agent or ""
+    yield from (choice.use for choice in dict(config.algorithm).values() if isinstance(choice, CustomFunction))
+
+
+def changed_files(folder: Path, files: Mapping[str, str], *, steps_done: int) -> list[str]:
+    """Return a warning for each file that is another than when the run last started.
+
+    Args:
+        folder: run folder, whose last start is compared.
+        files: hashes of the files now.
+        steps_done: steps of the checkpoint from which the run resumes.
+    """
+    before: Mapping[str, str] = {}
+    with suppress(OSError):
+        for line in (folder / EVENTS).read_bytes().splitlines():
+            with suppress(ValueError, AttributeError):  # a line that was cut off
+                before = json.loads(line).get("files", before)
+    return [
+        f"warning: {file} has changed since the run last started: from step {steps_done + 1} on, its functions may "
+        f"mean something else than in the steps before"
+        for file, found in files.items()
+        if before.get(file, found) != found
+    ]
+
 
 Rows = list[dict[str, Any]]
 _BFLOAT16_RATE = 1e-5  # lowest learning rate that changes bfloat16 weights

@@ -12,20 +12,18 @@ import torch
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.models import resolve_device
-from cohort.placement import server_placement
 from cohort.plan.defaults import serving_dtype
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer, ServerHandle
-from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteServer, ServerError, ServerHandle
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret
 from cohort.rollout.engines.servers.server_engine import ServerEngine
-from cohort.run_folder import LOGS
+from cohort.run.folder import LOGS
 from cohort.trainer.parity import make_parity_gate
+from cohort.trainer.placement import server_placement
 from cohort.trainer.rollout_engines import StartedEngine
 from cohort.trainer.run_inputs import Inputs
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import keep_ranks_alive
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, keep_ranks_alive
 
 # Opens a channel to the server at a URL; publishes a version of the weights over channels. See `ServerEngine`.
 Connect = Callable[[str], Any]

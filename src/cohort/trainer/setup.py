@@ -1,4 +1,4 @@
-"""Set up a run on rank 0: devices, checks, and the parts that the training loop uses."""
+"""Set up a run on rank 0: devices, checks, the token budget, and the parts that the training loop uses."""
 
 import os
 import shutil
@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from cohort.checkpoint import TrainerState
 from cohort.config import Config
 from cohort.data import PromptStream
-from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.models import (
     check_offload,
@@ -24,15 +22,49 @@ from cohort.models import (
 )
 from cohort.plan import RunSchedule
 from cohort.plan.layout import check_cpu_offload, check_processes
+from cohort.ranks.collectives import Ranks
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout import RolloutCollector
-from cohort.run_files import DAMAGED
+from cohort.run.files import DAMAGED
+from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.rollout_engines import EngineSetup
 from cohort.trainer.run_inputs import Inputs, rollout_options
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import keep_ranks_alive
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import Worker, keep_ranks_alive
+
+
+def can_reuse_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
+    """Whether the checkpoint's budget still applies: same setting and, for `auto`, same number of processes."""
+    return state.micro_batch_tokens_wanted == wanted and (wanted != "auto" or state.processes == world_size)
+
+
+def initial_budget(config: Config, inputs: Inputs, state: TrainerState | None, ranks: Ranks) -> int:
+    """Initial token budget of a new or resumed run. With `auto`: the largest that is useful."""
+    wanted = config.train.micro_batch_tokens
+    if state is not None and can_reuse_budget(state, wanted, ranks.world_size):
+        return state.micro_batch_tokens
+    if wanted == "auto":
+        shard = inputs.worst_case_shard(ranks.dp_size)
+        return shard.num_sequences * shard.sequence_tokens
+    return wanted
+
+
+def find_auto_budget(
+    config: Config,
+    inputs: Inputs,
+    workers: WorkerGroup[Worker],
+    state: TrainerState | None,
+    notify: Callable[[str], None],
+) -> None:
+    """Find the token budget by trying, if `train.micro_batch_tokens` is `auto` and no checkpoint has one."""
+    wanted, ranks = config.train.micro_batch_tokens, workers.ranks
+    if wanted != "auto" or (state and can_reuse_budget(state, wanted, ranks.world_size)):
+        return
+    largest = workers.local.engine.budget.tokens
+    found = workers.call(Worker.find_budget, inputs.worst_case_shard(ranks.dp_size), largest)[0]
+    reason = "one rank's share of a step fits" if found == largest else "the largest that fits"
+    notify(f"using train.micro_batch_tokens={found} ({reason})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

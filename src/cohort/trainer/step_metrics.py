@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from cohort.batch import TrainBatch
-from cohort.engine import TrainResult
-from cohort.metrics import PhaseClock, device_peak_flops, flops_of, largest_peaks, speed_metrics
+from cohort.learner import TrainResult
+from cohort.metrics.resources import PhaseClock, device_peak_flops, flops_of, largest_peaks, speed_metrics
+from cohort.packing.batch import TrainBatch
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import TrainSequence
 from cohort.trainer.collect_groups import StepGroups
 from cohort.trainer.update import Updates
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_group import WorkerGroup
 
 
 class PerformanceMetrics:

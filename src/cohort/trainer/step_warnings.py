@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cohort.batch import TrainBatch
 from cohort.config import RolloutConfig
-from cohort.metrics import RewardWatch
+from cohort.health.reward_health import RewardWatch
+from cohort.health.warning_signs import CUT_WINDOW, logprobs_are_comparable, mostly_cut, turn_signs
+from cohort.packing.batch import TrainBatch
 from cohort.trainer.worker import Worker
-from cohort.warning_signs import CUT_WINDOW, logprobs_are_comparable, mostly_cut, turn_signs
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from cohort.algorithms import Coefficients, CoefficientState, critic_sequences, drop_zero_gradient, mean_reference_kl
-from cohort.batch import TrainBatch
 from cohort.config import Config, CriticConfig
-from cohort.engine import OptimResult, TrainResult
-from cohort.metrics import PhaseClock
+from cohort.learner import OptimResult, TrainResult
+from cohort.metrics.resources import PhaseClock
+from cohort.packing.batch import TrainBatch
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ForwardOnlyOutputs, TrainSequence
-from cohort.trainer.worker import TrainedModel, Worker
-from cohort.trainer.worker_calls import pack_batches
-from cohort.trainer.worker_group import WorkerGroup
+from cohort.trainer.worker import TrainedModel, Worker, pack_batches
 
 Batches = Mapping[TrainedModel, Sequence[TrainBatch]]  # one packed batch per rank
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.models import end_token_ids, weight_specs
-from cohort.plan.adapter_shape import RequestedAdapter
 from cohort.plan.rollout_engine import vllm_sampling_limit
-from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.plan.shape import RequestedAdapter
+from cohort.ranks.worker_group import WorkerGroup
+from cohort.rollout.engines.servers.handles import Client, ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
@@ -25,12 +26,11 @@ from cohort.rollout.engines.vllm.server import POLICY_NAME, ServerProcess, check
 from cohort.rollout.engines.vllm.server_options import server_options, vllm_python
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
-from cohort.run_folder import ADAPTERS
+from cohort.run.folder import ADAPTERS
+from cohort.run.provenance import newer_than_tested
 from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_group import WorkerGroup
-from cohort.versions import newer_than_tested
 
 
 class VllmSetup(ServersSetup):

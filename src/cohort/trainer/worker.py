@@ -1,9 +1,9 @@
-"""The worker on each rank: sample, compute gradients, update, publish and save."""
+"""The worker on each rank (sample, compute gradients, update, publish, save), and calls on all of them."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms import Algorithm, Coefficients
-from cohort.atomic_files import disk_errors
-from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, save_checkpoint
-from cohort.distributed import Ranks
-from cohort.engine import (
+from cohort.learner import (
     CriticEngine,
     OptimResult,
     PerTokenLoss,
@@ -26,11 +22,17 @@ from cohort.engine import (
     find_budget,
     must_fit,
 )
-from cohort.metrics import PeakMemory
+from cohort.metrics.resources import PeakMemory
 from cohort.models import Policy, SaveOptions, save_policy, stream_weights, weight_specs
-from cohort.records import FloatArray, ForwardOnlyField, TrainSequence, expand_to_mask
-from cohort.rollout import Completion, Purpose, Sampler, SampleRequest
+from cohort.packing import pack
+from cohort.packing.batch import TrainBatch
+from cohort.ranks.collectives import Ranks
+from cohort.ranks.worker_group import WorkerGroup
+from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
+from cohort.rollout import Completion, Purpose, Sampler, SampleRequest, split_requests
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
+from cohort.run.atomic import disk_errors
+from cohort.trainer.checkpoint import TrainerState, save_checkpoint
 
 TrainedModel = Literal["policy", "critic"]
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
@@ -246,3 +248,59 @@ def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
         return []
     ends = np.cumsum([len(tensor) for tensor in tensors])
     return np.split(torch.cat([*tensors]).double().cpu().numpy(), ends[:-1])
+
+
+def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[Completion]:
+    """Sample completions in equal shares on all ranks. All requests have the same purpose."""
+    shares = split_requests(requests, workers.ranks.dp_size)
+    sampled = workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose)
+    return [completion for share in sampled for completion in share]
+
+
+def pack_batches(
+    engine: TrainEngine, sequences: Sequence[TrainSequence], *, sequence_level: bool = False
+) -> tuple[TrainBatch, ...]:
+    """Pack a step's sequences into one batch per rank, under the engine's current token budget.
+
+    Args:
+        engine: gives the token budget and the layout.
+        sequences: sequences of a step.
+        sequence_level: keep each trajectory's sequences in one micro-batch, for losses that sum over a trajectory.
+    """
+    return pack(
+        sequences,
+        micro_batch_tokens=engine.budget.tokens,
+        dp_size=engine.ranks.dp_size,
+        share_prompts=engine.policy.shares_prompts,
+        padded=engine.policy.layout == "padded",
+        sequence_level=sequence_level,
+    )
+
+
+def run_forward_only(
+    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyField]
+) -> ForwardOnlyOutputs:
+    """Compute the `wanted` logprobs, entropies and values of a step's sequences, without gradient, on all ranks."""
+    if not wanted:
+        return ForwardOnlyOutputs()
+    shards = [batch.sequences for batch in pack_batches(workers.local.engine, sequences)]
+    parts = workers.scatter(Worker.forward_only, shards, wanted)
+    return ForwardOnlyOutputs(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
+
+
+def with_first_pass(
+    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
+) -> ForwardOnlyOutputs:
+    """Complete a step's forward-only outputs with what its first pass computed for the sequences trained on."""
+    masks = {s.index: s.loss_mask for s in sequences}
+    found: dict[ForwardOnlyField, dict[int, FloatArray]] = {}
+    for part in workers.call(Worker.first_pass_outputs):
+        for name, by_sequence in part.items():
+            found.setdefault(name, {}).update({i: expand_to_mask(masks[i], x) for i, x in by_sequence.items()})
+    return replace(outputs, **{name: {**values, **getattr(outputs, name)} for name, values in found.items()})
+
+
+def keep_ranks_alive(workers: WorkerGroup[Worker]) -> None:
+    """Renew the other ranks' deadlines if they are due. Call this regularly while rank 0 waits."""
+    if workers.ranks.world_size > 1 and workers.seconds_idle() > workers.ranks.timeout_s / 4:
+        workers.call(Worker.ping)

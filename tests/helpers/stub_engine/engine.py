@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from cohort.plan.defaults import server_memory_utilization
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ModelCall
-from cohort.rollout.engines.servers.requests import Client, GenerateRequest, ServerError
+from cohort.rollout.engines.servers.handles import Client, GenerateRequest, ServerError
 from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_group import WorkerGroup
 from stub_engine.server import StubServer, serving
 from waiting import PATIENCE_S
 

@@ -13,7 +13,7 @@ from adapters import KINDS, save_adapter
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
 from cohort.models import LoadRequest, check_adapter, load_policy
-from cohort.models.adapters.base_fingerprint import base_fingerprint, check_base
+from cohort.models.adapters.adapter_folder import base_fingerprint, check_base
 from runs import changed, make_inputs, train
 from tiny import make_model, make_tokenizer, save_model_folder
 

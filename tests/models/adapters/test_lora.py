@@ -13,11 +13,11 @@ from adapters import KINDS, peft_model, save_adapter
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
 from cohort.models import LoadRequest, Policy, check_adapter, load_policy, load_tokenizer, merge, save_policy
+from cohort.models.activation_checkpointing import enable_gradient_checkpointing
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
 from cohort.models.batch_layout import Layout
 from cohort.models.loading.meta_device import named_saved_tensors
-from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
 from cohort.packing import collate
 from selection import mostly_slow, slow
 from test_law_two import (

@@ -26,12 +26,12 @@ from attending import (
     segments_of,
     worst_error,
 )
-from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.models import Policy, SharedPrefix
+from cohort.models.activation_checkpointing import _selective_contexts, enable_gradient_checkpointing
 from cohort.models.attention import KVCache, cascade, interface, varlen
 from cohort.models.forward import forward
-from cohort.models.offload.activation_checkpointing import _selective_contexts, enable_gradient_checkpointing
 from cohort.packing import collate, collate_part, collate_prompt
+from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from selection import examples
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 

@@ -16,7 +16,7 @@ from cohort.models import Operands, linear_logprobs, linear_loss
 from cohort.models.lm_head import logprobs, tiled_softmax
 from cohort.models.lm_head.logprobs import head_logits
 from cohort.models.lm_head.softmax import IDENTITY, LogitTransform
-from cohort.plan import tiles
+from cohort.plan import defaults as tiles
 from selection import examples
 from tiny import relative_error
 

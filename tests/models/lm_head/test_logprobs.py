@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from cohort.attention_mask import NO_PARENT, AttentionMetadata, build_attention_metadata
 from cohort.models import Policy, attention
 from cohort.models.attention import cascade
 from cohort.models.batch_layout import Layout
 from cohort.models.kv_cache import cache_argument
 from cohort.packing import collate
+from cohort.packing.segments import NO_PARENT, AttentionMetadata, build_attention_metadata
 from tiny import (
     SIZES,
     VOCAB_SIZE,

@@ -12,12 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cohort.batch import MicroBatch
 from cohort.config import ModelConfig, config_from_dict
 from cohort.errors import UserError
-from cohort.host_to_device import to_device
 from cohort.models import Policy, check_offload
-from cohort.models.offload.activation_checkpointing import (
+from cohort.models.activation_checkpointing import (
     ActivationOffload,
     enable_gradient_checkpointing,
     enable_offload,
@@ -25,6 +23,8 @@ from cohort.models.offload.activation_checkpointing import (
     prepare_activations,
 )
 from cohort.packing import collate
+from cohort.packing.batch import MicroBatch
+from cohort.packing.to_device import to_device
 from test_flops import make_moe
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 

@@ -15,15 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
-from cohort.distributed import SINGLE_PROCESS
-from cohort.engine.optimizer import Optimizers
-from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import RankDesyncError, UserError
+from cohort.learner.optimizer import Optimizers
+from cohort.learner.optimizer_offload import OffloadedUpdates
 from cohort.models import fsdp, load_tokenizer, save_policy
 from cohort.models.fsdp import CollectiveCounter, Sharding
-from cohort.models.offload.master_weights import MasterWeights
+from cohort.models.host_memory import MasterWeights
 from cohort.plan.layout import check_cpu_offload, check_resharding
-from cohort.rendezvous import init_single_process_group
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.join import init_single_process_group
 from fake_cuda import fake_cuda
 from rank_engine import OPTIMIZERS
 from rank_offload import make_engine, run_resumed, run_saved, run_trajectory, update

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
 
-from cohort.distributed import SINGLE_PROCESS
+from cohort.ranks.collectives import SINGLE_PROCESS
 from rank_offload import run_resumed
 from ranks import RanksOnDemand
 from selection import mostly_slow, slow

@@ -12,14 +12,14 @@ from torch import nn
 
 from cohort import train
 from cohort.config import Config, ModelConfig, config_from_dict
-from cohort.distributed import SINGLE_PROCESS
-from cohort.engine import TrainEngine
-from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import DoesNotFitError, UserError
 from cohort.launch import local
+from cohort.learner import TrainEngine
+from cohort.learner.optimizer_offload import OffloadedUpdates
 from cohort.models import LoadRequest, load_policy, load_tokenizer, save_policy, saved_bytes
-from cohort.models.offload.master_weights import MasterWeights
+from cohort.models.host_memory import MasterWeights
 from cohort.plan.layout import check_cpu_offload
+from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.trainer import run, setup
 from rank_engine import CPU, STEPS, step_sequences
 from rank_offload import make_engine

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from cohort.distributed import SINGLE_PROCESS
-from cohort.engine.optimizer_offload import OffloadedUpdates, to_local
+from cohort.learner.optimizer_offload import OffloadedUpdates, to_local
 from cohort.models import fsdp
-from cohort.models.offload import pinned_memory
-from cohort.models.offload.pinned_memory import PinnedMemory, PinnedStack, bytes_for
-from cohort.models.offload.weight_offload import OffloadedWeights
+from cohort.models import host_memory as pinned_memory
+from cohort.models.host_memory import OffloadedWeights, PinnedMemory, PinnedStack, bytes_for
+from cohort.ranks.collectives import SINGLE_PROCESS
 from rank_offload import make_engine, update
 from tiny import save_model_folder
 from weight_servers import load_worker

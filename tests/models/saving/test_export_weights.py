@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
+from cohort.models.saving import TensorSpec, stream_weights, weight_specs
 from ranks import run_ranks
 from tiny import SIZES, VOCAB_SIZE, make_model, make_tokenizer, policy_of
 

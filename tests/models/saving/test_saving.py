@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cohort.atomic_files import write_folder_atomically
-from cohort.checkpoint import TrainerState, save_checkpoint
 from cohort.config import AdapterConfig, ModelConfig
-from cohort.config.sizes import parse_size
+from cohort.config.section import parse_size
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
 from cohort.models import LoadRequest, SaveOptions, TensorSpec, load_policy, save_policy, stream_weights
 from cohort.models.loading.safetensors_files import INDEX, SINGLE, stored_weights
-from cohort.models.saving.save_model import plan_files
+from cohort.models.saving import plan_files
 from cohort.packing import collate
+from cohort.run.atomic import write_folder_atomically
+from cohort.trainer.checkpoint import TrainerState, save_checkpoint
 from configs import MINIMAL, message
 from live_bytes import LiveBytes
 from tiny import make_model, make_policy, make_tokenizer, policy_of, random_sequences, save_model_folder

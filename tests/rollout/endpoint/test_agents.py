@@ -20,7 +20,7 @@ from cohort.records import ModelCall, Trajectory, join_calls
 from cohort.rollout.endpoint.agent import AgentProgram
 from cohort.rollout.endpoint.http_server import Endpoint
 from cohort.rollout.endpoint.session import Batcher
-from cohort.rollout.engines.call_queue import PendingCall
+from cohort.rollout.engines.base import PendingCall
 from waiting import PATIENCE_S, until
 
 

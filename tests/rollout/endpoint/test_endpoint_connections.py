@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from agents import LIMITS, ask, play
-from cohort.rollout.endpoint import connections
-from cohort.rollout.endpoint.connections import MAX_WITHOUT_KEY
+from cohort.rollout.endpoint import http_server as connections
+from cohort.rollout.endpoint.http_server import MAX_WITHOUT_KEY
 from waiting import until
 
 MB = 2**20

@@ -12,8 +12,8 @@ import yaml
 
 from agents import CALL, LIMITS, MESSAGES, TOOLS, encode, play
 from cohort.config import config_from_dict
+from cohort.config.user_code import load_function
 from cohort.records import join_calls
-from cohort.user_code import load_function
 
 pytestmark = pytest.mark.extras
 

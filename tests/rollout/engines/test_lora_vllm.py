@@ -11,7 +11,7 @@ from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import plan_engine
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.trainer import vllm_setup

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 
 from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
-from cohort.models.cached_decoding import CacheDecoder
+from cohort.models.kv_cache import CacheDecoder
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
-from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
+from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
 from engines import generate
 from selection import examples
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of

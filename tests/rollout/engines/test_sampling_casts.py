@@ -17,8 +17,8 @@ from cohort.models import LoadRequest, Policy, load_policy
 from cohort.models.quantization import is_quantized
 from cohort.packing import collate
 from cohort.plan.memory import plan_memory
-from cohort.plan.quantized_memory import dequantized_bytes
 from cohort.plan.shape import read_shape
+from cohort.plan.state_memory import dequantized_bytes
 from cohort.rollout import Completion, Sampler, SampleRequest, SamplingParams
 from cohort.rollout.engines.base import CallKey
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder

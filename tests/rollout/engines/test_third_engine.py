@@ -8,20 +8,20 @@ from typing import Any, ClassVar, Literal, Union
 import pyarrow.parquet as pq
 import pytest
 
-from cohort.check.launch import Launch, Setting
-from cohort.check.rules.cohort import cohort_rules
 from cohort.config import ENGINES, Config, SamplingConfig, ServersConfig, config_from_dict, load
 from cohort.config.schema import sections_in
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import serve_command
-from cohort.launch.slurm_rollout import plan_rollout_nodes
-from cohort.placement import Placement, split_machine
+from cohort.launch.slurm import plan_rollout_nodes
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
 from cohort.trainer import server_setup
-from cohort.trainer.sample_rows import sample_rows
+from cohort.trainer.placement import Placement, split_machine
+from cohort.trainer.without_training import sample_rows
 from cohort.trainer.worker import Worker
+from cohort_check.launch import Launch, Setting
+from cohort_check.rules.cohort import cohort_rules
 from plans import EIGHT
 from playing import save_turns_model, turns_tokenizer
 from runs import changed, make_inputs, metric, train

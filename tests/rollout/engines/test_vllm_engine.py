@@ -6,7 +6,7 @@ import numpy as np
 
 from cohort.records import ModelCall, Prompt
 from cohort.rollout import StepKey
-from cohort.rollout.engines.servers.requests import call_seed
+from cohort.rollout.engines.servers.handles import call_seed
 from fake_vllm import ThreadServer, sampled
 from vllm_runs import KEY, LIMITS, SAMPLING, assert_right, prompts, run_with
 from waiting import until

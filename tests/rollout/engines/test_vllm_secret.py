@@ -17,8 +17,7 @@ import pytest
 
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
-from cohort.rollout.engines.servers.handles import RemoteServer
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import RemoteServer, ServerError
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi

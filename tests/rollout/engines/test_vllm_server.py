@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cohort.errors import UserError
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
+from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout.engines.servers import cuda_ipc
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
 from cohort.rollout.engines.servers.secret import Secret
@@ -23,7 +24,6 @@ from cohort.rollout.engines.vllm import weight_channel
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from cohort.trainer import vllm_setup
-from cohort.trainer.worker_group import WorkerGroup
 from fake_vllm import SECRET, ThreadServer
 from waiting import PATIENCE_S
 from weight_servers import EngineServer, FakeNccl, load_worker

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cohort.models import TensorSpec
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import weight_channel, weight_transfer
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 import cohort
-from cohort.config.environment import EnvironmentSpec
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
+from cohort.config.rollout import EnvironmentSpec
 from cohort.errors import UserError
 from cohort.records import Trajectory, join_calls
 from cohort.rollout.engines.base import CallKey

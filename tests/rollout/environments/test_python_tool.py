@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cohort.config.sandbox import SandboxConfig
+from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
-from cohort.rollout.environments.python_tool import PythonStopped, PythonTool, StatefulPythonTool
-from cohort.sandbox.backends import Unconfined
-from cohort.sandbox.fusion import SandboxFusion
+from cohort.rollout.environments.tools import PythonStopped, PythonTool, StatefulPythonTool
+from cohort.sandbox.backends import SandboxFusion, Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
-from cohort.sandbox.limits import Limits
 from cohort.sandbox.pool import Sandbox
 from cohort.sandbox.probe import set_out
+from cohort.sandbox.process import Limits
 from playing import call, load, play, turns_config
 from sandboxes import BACKENDS, sandbox_or_skip
 from selection import slow

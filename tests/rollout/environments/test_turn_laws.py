@@ -16,8 +16,8 @@ from cohort.models.batch_layout import Layout
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, join_calls
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.rollout.environments.model import TurnLimits
+from cohort.rollout.environments.programs import UserProgram
 from cohort.rollout.environments.trajectory import TrajectoryRunner
-from cohort.rollout.environments.user_program import UserProgram
 from conversations import FAMILIES, LOADERS, QWEN2_5, QWEN3_5, TOOLS, Family
 from selection import slow
 from test_laws import make_engine

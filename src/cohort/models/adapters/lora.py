@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import (
+    BASE_FINGERPRINT,
     BASE_QUANTIZATION,
     PREFIX,
     WEIGHTS_FILE,
@@ -29,7 +30,6 @@ from cohort.models.adapters.adapter_folder import (
     adapter_spec,
     read_adapter,
 )
-from cohort.models.adapters.base_fingerprint import BASE_FINGERPRINT
 from cohort.models.fsdp import local_rows
 
 _CURRENT, _START = "default", "start"  # the trained adapter and a frozen copy of its initial weights, in peft

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cohort.attention_mask import AttentionMetadata, Block, CascadeBlocks, PaddedBlock, PrefixBlock
+from cohort.packing.segments import AttentionMetadata, Block, CascadeBlocks, PaddedBlock, PrefixBlock
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -1,13 +1,16 @@
 """Register our attention with transformers, and choose its backend.
 
+An unsupported GPU or driver, or a missing C compiler, then costs speed and not the run.
+
 The attention metadata is a keyword argument of the model that its layers pass on to attention. (A context variable
 would not work: gradient checkpointing reruns layers in backward.)
 
 S tokens of the row, P of the cached prefix.
 """
 
+import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,10 +20,53 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from cohort.attention_mask import AttentionMetadata
 from cohort.models.attention.cascade import KeyValue, cascade
 from cohort.models.attention.decoding import DecodeBatch, decode_attention
 from cohort.models.attention.varlen import varlen
+from cohort.packing.segments import AttentionMetadata
+
+_TOLERANCE = 3e-2  # relative to the largest value: above rounding, far below real errors
+
+
+def kernels_agree(kernels: str, instead: str, compare: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> bool:
+    """Return whether kernels run and give correct results; otherwise warn.
+
+    Args:
+        kernels: name for the warning, e.g. "Triton kernels for ...".
+        instead: name of the fallback.
+        compare: yields pairs of actual and expected results.
+
+    Raises:
+        RuntimeError: out of memory, which says nothing about the kernels.
+    """
+    try:
+        for actual, expected in compare():
+            error = ((actual - expected).abs().max() / expected.abs().max()).item()  # waits for the device
+            if not error <= _TOLERANCE:  # also true for NaN
+                raise ArithmeticError(f"results differ by {error:.1g} of the largest value")
+    except Exception as error:
+        if "out of memory" in str(error):
+            raise
+        warn_fallback(kernels, instead, error)
+        return False
+    return True
+
+
+def warn_fallback(kernels: str, instead: str, error: Exception) -> None:
+    """Warn that kernels are not used, and why."""
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    warnings.warn(
+        f"{kernels} do not work here ({reason}). Falling back to {instead}, which is slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def probe_values(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return deterministic values in [-1, 1], without using the random generators."""
+    count = torch.Size(shape).numel()
+    return torch.arange(count, device=device, dtype=torch.float32).mul_(0.7).sin_().view(shape).to(dtype)
+
 
 NAME = "cohort"
 Backend = Literal["cascade", "varlen"]

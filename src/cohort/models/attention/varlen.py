@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.attention_mask import AttentionMetadata, VarlenBlock
 from cohort.models.attention.cascade import KeyValue, Span, cascade_with
+from cohort.packing.segments import AttentionMetadata, VarlenBlock
 
 # Called directly, since the backward of `torch.nn.attention.varlen` does not take merged log-sum-exps.
 _flash = torch.ops.aten._flash_attention_forward

@@ -24,7 +24,7 @@ from cohort.models.lm_head.tiled_matmul import (
     weight_rows,
 )
 from cohort.models.lm_head.tiled_softmax import logits_to_grad_, update_softmax
-from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
+from cohort.plan.defaults import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
 
 # On CPUs backward skips rows without a gradient if at most this fraction of rows has one.
 MAX_LIVE_FRACTION = 0.75

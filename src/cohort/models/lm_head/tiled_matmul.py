@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cohort.plan import tiles
+from cohort.plan import defaults as tiles
 
 
 class Operands(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.models.kernel_check import kernels_agree, probe_values, warn_fallback
+from cohort.models.attention.interface import kernels_agree, probe_values, warn_fallback
 from cohort.models.lm_head.softmax import LogitTransform, OnlineSoftmax, RowGradients
 
 # The eager implementation processes a tile in blocks of rows, so temporaries stay small and, on a CPU, in cache.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config import ModelConfig
-from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.models.fsdp import Sharding
 from cohort.models.loading.meta_device import (
@@ -25,6 +24,7 @@ from cohort.models.loading.meta_device import (
 )
 from cohort.models.loading.safetensors_files import StoredTensor, read_rows
 from cohort.models.policy import Policy
+from cohort.ranks.collectives import Ranks
 
 
 def load_model_weights(model: Any, sources: Mapping[str, WeightSource], device: torch.device) -> None:

@@ -12,8 +12,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.models.loading.safetensors_files import INDEX, SINGLE, StoredTensor, stored_weights
-from cohort.models.loading.weight_conversion import ConvertedTensor, map_to_model
+from cohort.models.loading.safetensors_files import (
+    INDEX,
+    SINGLE,
+    ConvertedTensor,
+    StoredTensor,
+    map_to_model,
+    stored_weights,
+)
 
 WeightSource = StoredTensor | ConvertedTensor  # source of a model's tensor
 VALUE_HEAD = "value_head"  # of a critic; plain models have no weights for it

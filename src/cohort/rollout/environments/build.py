@@ -7,21 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cohort.chat import ChatTemplate, ResponseParser
-from cohort.config.environment import EnvironmentSpec
-from cohort.config.rollout import SamplingConfig
+from cohort.config.rollout import EnvironmentSpec, SamplingConfig
+from cohort.config.user_code import describe_error, error_location, load_function
 from cohort.errors import UserError, suggest
 from cohort.rollout.environments.child_process import ChildPool, ChildProcess, UserCode
 from cohort.rollout.environments.environment_class import CreateHandle, EnvironmentInterface, EnvironmentPool
 from cohort.rollout.environments.handle import InstanceHandle
-from cohort.rollout.environments.mixture import COLUMN, Mixture
 from cohort.rollout.environments.model import NO_TEMPLATE, TurnLimits
+from cohort.rollout.environments.programs import COLUMN, IsolatedProgram, Mixture, UserProgram
 from cohort.rollout.environments.sources import LIBRARIES, EnvironmentSource, Rows, find_source
 from cohort.rollout.environments.tool_loop import ToolLoop
 from cohort.rollout.environments.tools import Schema, ToolExecutor, load_tools
 from cohort.rollout.environments.trajectory import Program, TrajectoryRunner
-from cohort.rollout.environments.user_program import IsolatedProgram, UserProgram
 from cohort.sandbox import SharedSandbox
-from cohort.user_code import describe_error, error_location, load_function
 
 if TYPE_CHECKING:
     from cohort.rollout.endpoint.agent import AgentProgram

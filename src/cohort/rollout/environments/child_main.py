@@ -27,8 +27,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from cohort.config.user_code import describe_error, load_callable, load_function
 from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
-from cohort.user_code import describe_error, load_callable, load_function
 
 if TYPE_CHECKING:
     from cohort.chat import Reply
@@ -191,7 +191,7 @@ class Host:
             self._target = SimpleNamespace(**loaded)
             return
         if of_library:
-            from cohort.config.environment import EnvironmentSpec
+            from cohort.config.rollout import EnvironmentSpec
             from cohort.rollout.environments.sources import find_source
 
             self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=field).create()

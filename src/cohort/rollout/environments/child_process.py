@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
+from cohort.config.user_code import describe_error
 from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 from cohort.rollout.engines.vllm.server import SECRET_VARIABLE
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
-from cohort.user_code import describe_error
 
 _CHILD = Path(__file__).with_name("child_main.py")
 START_TIMEOUT_S = 120.0  # for imports and the constructor

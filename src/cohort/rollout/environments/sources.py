@@ -11,13 +11,13 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from cohort.config.environment import EnvironmentSpec
+from cohort.config.rollout import EnvironmentSpec
+from cohort.config.user_code import describe_error, error_location, load_callable
 from cohort.errors import UserError
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.rollout.environments.handle import InstanceHandle, UserThread
 from cohort.rollout.environments.tools import Schema
 from cohort.sandbox import SharedSandbox
-from cohort.user_code import describe_error, error_location, load_callable
 
 # Libraries by the prefix of `rollout.environment`, as "module:function". The function takes the rest of the name, the
 # arguments and the field's name, and returns an `EnvironmentSource`. Those of `_IN_SANDBOX` take `sandbox`, too.

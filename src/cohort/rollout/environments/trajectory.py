@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cohort.chat import ChatTemplate, ResponseParser
+from cohort.config.user_code import describe_error, is_user_code
 from cohort.records import EndReason, Prompt, Trajectory, TurnStats
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
-from cohort.user_code import describe_error, is_user_code
 
 Row = Mapping[str, Any]  # one row of the dataset
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.attention_mask import NO_PARENT, build_attention_metadata
-from cohort.host_to_device import to_device
 from cohort.models import Policy
 from cohort.models.attention import KVCache
 from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
+from cohort.packing.segments import NO_PARENT, build_attention_metadata
+from cohort.packing.to_device import to_device
 from cohort.records import IntArray
 
 _PREFILL_TOKENS = 8192  # maximum prompt tokens prefilled in one row (more for a longer prompt); bounds memory

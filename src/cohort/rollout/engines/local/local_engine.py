@@ -1,11 +1,33 @@
 """The `local` rollout engine: sample all waiting calls in one batch in the training processes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from cohort.records import IntArray, ModelCall
-from cohort.rollout.engines.base import CallKey, Completion, SampleRequest, SamplingParams
-from cohort.rollout.engines.call_queue import CallQueue, PendingCall
+from cohort.rollout.engines.base import CallKey, CallQueue, Completion, PendingCall, SampleRequest, SamplingParams
+
+
+def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[list[SampleRequest]]:
+    """Return one list of requests per rank; their numbers of calls differ by at most one.
+
+    Shares are consecutive: few contexts are prefilled on two ranks, and the ranks' completions only need concatenation.
+    """
+    total = sum(len(request.keys) for request in requests)
+    bounds = [total * rank // world_size for rank in range(world_size + 1)]
+    shares: list[list[SampleRequest]] = [[] for _ in range(world_size)]
+    rank = position = 0
+    for request in requests:
+        left = request.keys
+        while left:
+            while position == bounds[rank + 1]:
+                rank += 1
+            taken = left[: bounds[rank + 1] - position]
+            shares[rank].append(replace(request, keys=taken))
+            position += len(taken)
+            left = left[len(taken) :]
+    return shares
+
 
 Sample = Callable[[Sequence[SampleRequest]], list[Completion]]  # one per call, in order
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.distributed import Ranks
 from cohort.models import TensorSpec
 from cohort.plan.defaults import BUCKET_BYTES
+from cohort.ranks.collectives import Ranks
 
 _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer

@@ -16,8 +16,18 @@ from typing import Any, TypeVar
 
 from cohort.errors import TrainingError, UserError
 from cohort.records import ModelCall
-from cohort.rollout.engines.servers.handles import FleetLimits, Job, RunningServer, Server, ServerHandle, State
-from cohort.rollout.engines.servers.requests import BusyError, Client, GenerateRequest, ServerError
+from cohort.rollout.engines.servers.handles import (
+    BusyError,
+    Client,
+    FleetLimits,
+    GenerateRequest,
+    Job,
+    RunningServer,
+    Server,
+    ServerError,
+    ServerHandle,
+    State,
+)
 from cohort.rollout.engines.servers.supervisor import Supervisor
 
 T = TypeVar("T")

@@ -8,15 +8,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from cohort import stopping
 from cohort.errors import TrainingError
+from cohort.ranks import stopping
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.collector import RolloutCollector
-from cohort.rollout.engines.base import CallKey, SamplingParams, StepKey
-from cohort.rollout.engines.call_queue import CallQueue, PendingCall
+from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import RunningServer
-from cohort.rollout.engines.servers.requests import GenerateRequest, ServerError, requests_for
+from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServer, ServerError, requests_for
 
 # How often to check that the fleet's thread is alive.
 _TICK_S = 0.5

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cohort.rollout.engines.servers.handles import FleetLimits, Server, State
-from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.servers.handles import Client, FleetLimits, Server, ServerError, State
 
 _LOG_LINES = 20
 _FIRST_POLL_S = 0.05  # interval of the first polls; doubles up to `health_every_s` while a server starts

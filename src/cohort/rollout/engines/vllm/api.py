@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import httpx2 as httpx
 
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.errors import UserError
 from cohort.records import FinishReason, FloatArray, ModelCall
-from cohort.rollout.engines.servers.requests import BusyError, GenerateRequest, ServerError
+from cohort.rollout.engines.servers.handles import BusyError, GenerateRequest, ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.server import POLICY_NAME
 from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server_async

@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.versions import TESTED, release
+from cohort.run.provenance import TESTED, release
 
 POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"

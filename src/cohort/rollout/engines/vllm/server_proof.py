@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.worker.cohort_server_proof import PROOF_CHARACTERS, PROOF_PATH, server_proof
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cohort.models import TensorSpec
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.weight_transfer import (

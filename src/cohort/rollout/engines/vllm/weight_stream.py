@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.models import TensorSpec
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 
 _Call = Callable[[WeightChannel], None]

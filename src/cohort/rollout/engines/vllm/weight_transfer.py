@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.cuda_ipc import Bucket, make_buckets
-from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.worker.cohort_weight_group import WeightGroup, in_thread, result_within
 

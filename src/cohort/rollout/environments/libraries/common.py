@@ -7,11 +7,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from cohort.config.user_code import describe_error
 from cohort.errors import UserError
 from cohort.records import Message
 from cohort.rollout.environments.handle import InstanceHandle
 from cohort.rollout.environments.model import EnvironmentFailure
-from cohort.user_code import describe_error
 
 Call = Callable[..., Any]  # (name of a method, keyword arguments) -> awaitable result
 

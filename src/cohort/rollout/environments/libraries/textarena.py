@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from cohort.config.user_code import describe_error
 from cohort.errors import UserError, suggest
 from cohort.records import Message
 from cohort.rollout.environments.libraries.common import column, import_library, opened, seed_rows
 from cohort.rollout.environments.model import RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.sources import EnvironmentSource
-from cohort.user_code import describe_error
 
 _TRAINED_PLAYER = 0
 

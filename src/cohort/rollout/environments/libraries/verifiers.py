@@ -14,13 +14,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from cohort.config.user_code import describe_error, importable
 from cohort.errors import UserError
 from cohort.rollout.endpoint.agent import AgentProgram
 from cohort.rollout.environments.libraries.common import column, import_library
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
 from cohort.rollout.environments.sources import EnvironmentSource, Rows
 from cohort.rollout.environments.trajectory import Outcome
-from cohort.user_code import describe_error, importable
 
 # Nothing is run in the cloud, and no command of the model on this machine, unless `args` say so.
 _AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}

@@ -1,0 +1,1 @@
+"""How a run goes: warning signs in its metrics."""

@@ -1,1 +1,0 @@
-"""Keep weights, master weights and activations in host memory."""

@@ -1,0 +1,1 @@
+"""Training processes: how they join, talk, stop together and answer calls."""

@@ -1,0 +1,129 @@
+"""Completions of a step: `completions/step-N.parquet`, one row per trajectory (docs/metrics.md has the columns)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.run.atomic import write_file_atomically
+
+_ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
+
+
+def write_completions_file(
+    file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
+) -> None:
+    """Write completions as a Parquet file: one row each, with prompt, tokens, rewards and, if given, advantage.
+
+    A file with trajectories of several turns, or broken ones, also has their messages, calls, sequences and loss masks.
+    Files of many tokens have several row groups, so that one completion can be read without the others.
+    """
+    table = _completions_table(step, groups, sequences)
+    num_tokens = sum(len(call.token_ids) for g in groups for t in g.trajectories for call in t.calls)
+    rows = max(1, table.num_rows * _ROW_GROUP_TOKENS // max(num_tokens, _ROW_GROUP_TOKENS))
+    with write_file_atomically(file) as partial:
+        pq.write_table(table, partial, compression="zstd", row_group_size=rows)
+
+
+def prompt_text(content: str | Sequence[Message]) -> str:
+    """Return a prompt as it is recorded: text, or messages as JSON."""
+    return content if isinstance(content, str) else json.dumps(list(content))
+
+
+def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
+    prompts = [group.prompt for group in groups for _ in group.trajectories]
+    completions = [trajectory for group in groups for trajectory in group.trajectories]
+    columns: dict[str, Any] = {
+        "step": pa.array([step] * len(completions), pa.int64()),
+        "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
+        "prompt": [prompt_text(p.content) for p in prompts],
+        "completion": [c.text for c in completions],
+        "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
+        "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),
+        "sampling_logprobs": pa.array([c.sampling_logprobs for c in completions], pa.list_(pa.float32())),
+        "finish_reason": [c.finish_reason for c in completions],
+        "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
+        "reward": pa.array([r for g in groups for r in g.rewards], pa.float64(), from_pandas=True),  # NaN is null
+    }
+    for name in groups[0].reward_parts:
+        values = [r for g in groups for r in g.reward_parts[name]]
+        columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
+    # a reward that saw none of a group's completions has no details of them
+    for name in dict.fromkeys(name for g in groups for name in g.reward_details):
+        details = [d for g in groups for d in g.reward_details.get(name, (None,) * len(g.trajectories))]
+        columns[f"details/{name}"] = pa.array(details, pa.string())
+    if sequences is not None:
+        advantages: list[list[FloatArray]] = [[] for _ in completions]
+        for s in sequences:
+            advantages[s.trajectory].append(s.advantages[s.loss_mask])
+        means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
+        columns["advantage"] = pa.array(means, pa.float64())
+    if not are_single_turn(groups):
+        columns |= _turn_columns(completions)
+    return pa.table(columns)
+
+
+_CALL = pa.struct(
+    {
+        "context_tokens": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "trained": pa.bool_(),
+        "finish_reason": pa.string(),
+        "policy_version": pa.int64(),
+    }
+)
+_COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "attempts")
+_TIMES = ("model_s", "environment_s")
+
+
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Columns of trajectories with several turns, and of broken ones."""
+    sequences = [join_calls(trajectory.calls) for trajectory in trajectories]
+    calls = [
+        [
+            {
+                "context_tokens": len(call.context_ids),
+                "token_ids": call.token_ids,
+                "trained": call.trained,
+                "finish_reason": call.finish_reason,
+                "policy_version": call.policy_version,
+            }
+            for call in trajectory.calls
+        ]
+        for trajectory in trajectories
+    ]
+    columns: dict[str, Any] = {
+        "end": pa.array([t.end for t in trajectories], pa.string()),
+        "error": pa.array([t.error for t in trajectories], pa.string()),
+        "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
+        "sequence_token_ids": pa.array(
+            [[s.token_ids for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.int32()))
+        ),
+        "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
+        "calls": pa.array(calls, pa.list_(_CALL)),
+    }
+    if any(t.observation for t in trajectories):
+        columns["observation"] = pa.array([t.observation for t in trajectories], pa.string())
+    for names, kind in ((_COUNTS, pa.int64()), (_TIMES, pa.float64())):
+        for name in names:
+            values = [None if t.stats is None else getattr(t.stats, name) for t in trajectories]
+            columns[name] = pa.array(values, kind)
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        columns[f"environment/{name}"] = pa.array([t.metrics.get(name) for t in trajectories], pa.float64())
+    return columns
+
+
+def are_single_turn(groups: Sequence[ScoredGroup]) -> bool:
+    """Whether all trajectories are completions of their prompts; if not, the file has columns about turns."""
+    return all(_is_single_turn(group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
+
+
+def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
+    """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
+    contexts = [call.context_ids.tolist() for call in trajectory.calls]
+    return contexts == [prompt.token_ids.tolist()] and trajectory.stats is None and not trajectory.is_broken

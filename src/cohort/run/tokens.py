@@ -1,0 +1,130 @@
+"""Per-token records of training: `tokens/step-N.parquet`, bounded in size."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cohort.records import FloatArray, ForwardOnlyOutputs, TrainSequence
+from cohort.run.atomic import write_file_atomically
+
+_ROWS_AT_A_TIME = 64  # rows of a row group, which is read as a whole
+
+
+class TokenRecords:
+    """The files `tokens/step-N.parquet` of a run, bounded in size."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, max_recent: int | None = None):
+        """Find the files that exist.
+
+        Args:
+            folder: folder of the files; created with the first one.
+            max_bytes: maximum size of all files. Beyond it, files are deleted so that evenly spread steps and the
+                newest remain.
+            max_recent: maximum number of steps; the oldest are deleted first. None: any number, evenly spread.
+        """
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._max_recent = max_recent
+        self._sizes = {  # step -> bytes
+            int(file.stem.removeprefix("step-")): file.stat().st_size for file in folder.glob("step-[0-9]*.parquet")
+        }
+
+    def write(
+        self,
+        step: int,
+        *,
+        num_trajectories: int,
+        sequences: Sequence[TrainSequence],
+        outputs: ForwardOnlyOutputs,
+        with_context: bool,
+    ) -> None:
+        """Write a step's file, and delete others if it takes more room than there is; see `write_tokens_file`.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        file = self._file(step)
+        write_tokens_file(
+            file, num_trajectories=num_trajectories, sequences=sequences, outputs=outputs, with_context=with_context
+        )
+        self._sizes[step] = file.stat().st_size
+        while self._sizes and (
+            sum(self._sizes.values()) > self._max_bytes
+            or (self._max_recent is not None and len(self._sizes) > self._max_recent)
+        ):
+            steps = sorted(self._sizes)
+            self._delete(_most_crowded(steps) if self._max_recent is None else steps[0])
+
+    def delete_after(self, steps_done: int) -> None:
+        """Delete the files of steps after the first `steps_done`."""
+        for step in [step for step in self._sizes if step > steps_done]:
+            self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        del self._sizes[step]
+        self._file(step).unlink(missing_ok=True)
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.parquet"
+
+
+def write_tokens_file(
+    file: Path,
+    *,
+    num_trajectories: int,
+    sequences: Sequence[TrainSequence],
+    outputs: ForwardOnlyOutputs,
+    with_context: bool,
+) -> None:
+    """Write what training knew of each token: a row per trajectory, with one list per column.
+
+    Args:
+        file: Parquet file, written atomically.
+        num_trajectories: rows of the file; those without a sequence are null.
+        sequences: sequences of the step, with advantages and loss weights.
+        outputs: [L] by sequence index; null for sequences that are missing, and outside the loss mask.
+        with_context: whether a row has all tokens of its sequences, or only those that the policy sampled.
+
+    Raises:
+        TrainingError: the disk is full.
+    """
+    by_trajectory = sorted(sequences, key=lambda s: s.trajectory)  # stable
+    lengths = np.zeros(num_trajectories, np.int64)
+    np.add.at(
+        lengths,
+        [s.trajectory for s in sequences],
+        [len(s.token_ids) if with_context else s.num_loss_tokens for s in sequences],
+    )
+    offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
+    broken = pa.array(np.isin(np.arange(num_trajectories), [s.trajectory for s in sequences], invert=True))
+
+    def column(values: Callable[[TrainSequence], np.ndarray], dtype: str = "float32") -> pa.Array:
+        """Return one list per trajectory, from the values [L] of a sequence; NaN is null."""
+        parts = [values(s) if with_context else values(s)[s.loss_mask] for s in by_trajectory]
+        tokens = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+        return pa.ListArray.from_arrays(offsets, pa.array(tokens, from_pandas=True), mask=broken)
+
+    def output(by_sequence: Mapping[int, FloatArray]) -> pa.Array:
+        return column(lambda s: np.where(s.loss_mask, by_sequence.get(s.index, np.nan), np.nan))
+
+    columns = {"logprobs": output(outputs.logprobs), "entropies": output(outputs.entropies)}
+    if outputs.reference_logprobs:
+        columns["reference_logprobs"] = output(outputs.reference_logprobs)
+    columns |= {
+        "advantages": column(lambda s: s.advantages),
+        "loss_weights": column(lambda s: s.loss_weights),
+        "loss_mask": column(lambda s: s.loss_mask, "bool"),
+    }
+    with write_file_atomically(file) as partial:
+        pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
+
+
+def _most_crowded(steps: Sequence[int]) -> int:
+    """Return the step whose neighbors are closest to each other, the oldest of several; never the newest of two."""
+    if len(steps) < 3:
+        return steps[0]
+    gaps = {step: after - before for before, step, after in zip(steps, steps[1:], steps[2:], strict=False)}
+    return min(gaps, key=gaps.__getitem__)

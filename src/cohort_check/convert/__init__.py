@@ -1,0 +1,120 @@
+"""Convert configurations of other trainers to Cohort; everything without an equivalent becomes a comment."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from cohort.config import Config, config_from_dict
+from cohort.errors import UserError
+from cohort_check.convert.draft import Draft
+from cohort_check.convert.swift import from_swift
+from cohort_check.convert.trl import TrlDraft, from_trl
+from cohort_check.convert.verl import from_verl
+from cohort_check.launch import ANY_SETTING, Launch
+from cohort_check.readers import read_launch
+from cohort_check.rules import run_rules
+from cohort_check.rules.cohort import nested
+from cohort_check.rules.common import EVALUATION, RunRules, Start, counted, parse_version
+from cohort_check.rules.verl import BATCH_KEYS
+
+__all__ = ["convert_file"]
+
+
+def convert_file(path: Path, *, framework_version: str | None = None, launched_with: str | None = None) -> str:
+    """Convert the first run of a file to the YAML of a Cohort configuration that does the same, as far as Cohort can.
+
+    Comments at the top list what is left to do, with the source's file and line, what Cohort does differently, and
+    which settings are not needed and why. No setting of the source is dropped silently.
+
+    Args:
+        path: the file.
+        framework_version: version of the framework whose defaults apply (for Open-R1: of TRL).
+        launched_with: the launch command, if the file does not contain it.
+
+    Raises:
+        UserError: the file cannot be read, or is of a framework that is only recognized.
+    """
+    launch = read_launch(path, launched_with=launched_with)
+    config, comments = convert_launch(launch, path.parent, framework_version=framework_version)
+    lines = [f"Converted from {path.name} ({launch.framework}) by cohort convert."]
+    for heading, entries in comments.items():
+        lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
+    head = "\n".join("# " + " ".join(line.split()) for line in lines)
+    return f"{head}\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}"
+
+
+def convert_launch(
+    launch: Launch, folder: Path, *, framework_version: str | None = None
+) -> tuple[dict[str, object], dict[str, list[str]]]:
+    """Convert a run. `folder` is where the files that it names are.
+
+    Returns:
+        The configuration, and the comments by heading.
+
+    Raises:
+        UserError: the framework is only recognized.
+    """
+    if launch.framework == "cohort":
+        config, comments = nested(launch), {"Differences": ["none: this is a configuration of Cohort"]}
+    elif launch.not_checked and not launch.settings:
+        raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
+    else:
+        draft = _draft(launch, folder, framework_version)
+        config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
+        comments = draft.comments()
+    try:
+        config_from_dict(config)
+    except UserError as error:
+        comments.setdefault("To do", []).insert(0, f"change this, which is not valid here: {error}")
+    return config, comments
+
+
+def _draft(launch: Launch, folder: Path, framework_version: str | None) -> Draft:
+    rules = run_rules(launch, framework_version=framework_version)
+    version = parse_version(rules.version)
+    draft: Draft
+    if launch.framework == "verl":
+        draft = Draft(launch, folder, version)
+        from_verl(draft, _start(draft, rules), version)
+    else:
+        draft = trl_draft = TrlDraft(_flat(launch), folder, version)
+        convert = from_swift if launch.framework == "ms-swift" else from_trl
+        convert(trl_draft, _start(draft, rules), version)
+    if launch.others:
+        draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
+    return draft
+
+
+def _flat(launch: Launch) -> Launch:
+    """The launch with each of the arguments in TRL's `model_init_kwargs` and `generation_kwargs` as its own setting."""
+    settings = dict(launch.settings)
+    for name in ("model_init_kwargs", "generation_kwargs"):
+        given = settings.get(name)
+        if given is not None and isinstance(given.value, dict):
+            del settings[name]
+            settings |= {f"{name}.{key}": replace(given, value=value) for key, value in given.value.items()}
+    return replace(launch, settings=settings)
+
+
+def _start(draft: Draft, rules: RunRules) -> Start | None:
+    """The batches with the processes of the file, or with the fewest with which it starts."""
+    launch = draft.launch
+    unread = {unread.key for unread in launch.unread} - EVALUATION
+    unread |= {f.field or "" for f in rules.findings if f.code == "CHK010"}
+    if launch.framework == "verl":  # whose batches do not depend on the GPUs
+        if not unread & set(BATCH_KEYS):
+            prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
+            return Start(
+                starts=True, generation_batch_size=prompts * generations, global_batch_size=trained * generations
+            )
+    elif not unread & (rules.decides | ANY_SETTING):
+        for size in (draft.processes or 1, *range(1, 65)):
+            start = rules.start(size, rules.sizes)
+            if start.starts:
+                if size != draft.processes:
+                    processes = counted(size, "training process")
+                    draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
+                return start
+    draft.todo.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
+    return None

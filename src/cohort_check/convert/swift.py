@@ -1,0 +1,109 @@
+"""ms-swift to Cohort."""
+
+import re
+from typing import Any
+
+from cohort.errors import UserError
+from cohort_check.convert.trl import TABLES, TrlDraft
+from cohort_check.readers.files import read_text
+from cohort_check.rules.common import Start, Version
+from cohort_check.rules.swift import sampling_mode
+
+_EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "split_dataset_ratio")
+# by estimator: what it divides by if scale_rewards is not set, and both as an advantage
+_ESTIMATORS = {"rloo": ("none", "leave_one_out"), "reinforce_plus_plus": ("batch", "group_mean_whitened")}
+
+
+def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
+    """Fill the draft with the settings of a run of this version of ms-swift."""
+    settings = draft.settings
+    draft.path("model.path", named=settings.said("model") or settings.said("ckpt_dir"), missing="MODEL")
+    draft.path("data.path", named=_names(draft, "dataset"), missing="train.jsonl")
+    draft.put("data.prompt", "messages")
+    draft.put("data.system_prompt", _system_prompt(draft))
+    if settings.text("truncation_strategy", "left") != "delete":
+        draft.differs("max_length cuts longer prompts from the left there; here they are dropped")
+    _evaluation(draft)
+    draft.rewards(settings.said("reward_funcs"), settings.said("reward_weights"))
+    if settings.said("external_plugins"):
+        draft.todo.append(f"rewards.py: rewards that {settings.said('external_plugins')} defines become functions")
+    tuner = settings.text("tuner_type", settings.text("train_type", "lora"))
+    draft.put("train.learning_rate", 1e-5 if tuner == "full" else 1e-4)
+    draft.training()
+    draft.copy(TABLES["ms-swift"])
+    if draft.get("rollout.num_generations") == 1:
+        draft.put("rollout.num_generations", 2)
+        draft.differs("no equivalent: one completion per prompt, with a teacher; 2 are compared here")
+    draft.batch(start)
+    _engine(draft, sampling_mode(settings, draft.launch, version))
+    _algorithm(draft)
+    if draft.named({"full": "full", "lora": "lora"}, "tuner_type", tuner) == "lora":
+        draft.adapter(TABLES["ms-swift_adapter"])
+    bits = settings.whole("quant_bits", 4) if settings.text("quant_method") == "bnb" else None
+    if bits in (4, 8):
+        draft.quantized(bits)
+
+
+def _system_prompt(draft: TrlDraft) -> str | None:
+    """The system prompt; a path of a text file is replaced by its text."""
+    said: str | None = draft.settings.text("system")
+    if said is None or not said.endswith((".txt", ".md")):
+        return said
+    try:
+        return read_text(draft.folder / said).rstrip("\n")
+    except UserError as error:
+        draft.todo.append(f"data.system_prompt: the text of {said} ({error})")
+        return None
+
+
+def _names(draft: TrlDraft, key: str) -> list[Any]:
+    """Data sets by name. `name#1000` is a sample of so many rows there."""
+    said = draft.settings.said(key)
+    names = []
+    for name in said if isinstance(said, list) else [said] if said else []:
+        match = re.fullmatch(r"(.+)#(\d+)", name) if isinstance(name, str) else None
+        if match:
+            draft.differs(f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken")
+        names.append(match[1] if match else name)
+    return names
+
+
+def _evaluation(draft: TrlDraft) -> None:
+    settings = draft.settings
+    strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
+    data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
+    if strategy != "no" and (data or ratio > 0):
+        every = settings.whole("eval_steps", settings.said("save_steps"))
+        draft.evaluation(strategy, data, every)
+        if not data:
+            draft.todo.append(f"eval.path: hold out {ratio:g} of the data")
+    else:
+        draft.skip("nothing is evaluated there", " ".join(_EVALUATION))
+
+
+def _engine(draft: TrlDraft, mode: str) -> None:
+    settings, launch = draft.settings, draft.launch
+    server = launch.server.get("vllm_tensor_parallel_size")
+    parallel = int(server.value) if server and str(server.value).isdecimal() else 1
+    if mode == "colocate":
+        parallel = settings.whole("vllm_tensor_parallel_size", settings.whole("tensor_parallel_size", 1))
+    draft.engine(mode, tensor_parallel=parallel)
+    if mode not in ("none", "colocate"):
+        draft.skip("Cohort starts, watches and restarts its own vLLM servers", "vllm_server_host num_infer_workers")
+        draft.put("rollout.max_staleness", 1 if settings.flag("async_generate") else None)
+        draft.put("hardware.rollout_gpus", len(launch.server_gpus) if launch.server_gpus else None)
+
+
+def _algorithm(draft: TrlDraft) -> None:
+    settings, given, scales = draft.settings, draft.config["algorithm"], TABLES["scales"]
+    estimator, said = settings.text("advantage_estimator", "grpo"), settings.said("scale_rewards")
+    usual, name = _ESTIMATORS.get(estimator, ("group", None))
+    advantage = draft.named(scales, "scale_rewards", usual if said is None else said)
+    if name and advantage == scales[usual]:
+        advantage = name
+    elif estimator != "grpo" and advantage != scales["gdpo"]:
+        draft.differs(f"no equivalent: advantage_estimator {estimator} with scale_rewards {said}")
+    given["advantage"] = advantage
+    if given["beta"] > 0 and settings.flag("kl_in_reward", estimator != "grpo"):
+        given |= {"kl_in": "reward", "kl_estimator": "k1"}
+    draft.algorithm(settings.text("loss_type", "grpo"))

@@ -1,0 +1,178 @@
+"""TRL and Open-R1 to Cohort, and what ms-swift shares with them: transformers' TrainingArguments."""
+
+import re
+from typing import Any
+
+from cohort.config.trl_keys import trl_keys
+from cohort_check.convert.draft import Draft, Rows
+from cohort_check.rules.common import Start, Version
+from cohort_check.rules.trl import sampling_mode
+
+TABLES: dict[str, Rows] = trl_keys()
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+
+
+class TrlDraft(Draft):
+    """A draft from TRL, Open-R1 or ms-swift."""
+
+    def training(self) -> None:
+        """Set what TRL and ms-swift take from transformers' TrainingArguments, and GRPO's own settings."""
+        self.copy(TABLES["transformers"], defaults=True)
+        self.warmup("warmup_steps", "warmup_ratio")
+        self.logs("report_to")
+        saves = self.settings.text("save_strategy", "steps")
+        if saves == "no":
+            self.drop("save_strategy is no", ["run.keep_checkpoints", "run.checkpoint_every"])
+            self.put("run.checkpoint_every", 0)
+        elif saves != "steps":
+            self.todo.append(f"run.checkpoint_every: the steps of save_strategy {saves}")
+        optimizer = self.get("optim.name")
+        if optimizer == "adafactor":
+            self.differs("adafactor's learning rate is relative to the size of a weight here, and absolute there")
+        if not optimizer.startswith("adamw"):
+            self.drop(f"no effect with optim {optimizer}", ["optim.beta1", "optim.beta2", "optim.epsilon"])
+
+    def batch(self, start: Start | None) -> None:
+        """Set the batch, from all of its keys that this version has."""
+        self.settings.used |= {key for key in _BATCH if start is not None and key in self.known}
+        super().batch(start)
+
+    def evaluation(self, strategy: str, path: Any, every: int | None) -> None:
+        """Set the held-out data and how often it is used; `every` counts optimizer steps."""
+        if "eval" not in self.config:
+            self.path("eval.path", named=path, missing="eval.jsonl")
+        self.put("eval.every", every)
+        self.copy(TABLES["evaluation"])
+        if strategy != "steps":
+            self.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
+
+    def engine(self, mode: str, *, tensor_parallel: int) -> None:
+        """Set where completions are sampled: none (in the training processes), colocate, or servers of their own."""
+        if mode == "none":
+            self.put("rollout.engine", "local")
+            self.skip("use_vllm is false", "vllm_*")
+            return
+        self.skip("hardware.rollout_gpus reserves the servers' GPUs", "vllm_device")
+        self.gpus(shared=mode == "colocate", tensor_parallel=tensor_parallel)
+        if mode != "server":
+            self.copy({"rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization"})
+        if mode in ("server", "workers"):
+            named = self.settings.text("vllm_mode", mode)
+            self.differs(f"vllm_mode {named}: others start what samples there; here the run does, or set rollout.urls")
+
+    def algorithm(self, loss: str) -> None:
+        """Name the algorithm, after what TRL and ms-swift say in other ways than Cohort."""
+        given, level = self.config["algorithm"], self.settings.text("importance_sampling_level", "token")
+        levels = {"sequence": "gspo", "sequence_token": "gspo_token"}
+        if given["policy_loss"] == "clipped" and level in levels:
+            given["policy_loss"] = levels[level]
+            if given["policy_loss"] == "gspo" and (
+                given.get("kl_in") == "reward" or given.get("top_entropy_quantile", 1) < 1
+            ):
+                given["policy_loss"] = "gspo_token"
+                self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
+        elif level != "token" and loss != "vespo":  # which is of whole completions anyway
+            self.differs(f"no equivalent: importance_sampling_level {level} with loss_type {loss}; ratios are tokens'")
+        if "delta" in given and given["policy_loss"].startswith("gspo"):
+            self.no_dual_clip()
+        if loss == "cispo":
+            cap = given.pop("clip_high")
+            if cap >= 1:
+                given["clip_high"] = cap - 1
+            else:
+                self.differs(
+                    f"a cap of {cap:g} on CISPO's weights multiplies what is on-policy by {cap:g} there; here such a "
+                    f"weight is 1, and the cap is that of algorithm.clip_high"
+                )
+        self.copy(TABLES["reference"])
+        if not given["beta"]:
+            self.drop("there is no KL term", ["algorithm.kl_unbiased", "reference.refresh_every", "reference.mix"])
+        super().algorithm(loss)
+
+
+_BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
+
+
+def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
+    """Fill the draft with the settings of a run of this version of TRL."""
+    settings = draft.settings
+    model = settings.text("model_name_or_path") or settings.said("trainer.model")
+    draft.path("model.path", named=model, missing="MODEL")
+    if not _dataset(draft, "data", "trainer.train_dataset"):
+        draft.path("data.path", named=_data(draft), missing="train.jsonl")
+    _evaluation(draft)
+    rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
+    draft.rewards(rewards, settings.said("reward_weights"))
+    draft.training()
+    draft.copy(TABLES["trl"])
+    draft.batch(start)
+    if "max_prompt_length" not in settings and version >= (0, 26):
+        draft.differs("prompts have no limit there; here rollout.max_prompt_tokens drops longer ones")
+    mode = sampling_mode(settings, version)
+    parallel = settings.whole("vllm_tensor_parallel_size", 1) if mode == "colocate" else 1
+    draft.engine(mode, tensor_parallel=parallel)
+    if mode != "none":
+        draft.copy(TABLES["trl_vllm"])
+    _algorithm(draft)
+    if settings.said("trainer.peft_config") == "LoraConfig":
+        draft.adapter(TABLES["peft_adapter"])
+    elif settings.flag("use_peft"):
+        draft.adapter(TABLES["trl_adapter"])
+    for bits in (4, 8):
+        if settings.flag(f"load_in_{bits}bit") or settings.flag(f"trainer.load_in_{bits}bit"):
+            draft.quantized(bits)
+
+
+def _data(draft: TrlDraft) -> object:
+    """The name of the training data, or the names of those that are mixed."""
+    settings = draft.settings
+    mixture = settings.said("dataset_mixture")
+    mixed = mixture.get("datasets") if isinstance(mixture, dict) else settings.said("datasets")
+    if not isinstance(mixed, list) or not mixed:
+        return settings.text("dataset_name")
+    draft.todo.append(f"data: mix them into one file, as dataset_mixture and datasets do there: {mixed!r:.200}")
+    return mixed[0].get("path", mixed[0].get("id")) if isinstance(mixed[0], dict) else mixed[0]
+
+
+def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
+    """Set the path, name and split of a section from the arguments of `load_dataset`, if they are known.
+
+    A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
+    """
+    loaded = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
+    files, split = loaded["data_files"], loaded["split"]
+    if isinstance(files, dict):
+        files = files.get(split) or next(iter(files.values()), None)
+    if not any(loaded.values()):
+        return False
+    draft.path(f"{section}.path", named=files or loaded["path"], missing="train.jsonl")
+    if files and loaded["path"] not in (None, *_BUILDERS):
+        draft.todo.append(f"{section}.path: {loaded['path']} with data_files; only the files are used")
+    draft.put(f"{section}.name", loaded["name"])
+    match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
+    if split and (match is None or match[2]):
+        draft.todo.append(f"{section}.split: {split} is a part of a split; save that part as a file")
+    if match and not files:
+        draft.put(f"{section}.split", match[1])
+    return True
+
+
+def _evaluation(draft: TrlDraft) -> None:
+    settings = draft.settings
+    strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
+    found = _dataset(draft, "eval", "trainer.eval_dataset")
+    if strategy != "no":
+        draft.evaluation(strategy, settings.text("dataset_name"), settings.whole("eval_steps", None))
+        draft.copy({"eval.split": "dataset_test_split"})
+    elif found:
+        draft.put("eval.every", 0)
+
+
+def _algorithm(draft: TrlDraft) -> None:
+    settings, scales = draft.settings, TABLES["scales"]
+    said = settings.said("scale_rewards")
+    advantage = draft.named(scales, "scale_rewards", "group" if said is None else said)
+    if settings.text("multi_objective_aggregation") == "normalize_then_sum":
+        advantage = "per_reward_mean_std"
+    draft.put("algorithm.advantage", advantage)
+    draft.algorithm(settings.text("loss_type", draft.known.get("loss_type", {}).get("default")))

@@ -1,0 +1,80 @@
+"""`cohort check --fix`: write the nearest valid values into a file, where its text has the old ones literally."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from cohort.config.load import compose
+from cohort_check.findings import Finding
+from cohort_check.rules.common import GPUS
+
+_VALUE = r"""(?P<quote>["']?)(?P<value>\$?\{?[\w.+-]+\}?)(?P=quote)"""
+
+
+def fix_file(path: Path, findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
+    """Write the nearest fix of each error. Numbers of GPUs are not part of a file and are skipped.
+
+    Returns:
+        The changes that were written, and the fixes that have to be made by hand.
+    """
+    text = path.read_text(encoding="utf-8")
+    written: list[str] = []
+    by_hand: list[str] = []
+    for finding in findings:
+        if finding.severity == "error" and finding.nearest:
+            applied = (_apply(text, path.suffix, proposal) for proposal in finding.nearest)
+            text, changes = next(filter(None, applied), (text, []))
+            written += changes
+            by_hand += [] if changes else [f"{finding.code}: {finding.nearest[0]}"]
+    if written:
+        path.write_text(text, encoding="utf-8")
+    return written, by_hand
+
+
+def _apply(text: str, suffix: str, proposal: str) -> tuple[str, list[str]] | None:
+    """The text with all values of `a=1 and b=2`, and a description of each change; None if one cannot be placed."""
+    changes = []
+    for part in proposal.split(" and "):
+        key, _, value = part.partition("=")
+        if key == GPUS or not (re.fullmatch(r"[\w.]+", key) and re.fullmatch(r"[\w.+-]+", value)):
+            return None
+        place = _yaml_place(text, key) if suffix in (".yaml", ".yml") else _place(text, key)
+        if place is None:
+            return None
+        start, end = place
+        changes.append(f"line {text.count(chr(10), 0, start) + 1}: {key} {text[start:end]} -> {value}")
+        text = text[:start] + value + text[end:]
+    return text, changes
+
+
+def _yaml_place(text: str, key: str) -> tuple[int, int] | None:
+    """Where the value of a dotted key is."""
+    node = compose(text)
+    for part in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for name, value in pairs if name.value == part), None)
+    return (node.start_mark.index, node.end_mark.index) if isinstance(node, yaml.ScalarNode) else None
+
+
+def _place(text: str, key: str) -> tuple[int, int] | None:
+    """Where a key's only value is in a script: `--key VALUE`, `key=VALUE`, or the variable that it is read from."""
+    name = re.escape(key).replace("_", "[_-]")
+    option, assignment = rf"--{name}(?:=|\s+){_VALUE}", rf"(?<![\w.-]){name}\s*=\s*{_VALUE}"
+    found = list(_matches(option, text)) or list(_matches(assignment, text))
+    if len(found) != 1:
+        return None
+    value = found[0]["value"]
+    if not value.startswith("$"):
+        return found[0].span("value")
+    variable = value.strip("${}")
+    return _place(text, variable) if variable != key else None
+
+
+def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
+    """Matches outside of comments."""
+    for match in re.finditer(pattern, text):
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        if not re.search(r"(^|\s)#", before):
+            yield match

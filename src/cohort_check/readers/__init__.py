@@ -1,0 +1,92 @@
+"""Readers of launch files."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from cohort.errors import UserError
+from cohort_check.launch import Launch
+from cohort_check.readers import others, swift, trl, trl_python, verl
+from cohort_check.readers.files import notebook_code, read_text, read_yaml_tree
+from cohort_check.readers.launcher import find_server, read_command, slurm_variables
+from cohort_check.readers.shell import Command, parse_shell
+
+__all__ = ["FORMATS", "read_launch"]
+
+FORMATS = (
+    "Cohort, TRL, Open-R1, ms-swift (rlhf_type grpo) and verl (actor_rollout_ref), as YAML or the script that starts "
+    "them; Python with GRPOConfig(...); prime-rl and OpenRLHF are recognized"
+)
+_MOST_RUNS = 32  # of one file
+_YAML = (others.read_cohort, verl.read_yaml, swift.read_yaml, trl.read_yaml)
+_SHELL = (verl.read_shell, swift.read_shell, trl.read_shell)
+
+
+def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
+    """Read the runs of a file. `launched_with` is the launch command, if the file does not contain it.
+
+    Raises:
+        UserError: the file cannot be read, or has an unknown format.
+    """
+    text = read_text(path)
+    try:
+        text = notebook_code(text) if path.suffix == ".ipynb" else text
+        commands = parse_shell(launched_with, "--launch") if launched_with else ()
+        if launched_with and len(commands) != 1:
+            raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
+        command = commands[0] if commands else None
+        launches = list(islice(_read(path, text, command), _MOST_RUNS + 1))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None
+    if len(launches) > _MOST_RUNS:
+        raise UserError(f"{path}: starts more than {_MOST_RUNS} runs; check them in several files")
+    if not launches:
+        raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
+    if command is not None and path.suffix not in (".py", ".ipynb"):
+        launches = [_launched(launch, command) for launch in launches]
+    return replace(launches[0], others=tuple(launches[1:]))
+
+
+def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+    """Yield every run of a file."""
+    suffix = path.suffix.lower()
+    if suffix in (".py", ".ipynb"):
+        yield from trl_python.read(path, text, command)
+    elif suffix == ".toml":
+        yield from filter(None, [others.recognize(path, text)])
+    elif suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
+        commands = parse_shell(text, path.name, known=slurm_variables(text))
+        server = find_server(commands)
+        found = (islice(filter(None, (read(path, text, one, server) for read in _SHELL)), 1) for one in commands)
+        runs = [run for first in found for run in first]
+        yield from runs or filter(None, [others.recognize(path, text)])
+    elif tree := read_yaml_tree(text, path.name):
+        yield from islice(filter(None, (read(path, text, tree) for read in _YAML)), 1)
+
+
+def _launched(launch: Launch, command: Command) -> Launch:
+    """Apply the processes and options of a launch command to a run."""
+    if launch.not_checked is not None:
+        return launch
+    launched = read_command(command, launch.framework, Path.cwd())
+    if command.has("sbatch"):
+        return trl.open_r1_nodes(launch, command)
+    own = command.has("trl", "grpo")
+    if not (launched.processes or launched.training_gpus or launched.unread or own):
+        raise UserError(
+            "--launch: the command names neither processes nor GPUs; use such as 'accelerate launch --num_processes "
+            "7', 'torchrun --nproc_per_node 8' or 'NPROC_PER_NODE=8 swift rlhf'"
+        )
+    return replace(
+        launch,
+        settings={**launch.settings, **{key: said for key, said in launched.settings.items() if key != "config"}},
+        processes=launched.processes or (trl.own_processes(launch.settings) if own else launch.processes),
+        processes_per_node=launched.processes_per_node or launch.processes_per_node,
+        training_gpus=launched.training_gpus or launch.training_gpus,
+        unread=(*launch.unread, *launched.unread),
+    )

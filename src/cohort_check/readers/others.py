@@ -1,0 +1,37 @@
+"""Cohort's own configurations, and formats that are only recognized: prime-rl and OpenRLHF."""
+
+import re
+from pathlib import Path
+
+from cohort_check.findings import load_table
+from cohort_check.launch import Launch
+from cohort_check.readers.files import YamlTree
+
+
+def read_cohort(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """Read a configuration of Cohort; None for any other file."""
+    if not {"model", "data", "rewards"} <= tree.top.keys() or "model" in tree.values:
+        return None
+    processes = tree.values.get("hardware.processes")
+    return Launch(
+        framework="cohort",
+        form="yaml",
+        reason="YAML with the sections model, data and rewards",
+        settings=tree.values,
+        processes=processes if processes and isinstance(processes.value, int) else None,
+        findings=tuple(tree.findings),
+    )
+
+
+def recognize(path: Path, text: str) -> Launch | None:
+    """Recognize a TOML file or a script of prime-rl or OpenRLHF; None for any other file."""
+    for framework, entry in load_table("recognized.toml").items():
+        if found := re.search(entry["pattern"], text):
+            return Launch(
+                framework=framework,
+                form="toml" if path.suffix == ".toml" else "shell",
+                reason=f"it has {found[0]!r}",
+                settings={},
+                not_checked=entry["not_checked"],
+            )
+    return None

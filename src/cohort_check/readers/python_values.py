@@ -1,0 +1,229 @@
+"""Evaluate names and argparse options in a Python syntax tree, without running anything."""
+
+import ast
+import contextlib
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cohort_check.launch import Setting, parse_number
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+UNREADABLE = (ValueError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
+
+
+def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
+    """The value of arithmetic on plain numbers. `value` evaluates its operands.
+
+    Raises:
+        ValueError: an unknown operation, or the numbers are too large. Further errors are in `UNREADABLE`.
+    """
+    if not isinstance(node, ast.BinOp):
+        return value(node)
+    if type(node.op) not in _OPERATORS:
+        raise ValueError("not arithmetic")
+    left, right = compute(node.left, value), compute(node.right, value)
+    if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
+        raise ValueError("not plain numbers")
+    return _OPERATORS[type(node.op)](left, right)
+
+
+_LONGEST = 1_000  # characters of text that is put together
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
+_COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
+
+
+def name_of(node: ast.AST | None) -> str:
+    """`b` of `b` and of `a.b`, and of a call of these."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
+    """The argument with this name."""
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+class Script:
+    """A script and the values of its command line."""
+
+    def __init__(self, tree: ast.Module, path: Path, given: Mapping[str, Setting]) -> None:
+        self.path = path
+        nodes = list(ast.walk(tree))
+        self.calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
+        self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
+        self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
+        self.values: dict[str, list[ast.expr]] = defaultdict(list)
+        self.parts: dict[str, list[tuple[str, Any]]] = defaultdict(list)  # of NAME.key = x and NAME["key"] = x
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
+            for target in _targets(node):
+                self._assign(target, node)
+        lines = _straight_lines(tree, list(self.functions.values()))
+        self._straight = {id(line) for line in lines}
+        names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+        assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
+        # assigned once, outside of branches and loops
+        self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
+        self._constants: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}  # of the script's own command line
+        fields = [line for node in classes.values() if node.decorator_list for line in node.body if _targets(line)]
+        self._read_options(fields, given)
+
+    def _assign(self, target: ast.expr, node: Any) -> None:
+        if isinstance(target, ast.Tuple):
+            for part in target.elts:
+                self._assign(part, node)
+        elif isinstance(target, ast.Name):
+            self.values[target.id].append(node.value)
+        elif isinstance(target, ast.Attribute):
+            self.parts[name_of(target.value)].append((target.attr, node))
+        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            self.parts[name_of(target.value)].append((str(target.slice.value), node))
+
+    def where(self, node: ast.AST) -> str:
+        """NAME:LINE of a node."""
+        return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
+
+    def value(self, node: ast.expr) -> Any:
+        """Evaluate a literal, a constant, an option of the script, or a simple expression of these.
+
+        Raises:
+            ValueError: anything else; further errors are in `UNREADABLE`.
+        """
+        if isinstance(node, ast.Name) and node.id in self._once:
+            assigned = self._once.pop(node.id)  # so that a name cannot refer to itself
+            self._constants[node.id] = self.value(assigned)
+        if isinstance(node, ast.Name) and node.id in self._constants:
+            return self._constants[node.id]
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
+            return self._options[node.attr]
+        if isinstance(node, ast.BinOp):
+            return compute(node, self.value)
+        if isinstance(node, ast.IfExp):
+            return self.value(node.body if self.value(node.test) else node.orelse)
+        if isinstance(node, ast.BoolOp):
+            values = [self.value(part) for part in node.values]
+            ends = [value for value in values if bool(value) == isinstance(node.op, ast.Or)]
+            return [*ends, values[-1]][0]
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+            return "".join(str(self.value(part)) for part in parts)[:_LONGEST]
+        if isinstance(node, ast.Call):
+            return self._called(node)
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+            pairs = zip(node.keys, node.values, strict=True)
+            return {key.value: self._part(value) for key, value in pairs if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self._part(part) for part in node.elts]
+        return ast.literal_eval(node)
+
+    def _called(self, node: ast.Call) -> Any:
+        """`dict(...)`, `int(x)`, and the default of `os.environ.get("NAME", default)`."""
+        name = name_of(node)
+        if name == "dict" and not node.args:
+            return {keyword.arg: self._part(keyword.value) for keyword in node.keywords if keyword.arg}
+        if name in _FUNCTIONS and len(node.args) == 1:
+            return _FUNCTIONS[name](self.value(node.args[0]))
+        if len(node.args) == 2 and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+            return self.value(node.args[1])
+        raise ValueError("a call")
+
+    def _part(self, node: ast.expr) -> Any:
+        """Evaluate an element. Names of lists are not resolved, since they could double without end."""
+        value = self.value(node)
+        if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Call):
+            raise ValueError("a list of lists by name")
+        return value
+
+    def resolved(self, node: ast.expr | None) -> ast.expr | None:
+        """The expression assigned to a name, if there is exactly one; any other node unchanged."""
+        found = self.values[node.id] if isinstance(node, ast.Name) and node.id in self.values else []
+        return found[0] if len(found) == 1 else node
+
+    def reached(self, *expressions: ast.expr | None) -> Iterator[ast.Call]:
+        """Yield all calls that expressions consist of, also in what is assigned to their names and in functions."""
+        waiting, seen = list[ast.AST | None](expressions), set[str]()
+        while waiting:
+            for node in ast.walk(waiting.pop() or ast.Constant(None)):
+                name = name_of(node)
+                if isinstance(node, ast.Call):
+                    yield node
+                elif name not in seen and isinstance(node, ast.Name):
+                    seen.add(name)
+                    waiting += self.values.get(name, [])
+                    waiting += self.functions[name].body if name in self.functions else []
+
+    def _read_options(self, fields: Sequence[Any], given: Mapping[str, Setting]) -> None:
+        """Read argparse options and fields of dataclasses: values of the command line, else defaults."""
+        defaults: dict[str, list[ast.expr | None]] = defaultdict(list)
+        for line in fields:
+            is_field = isinstance(line.value, ast.Call) and name_of(line.value) == "field"
+            defaults[name_of(_targets(line)[0])].append(keyword_of(line.value, "default") if is_field else line.value)
+        for call in self.calls:
+            flags = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            if name_of(call) == "add_argument" and flags:
+                name = constant(keyword_of(call, "dest")) or max(flags, key=len).lstrip("-").replace("-", "_")
+                switch = "store_" in ast.unparse(keyword_of(call, "action") or ast.Constant(""))
+                required = not flags[0].startswith("-") or keyword_of(call, "required") is not None
+                default = keyword_of(call, "default") or (None if required else ast.Constant(False if switch else None))
+                defaults[name].append(default)
+        for name, (node, *others) in defaults.items():
+            if name in given:
+                self._options[name] = parse_number(given[name].value)
+            elif node is not None and not others:
+                with contextlib.suppress(*UNREADABLE):
+                    self._options[name] = self.value(node)
+
+    def named(self, key: str | None, node: ast.expr) -> Iterator[tuple[str | None, ast.expr, bool]]:
+        """Yield (key, value, certain) of an argument. `**more` is expanded into its keys."""
+        found = self.resolved(node) if key is None else None
+        pairs: list[tuple[str | None, ast.expr]] = []
+        if isinstance(found, ast.Dict):
+            pairs = [(constant(key), value) for key, value in zip(found.keys, found.values, strict=True)]
+        elif isinstance(found, ast.Call) and name_of(found) == "dict" and not found.args:
+            pairs = [(keyword.arg, keyword.value) for keyword in found.keywords]
+        yield from ((name, value, name is not None) for name, value in pairs or [(key, node)])
+        yield from self.changes(name_of(node)) if pairs else ()
+
+    def changes(self, name: str) -> Iterator[tuple[str, ast.expr, bool]]:
+        """Yield (key, value, certain) of `NAME.key = value` and `NAME["key"] = value`."""
+        for key, line in self.parts.get(name, []):
+            yield key, line.value, id(line) in self._straight
+
+
+def constant(node: ast.AST | None) -> str | None:
+    """The value of a string literal; None for any other node."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """What an assignment assigns to; nothing for any other node."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target] if node.value else []
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+def _straight_lines(tree: ast.Module, functions: list[Any]) -> list[Any]:
+    """Statements outside of branches and loops. `if __name__ == "__main__":` is not a branch."""
+    lines: list[ast.stmt] = []
+    for node in tree.body:
+        is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+        lines += node.body if isinstance(node, ast.If) and is_main else [node]
+    return lines + [line for function in functions for line in function.body]

@@ -1,0 +1,103 @@
+"""TRL and Open-R1: YAML recipes, and the shell commands that start them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cohort.errors import UserError
+from cohort_check.findings import Finding
+from cohort_check.launch import Framework, Launch, Setting, Unread
+from cohort_check.readers import trl_python
+from cohort_check.readers.files import YamlTree, find_text
+from cohort_check.readers.launcher import parse_options, pinned_version, read_command, with_recipe
+from cohort_check.readers.shell import Command, Word
+from cohort_check.rules.common import known_keys
+
+_SIGNS = (
+    "num_generations reward_funcs max_completion_length generation_batch_size steps_per_generation reward_weights "
+    "scale_rewards epsilon_high num_iterations vllm_mode"
+)
+SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for other ways of training
+_SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
+OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
+_OPEN_R1_GPUS = 8  # of each node, written into its slurm/train.slurm
+_OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
+_STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
+
+
+def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """Read a GRPO recipe; None for any other file."""
+    signs = sorted(SIGNS & tree.values.keys())
+    if not signs or "rlhf_type" in tree.values:  # of ms-swift
+        return None
+    special = sorted(OPEN_R1_ONLY & tree.values.keys())
+    return Launch(
+        framework="open-r1" if special else "trl",
+        form="yaml",
+        reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
+        settings=tree.top,
+        version=pinned_version(path, text),
+        findings=tuple(tree.findings),
+    )
+
+
+def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
+    """Read a command that trains with TRL or Open-R1, and its recipe; None for any other command."""
+    texts = [word.name for word in command.words]
+    launched = bool({*_STARTERS} & {*texts}) and texts[0] not in ("echo", "pip")
+    options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
+    script = any(re.search(r"g[rs]po\w*\.py$", name) for name in texts) or "trl.scripts.grpo" in texts
+    scripts = [word for word in command.words if word.name.endswith(".py")]
+    outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
+    serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
+    own = command.has("trl", "grpo")
+    if not own and not (launched and (script or outside or serves or SIGNS & options)):
+        return None
+    launch = read_command(command, "trl", path.parent, server)
+    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
+    if not of_trl:  # with options of its own
+        launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
+    if scripts and not (of_trl or launch.settings):
+        launch = _with_script(launch, scripts[0], command, path.parent)
+    if outside:  # such as Open-R1's slurm/train.slurm
+        reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
+        launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
+    launch = with_recipe(launch, path.parent)
+    processes = launch.processes or (own_processes(launch.settings) if own else None)
+    special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
+    framework: Framework = "open-r1" if special else "trl"
+    return replace(launch, framework=framework, processes=processes, version=pinned_version(path, text))
+
+
+def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
+    """Add the settings of the Python script that the command starts, if it is found and makes one configuration."""
+    try:
+        place, text = find_text(script.name, folder)
+        (run,) = trl_python.read(place, text, command)
+    except (UserError, ValueError):
+        reason = f"{script.name} sets what it trains; check that file"
+        return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
+    unread = (*launch.unread, *run.unread)
+    return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
+
+
+def own_processes(settings: Mapping[str, Setting]) -> Setting | None:
+    """`num_processes` of a recipe, which `trl grpo` starts."""
+    said = settings.get("num_processes")
+    return said if said and isinstance(said.value, int) else None
+
+
+def open_r1_nodes(launch: Launch, command: Command) -> Launch:
+    """Set the processes of Open-R1's slurm/train.slurm: 8 per node; with vLLM, the last node runs its server."""
+    options, vllm = parse_options(command.words), launch.settings.get("use_vllm")
+    on_last = vllm is not None and str(vllm.value).lower() in ("true", "1", "yes")
+    nodes = (options.whole("nodes", options.whole("N", 1)) or 1) - on_last
+    message = "with use_vllm the only node runs the sampling server: 0 nodes and 0 processes are left to train"
+    refused = Finding("CHK002", "--nodes", message, ("--nodes=2", "vllm_mode=colocate without the server"))
+    return replace(
+        launch,
+        processes=Setting(nodes * _OPEN_R1_GPUS, command.where),
+        processes_per_node=_OPEN_R1_GPUS,
+        findings=launch.findings if nodes else (*launch.findings, refused),
+    )

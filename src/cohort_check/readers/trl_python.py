@@ -1,0 +1,224 @@
+"""TRL in Python: `GRPOConfig(...)` and its trainer, with the values of the launch command."""
+
+import ast
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cohort_check.launch import Launch, Setting, Unread
+from cohort_check.readers.launcher import pinned_version, read_command, with_recipe
+from cohort_check.readers.python_values import UNREADABLE, Script, constant, keyword_of, name_of
+from cohort_check.readers.shell import Command, parse_shell
+
+_CONFIGS = ("GRPOConfig", "RLOOConfig", "RLHFArguments")  # classes of settings; the last one is ms-swift's
+_MOST_ARGUMENTS = 5_000
+_DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
+    "map filter select shuffle train_test_split remove_columns rename_column rename_columns cast_column from_list "
+    "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
+)
+_CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
+
+_IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
+_UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
+
+
+def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+    """Yield every GRPO run of a file, launched by `command` or else by the commands in its docstring.
+
+    Raises:
+        ValueError: not valid Python.
+    """
+    if not any(name in text for name in (*_CONFIGS, "GRPOTrainer")):
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the file's affair
+            tree = ast.parse(text, path.name)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ValueError(f"not valid Python: {error}") from error
+    commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
+    started = [read_command(found, "trl", path.parent) for found in commands[:100]]
+    for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
+        script = Script(tree, path, launch.settings)
+        launch = replace(launch, form="python", version=pinned_version(path, text))
+        for run in _runs(script, launch, by_command=bool(started)):
+            yield replace(run, not_checked=_UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
+
+
+def _commands_in(docstring: str, path: Path) -> list[Command]:
+    """Commands in a docstring that start this file."""
+    lines = [line.strip(" `$") for line in docstring.replace("\\\n", " ").splitlines() if path.name in line]
+    commands = [command for line in lines for command in parse_shell(line, path.name)]
+    return [found for found in commands if any(word.name == path.name for word in found.words[1:])]
+
+
+def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
+    """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
+    made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
+    parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
+    for call in made:
+        kind = name_of(call)
+        run = _Run(script, call)
+        run.arguments(call)
+        if kind != "RLHFArguments":
+            other = f"{kind}, whose defaults are not known here"  # such as AsyncGRPOConfig
+            yield replace(run.launch(launch), not_checked=None if kind in _CONFIGS else other)
+        elif "rlhf_type" in run.settings and run.settings["rlhf_type"].value == "grpo":
+            yield replace(run.launch(launch), framework="ms-swift")
+    for call in [] if made else parsers:
+        own = any(not script.defined.get(name, "trl").startswith("trl") for name in _classes(call))
+        run = _Run(script, call)
+        run.settings |= {key: replace(said, added=own) for key, said in launch.settings.items()}
+        if not by_command:
+            reason = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
+            run.unread.append(Unread("(recipe)", script.where(call), reason))
+        yield with_recipe(run.launch(launch, parsed=True), script.path.parent)
+    trainers = [call for call in script.calls if name_of(call).endswith("GRPOTrainer")]
+    for call in [] if made or parsers else (trainers or script.calls)[:1]:
+        run = _Run(script, call)
+        run.unread.append(Unread("(recipe)", script.where(call), "the configuration is made elsewhere"))
+        yield run.launch(launch)
+
+
+def _classes(call: ast.Call) -> set[str]:
+    """Names in the arguments of a call."""
+    return {name_of(node) for part in (*call.args, *call.keywords) for node in ast.walk(part)}
+
+
+class _Run:
+    """Collects the settings of one configuration and its trainer."""
+
+    def __init__(self, script: Script, config: ast.Call) -> None:
+        self.script, self.config = script, config
+        self.settings: dict[str, Setting] = {}
+        if "RLOOConfig" in (name_of(config), *_classes(config)):
+            self.settings["num_generations"] = Setting(2, script.where(config))  # its default; GRPOConfig's is 8
+        self.unread: list[Unread] = []
+        self.todo: list[Setting] = []
+
+    def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
+        """Add the value of a key. It is unread if it cannot be evaluated or is not `certain` to be set."""
+        try:
+            if key is None or not certain:
+                raise ValueError("it may be anything")
+            self._set(prefix + key, self.script.value(node), node)
+        except UNREADABLE:
+            reason = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
+            name = prefix.removeprefix("trainer.") + key if key else "(**arguments)"
+            self.unread.append(Unread(name, self.script.where(node), reason))
+            self.settings.pop(prefix + (key or ""), None)
+
+    def arguments(self, call: ast.Call, prefix: str = "") -> None:
+        """Add the arguments of a call. The only positional one is `output_dir`."""
+        for value in call.args[:1] if not prefix else ():
+            self.add(None if ast.unparse(value) == "..." else "output_dir", value)
+        entries = (entry for keyword in call.keywords for entry in self.script.named(keyword.arg, keyword.value))
+        for place, (key, node, certain) in enumerate(entries):
+            if place == _MOST_ARGUMENTS:
+                raise ValueError(f"{self.script.where(call)}: more than {_MOST_ARGUMENTS:,} arguments")
+            self.add(key, node, certain=certain, prefix=prefix)
+
+    def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
+        """Build the launch, including the trainer's arguments. `parsed`: a parser makes the configuration."""
+        trainers = [c for c in self.script.calls if name_of(c).endswith(("GRPOTrainer", "RLOOTrainer"))]
+        mine = [call for call in trainers if self.script.resolved(keyword_of(call, "args")) is self.config]
+        for trainer in (mine or trainers)[:1]:
+            for key, node, certain in self.script.changes(name_of(keyword_of(trainer, "args"))):
+                self.add(key, node, certain=certain)
+                if key in self.settings:  # an attribute is never refused
+                    self.settings[key] = replace(self.settings[key], added=True)
+            self._model(trainer)
+            self._adapter(trainer, parsed=parsed)
+            self._rewards(trainer)
+            for which in ("train_dataset", "eval_dataset"):
+                self._dataset(trainer, which)
+            for keyword in trainer.keywords:
+                if keyword.arg not in _CONVERTED:
+                    self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
+        return replace(
+            started,
+            reason=f"Python with {name_of(self.config)}(...) at {self.script.where(self.config)}",
+            settings=self.settings,
+            unread=(*self.unread, *(entry for entry in started.unread if entry.key not in self.settings)),
+            todo=tuple(dict.fromkeys(self.todo)),
+        )
+
+    def _set(self, key: str, value: Any, node: ast.AST) -> None:
+        self.settings[key] = Setting(value, self.script.where(node))
+
+    def _leave(self, text: str, node: ast.AST) -> None:
+        self.todo.append(Setting(f"{text:.80}", self.script.where(node)))
+
+    def _rewards(self, trainer: ast.Call) -> None:
+        """Add the names of the reward functions, and where they are defined."""
+        given = self.script.resolved(keyword_of(trainer, "reward_funcs"))
+        if given is None:
+            return
+        listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
+        nodes = [self.script.resolved(node) for node in listed]
+        names = [constant(node) or name_of(node) for node in nodes]
+        self._set("trainer.reward_funcs", [name for name in names if name], given)
+        for name in names:
+            if name in self.script.defined:
+                self._set(f"trainer.reward_funcs.{name}", self.script.defined[name], given)
+        for name, node in zip(names, nodes, strict=True):
+            if not isinstance(node, ast.Call):
+                continue
+            for keyword in node.keywords:
+                with contextlib.suppress(*UNREADABLE):
+                    self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
+
+    def _dataset(self, trainer: ast.Call, which: str) -> None:
+        """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
+        given = self.script.resolved(keyword_of(trainer, which))
+        if given is None or (isinstance(given, ast.Constant) and given.value is None):
+            return
+        before, loaded = len(self.todo), False
+        for call in self.script.reached(given):
+            if name_of(call) == "load_dataset" and not loaded:
+                loaded = True
+                keywords = [(keyword.arg or "**", keyword.value) for keyword in call.keywords]
+                for key, value in [*zip(("path", "name"), call.args, strict=False), *keywords]:
+                    try:
+                        self._set(f"trainer.{which}.{key}", self.script.value(value), call)
+                    except UNREADABLE:
+                        self._leave(f"{key}={ast.unparse(value)}", call)
+            elif name_of(call) in _DATASET_CODE.split():
+                self._leave(f"{ast.unparse(call.func):.60}(...)", call)
+        if not loaded and len(self.todo) == before:
+            self._leave(f"{which}={ast.unparse(given)}", given)
+
+    def _model(self, trainer: ast.Call) -> None:
+        """Add the trainer's model, from `X.from_pretrained("id", dtype=...)` or a name, and its quantization."""
+        given = keyword_of(trainer, "model") or (trainer.args[0] if trainer.args else None)
+        loaded = self.script.resolved(given)
+        quantized = [keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs")]
+        if isinstance(loaded, ast.Call) and name_of(loaded) == "from_pretrained":
+            quantized.append(loaded)
+            given = loaded.args[0] if loaded.args else None
+            dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
+            if dtype is not None:
+                self._set("trainer.dtype", ast.unparse(dtype).strip("'\"").removeprefix("torch."), loaded)
+        if given is not None:
+            with contextlib.suppress(*UNREADABLE):
+                self._set("trainer.model", self.script.value(given), given)
+        for call in self.script.reached(*quantized):
+            for key in ("load_in_4bit", "load_in_8bit"):
+                switch = keyword_of(call, key)
+                if isinstance(switch, ast.Constant) and switch.value is True:
+                    self._set(f"trainer.{key}", True, call)
+
+    def _adapter(self, trainer: ast.Call, *, parsed: bool) -> None:
+        """Add the arguments of `peft_config=LoraConfig(...)`, inline or by name."""
+        given = keyword_of(trainer, "peft_config")
+        node = self.script.resolved(given)
+        if given is None or (isinstance(node, ast.Constant) and node.value is None):
+            return
+        if isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
+            self._set("trainer.peft_config", "LoraConfig", given)
+            self.arguments(node, "trainer.peft_config.")
+        elif not (parsed and name_of(node) == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
+            self.unread.append(Unread("peft_config", self.script.where(given), f"computed: {ast.unparse(given):.60}"))

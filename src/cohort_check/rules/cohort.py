@@ -1,0 +1,89 @@
+"""A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
+
+import re
+from dataclasses import replace
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
+from cohort.errors import UserError
+from cohort.plan.dataset import missing_files
+from cohort_check.findings import Finding
+from cohort_check.launch import Launch, Setting, Settings
+from cohort_check.rules.common import RunRules, Start, refused
+
+_GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
+
+
+def cohort_rules(launch: Launch) -> RunRules:
+    """Validate a configuration as `cohort train` does."""
+    findings: tuple[Finding, ...] = ()
+    try:
+        config = config_from_dict(nested(launch))
+    except UserError as error:
+        start, findings = refused(str(error)), (_refusal(launch, str(error)),)
+    else:
+        prompts = config.train.prompts_per_step
+        size = prompts * config.rollout.num_generations
+        start = Start(
+            starts=True, generation_batch_size=size, steps_per_generation=1, global_batch_size=size, prompts=prompts
+        )
+    return RunRules(
+        version=_installed(),
+        version_reason="installed",
+        sizes={},
+        decides=frozenset(),
+        start=lambda world_size, sizes: start,
+        sampling=ENGINES.get(Settings(launch).text("rollout.engine", "auto"), AutoRolloutConfig).sampled_by,
+        findings=findings,
+        blocked=start.message,
+    )
+
+
+def _refusal(launch: Launch, problem: str) -> Finding:
+    match = re.match(r"([a-z_]+(?:\.\w+)*): ", problem)  # a message begins with its key
+    field = match[1] if match else None
+    nearest: list[str] = []
+    if field == _GENERATIONS:  # what is proposed was tried
+        enough = (n for n in range(2, _MOST_GENERATIONS + 1) if _accepts(launch, _GENERATIONS, n))
+        nearest += [f"{_GENERATIONS}={n}" for n in islice(enough, 1)]
+        nearest += ["algorithm.name=reinforce_pp"] if _accepts(launch, "algorithm.name", "reinforce_pp") else []
+    return Finding("CHK002", field, problem, tuple(nearest))
+
+
+def _accepts(launch: Launch, key: str, value: int | str) -> bool:
+    changed = replace(launch, settings={**launch.settings, key: Setting(value, "")})
+    try:
+        config_from_dict(nested(changed))
+    except UserError:
+        return False
+    return True
+
+
+def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:
+    """The files of a configuration in `base_dir` that are not there."""
+    config = config_from_dict(nested(launch), base_dir=base_dir)
+    return [Finding("CHK021", field, message) for field, message in missing_files(config, base_dir)]
+
+
+def _installed() -> str:
+    # `cohort.__version__` would pull in the whole package
+    try:
+        return metadata.version("cohort-rl")
+    except metadata.PackageNotFoundError:
+        return "from source"
+
+
+def nested(launch: Launch) -> dict[str, Any]:
+    """Return the settings of a launch as a nested mapping."""
+    tree: dict[str, Any] = {}
+    for key, said in launch.settings.items():
+        *parents, last = key.split(".")
+        node = tree
+        for part in parents:
+            inner = node.setdefault(part, {})
+            node = inner if isinstance(inner, dict) else {}  # a value in place of a section has its own finding
+        node[last] = said.value
+    return tree

@@ -1,0 +1,312 @@
+"""What the rules of frameworks share: verdicts, versions, keys, contradictions, GPUs."""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from cohort_check.findings import Finding, load_table
+from cohort_check.launch import ANY_SETTING, Launch, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What the framework does with one number of training processes."""
+
+    starts: bool
+    message: str | None = None  # the framework's own, where it refuses
+    generation_batch_size: int | None = None  # completions that are sampled together
+    steps_per_generation: int | None = None  # micro-steps that one such batch is trained in
+    global_batch_size: int | None = None  # completions of one optimizer step
+    prompts: int | None = None  # different prompts of one generation batch
+    field: str | None = None  # the key that a refusal is about, where it is not the usual one
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict as `--json` prints it."""
+        return {
+            "starts": self.starts,
+            "message": self.message,
+            "generation_batch_size": self.generation_batch_size,
+            "steps_per_generation": self.steps_per_generation,
+        }
+
+
+def refused(message: str, **numbers: Any) -> Start:
+    """The framework stops with this message."""
+    return Start(starts=False, message=message, **numbers)
+
+
+# keys that only evaluation depends on: training is checked without them
+EVALUATION = frozenset(
+    (
+        "per_device_eval_batch_size",
+        "num_generations_eval",
+        "eval_strategy",
+        "evaluation_strategy",
+        "save_strategy",
+        "split_dataset_ratio",
+    )
+)
+BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
+
+
+def _nothing(world_size: int, sizes: BatchSizes) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRules:
+    """What the rules of a framework say about one launch."""
+
+    version: str
+    version_reason: str
+    sizes: BatchSizes
+    decides: frozenset[str]  # every key that the verdict depends on, said or not
+    start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
+    usual_field: str | None = "num_generations"  # the key that a refusal is about
+    missing: Callable[[int, BatchSizes], tuple[str, ...]] = _nothing  # unset keys, with values that make it start
+    sampling: str  # where completions are sampled, in words
+    findings: tuple[Finding, ...] = ()
+    blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
+
+
+def divisors(*factors: int, smallest: int = 2) -> list[int]:
+    """All divisors of a product from `smallest` on, sorted. Factors are taken apart singly: products may be large."""
+    found = {1}
+    for factor in factors:
+        own = {part for n in range(1, math.isqrt(factor) + 1) if factor % n == 0 for part in (n, factor // n)}
+        found = {a * b for a in found for b in own}
+    return sorted(number for number in found if number >= smallest)
+
+
+Version = tuple[int, ...]
+Keys = Mapping[str, Mapping[str, Any]]  # by key: type or choices, default, and the class that has it (`of`)
+
+
+def parse_version(text: str) -> Version:
+    """`0.18.0` as (0, 18, 0); anything that is not a number (`1.2.dev0`) ends it."""
+    parts: list[int] = []
+    for part in text.split("."):
+        if not part.isdecimal():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+@lru_cache
+def key_tables(framework: str) -> Mapping[Version, Keys]:
+    """All keys of every version in the table, oldest first."""
+    tables: dict[Version, Keys] = {}
+    keys: dict[str, Any] = {}
+    for version, table in load_table(f"keys/{framework}.json")["versions"].items():
+        added, removed = (table.get(name, {}) for name in ("added", "removed")) if tables else (table, ())
+        changed = table.get("changed", {}) if tables else {}
+        keys = {key: value for key, value in {**keys, **added, **changed}.items() if key not in removed}
+        tables[parse_version(version)] = keys
+    return tables
+
+
+def known_keys(framework: str, version: Version) -> Keys:
+    """The keys of a version, or of the newest minor version in the table that is not newer, or of the oldest."""
+    tables = key_tables(framework)
+    if version in tables:
+        return tables[version]
+    return tables[max((known for known in tables if known[:2] <= version[:2]), default=min(tables))]
+
+
+def launcher_keys(framework: str) -> frozenset[str]:
+    """Options of the command that starts the processes, which the framework's own files may have too."""
+    return frozenset(load_table(f"keys/{framework}.json")["launcher"])
+
+
+def unknown_key(framework: str, version: Version, key: str, known: Keys, new: str = "") -> tuple[str, tuple[str, ...]]:
+    """Describe a key that a version lacks, and return the known one that it should be (`new`, if that is known)."""
+    text = f"{'TRL' if framework == 'trl' else framework} {'.'.join(map(str, version))} does not know {key}"
+    if new in known:
+        return f"{text}, which is called {new} now", (new,)
+    having = [".".join(map(str, other)) for other, keys in key_tables(framework).items() if key in keys]
+    history = f", which is there from {having[0]} to {having[-1]}" if having else ""
+    return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
+
+
+DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "ms-swift": "4.6", "verl": "0.9.1"}  # Open-R1: the TRL that it pins
+_KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
+    "trl": ("TRL", (0, 15), (1, 16)),
+    "ms-swift": ("ms-swift", (3, 3), (4, 6)),
+    "verl": ("verl", (0, 5), (0, 10)),
+}
+
+
+def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
+    """Return the given version, the file's own or the default, and the reason for it."""
+    if version is not None:
+        return version, "--framework-version"
+    if launch.version is not None:
+        return str(launch.version.value), launch.version.where
+    if launch.framework == "open-r1":
+        return DEFAULTS["open-r1"], "what Open-R1 pins"
+    return DEFAULTS[launch.framework], "the default; --framework-version chooses another one"
+
+
+def nearest_version(framework: str, version: Version) -> Version:
+    """Return the nearest minor version whose rules are known."""
+    _, oldest, newest = _KNOWN[framework]
+    return min(max(version[:2], oldest), newest)
+
+
+def version_findings(framework: str, version: str) -> list[Finding]:
+    """Warn about a version whose rules are not known."""
+    number = parse_version(version)
+    nearest = nearest_version(framework, number)
+    if number[:2] == nearest:
+        return []
+    name = ".".join(map(str, nearest))
+    message = f"the rules of {_KNOWN[framework][0]} {version} are not known; using those of {name}, the nearest known"
+    return [Finding("CHK020", None, message, (f"--framework-version {name}",))]
+
+
+GPUS = "GPUs"  # the name of the number of processes in a proposal
+_LARGEST = 64  # of small counts that are tried; others go up to 4 times what is there
+_MOST_TRIED = 512  # values on each side of a large number
+
+
+def nearest_starts(
+    start: Callable[[int, BatchSizes], Start], world_size: int, sizes: Mapping[str, int], *, limit: int = 6
+) -> tuple[tuple[str, int], ...]:
+    """Changes of one number, (name, value), that make a run start, sorted by the distance |log2(new / old)|.
+
+    Each number is changed to the nearest value below and above that starts, so that the proposals name batch sizes,
+    accumulation, generations and GPUs, and not the same one over and over.
+    """
+    current = {GPUS: world_size, **sizes}
+
+    def starts(name: str, value: int) -> bool:
+        values = {**current, name: value}
+        result = start(values.pop(GPUS), values)
+        return result.starts and result.steps_per_generation != 0
+
+    proposals = []
+    for name, old in current.items():
+        lowest = 2 if name in ("num_generations", "actor_rollout_ref.rollout.n") else 1
+        highest = max(_LARGEST, min(4 * old, old + _MOST_TRIED))
+        for side in (range(old - 1, max(lowest, old - _MOST_TRIED) - 1, -1), range(max(old + 1, lowest), highest + 1)):
+            value = next((value for value in side if starts(name, value)), None)
+            if value is not None:
+                proposals.append((name, value))
+    return tuple(sorted(proposals, key=lambda new: abs(math.log2(new[1] / max(current[new[0]], 1))))[:limit])
+
+
+def contradictions(framework: str, settings: Settings, version: Version) -> list[Finding]:
+    """What of the framework's table holds for these settings. What depends on an unreadable value is left out."""
+    keys = known_keys(framework, version)
+    found = []
+    for entry in load_table(f"rules/{framework}.yaml") if settings.readable(*ANY_SETTING) else ():
+        when = entry["when"]
+        in_version = parse_version(entry["since"]) <= version < parse_version(entry.get("before", "99"))
+        if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
+            continue
+        unused = [key for key in entry.get("unused", ()) if _holds(settings, keys, key, "set")]
+        found += [Finding("CHK005", key, f"{key} {entry['why']}") for key in unused]
+        if "says" in entry:
+            key, nearest = entry["key"], tuple(entry.get("nearest", ()))
+            text = "these settings do not go together" if len(when) > 1 else f"{key} cannot have this value"
+            says = entry["says"].format(value=settings.text(key, keys.get(key, {}).get("default")))
+            found.append(Finding(entry.get("code", "CHK008"), key, text, nearest, says=says))
+    return found
+
+
+def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
+    """Whether a condition of the table holds for a key. One that the version does not know counts as not set."""
+    if not settings.readable(key):
+        return False
+    known = keys.get(key)
+    said = settings.said(key) if known else None
+    if condition in ("set", "unset"):
+        return (said is None or said == "") == (condition == "unset")
+    value = said if said is not None else known["default"] if known else None
+    values = {str(one).lower() for one in (value if isinstance(value, list) else [value])}
+    if isinstance(condition, list):
+        return not values.isdisjoint(condition)
+    if "above" in condition:
+        return any(one.isdecimal() and int(one) > condition["above"] for one in values)
+    return values.isdisjoint(condition["not"])
+
+
+SAMPLING = {  # where completions are sampled, by the modes of TRL and ms-swift
+    "none": "by the training processes, with transformers",
+    "colocate": "by vLLM inside the training processes",
+    "server": "by a vLLM server, which needs GPUs of its own",
+    "a GPU of its own": "by vLLM on the GPU after the training processes' own",
+    "workers": "by vLLM on the GPUs after the training processes' own",
+}
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool = False) -> list[Finding]:
+    """Overlap and idle GPUs.
+
+    `local_server`: a server on this machine samples. One on another machine has GPUs of the same numbers.
+    `takes_one_for_vllm`: the trainer itself takes the GPU after its processes for vLLM (TRL before 0.16).
+    """
+    gpus, per_node, of_server = launch.training_gpus or (), launch.processes_per_node, launch.server_gpus or ()
+    found: list[Finding] = []
+    if gpus and per_node is not None:
+        used, fitting = per_node + takes_one_for_vllm, len(gpus) - takes_one_for_vllm
+        nearest = (f"{fitting} processes",) if fitting else ()
+        idle = [gpu for gpu in gpus[used:] if gpu not in of_server]
+        if used > len(gpus):
+            what = f"{per_node} processes" + (" and one GPU for vLLM" if takes_one_for_vllm else "")
+            text = f"{what} need {used} GPUs, and {_VISIBLE} names {len(gpus)} ({', '.join(gpus)})"
+            found.append(Finding("CHK012", _VISIBLE, text, nearest))
+        elif idle and (of_server or not local_server):
+            text = f"{per_node} processes leave GPU {', '.join(idle)} of {len(gpus)} visible ones without work"
+            found.append(Finding("CHK011", _VISIBLE, text, nearest))
+    both = [gpu for gpu in gpus if gpu in of_server and local_server]
+    if both:
+        free = ",".join(gpu for gpu in gpus if gpu not in both)
+        text = f"GPU {', '.join(both)} is given to training and to the sampling server"
+        found.append(Finding("CHK012", _VISIBLE, text, (f"{_VISIBLE}={free} for training",) if free else ()))
+    return found
+
+
+def server_findings(launch: Launch, prefix: str) -> list[Finding]:
+    """Whether the sampling server's parallel sizes fit the GPUs that it is given (`prefix` is that of its options)."""
+    gpus = launch.server_gpus
+    keys = (f"{prefix}tensor_parallel_size", f"{prefix}data_parallel_size")
+    sizes = [str(launch.server[key].value) if key in launch.server else "1" for key in keys]
+    if gpus is None or not all(size.isdecimal() and int(size) for size in sizes):
+        return []
+    tensor, data = map(int, sizes)
+    shape = f"the server's tensor parallel {tensor} x data parallel {data}"
+    fits = (f"{keys[1]}={len(gpus) // tensor}",) if tensor <= len(gpus) else (f"{keys[0]}={len(gpus)}",)
+    if tensor * data > len(gpus):
+        return [Finding("CHK012", keys[0], f"{shape} needs {tensor * data} GPUs and sees {len(gpus)}", fits)]
+    idle = ", ".join(gpus[tensor * data :])
+    return [Finding("CHK011", keys[1], f"{shape} leaves GPU {idle} without work", fits)] if idle else []
+
+
+def is_server_local(settings: Settings) -> bool:
+    """Whether the sampling server of TRL or ms-swift is on this machine; not if its address could not be read."""
+    keys = ("vllm_server_base_url", "vllm_server_host")
+    host = str(settings.said(keys[0]) or settings.said(keys[1]) or "localhost")
+    return settings.readable(*keys) and any(name in host for name in ("0.0.0.0", "127.0.0.1", "localhost"))
+
+
+def counted(processes: int, kind: str = "process") -> str:
+    """Return the count with its noun: `1 process`, `8 processes`."""
+    return f"1 {kind}" if processes == 1 else f"{processes} {kind}es"
+
+
+def cispo_findings(settings: Settings) -> list[Finding]:
+    """TRL's and ms-swift's `epsilon_high` with the loss CISPO."""
+    key = "epsilon_high" if settings.number("epsilon_high", None) is not None else "epsilon"
+    cap = settings.number(key, 0.2)
+    if cap > 1 or not settings.readable("epsilon_high", "epsilon"):
+        return []
+    message = (
+        f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "
+        f"{cap:g}, and the gradient is {cap:g} times what it should be"
+    )
+    return [Finding("CHK015", key, message, ("epsilon_high=5.0",))]

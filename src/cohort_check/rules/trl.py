@@ -1,0 +1,359 @@
+"""TRL and Open-R1: its batch rules, version by version, and everything else that a launch refuses or ignores.
+
+Read in the sources of TRL 0.15 to 1.16 and held to them: `tests/cohort_check/test_check_trl.py` compares every regime
+with the real one's `GRPOConfig` (or, up to 0.17, with a table made of its trainer's check). W is the number of
+processes.
+"""
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cohort_check.findings import Finding
+from cohort_check.launch import Launch, Setting, Settings
+from cohort_check.rules import common
+from cohort_check.rules import common as keys
+from cohort_check.rules.common import (
+    EVALUATION,
+    BatchSizes,
+    RunRules,
+    Start,
+    Version,
+    choose_version,
+    contradictions,
+    divisors,
+    parse_version,
+    refused,
+    version_findings,
+)
+
+Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
+EVAL_BATCH = "per_device_eval_batch_size"
+_BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
+_FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
+    "per_device_train_batch_size": "per_device",
+    EVAL_BATCH: "per_device_eval",
+    "gradient_accumulation_steps": "accumulation",
+    "num_generations": "generations",
+    "num_generations_eval": "generations_eval",
+    "generation_batch_size": "generation_batch_size",
+    "steps_per_generation": "steps_per_generation",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlBatch:
+    """The numbers that TRL's rules and those of ms-swift look at. Batch sizes count completions. None: not said."""
+
+    per_device: int = 8
+    accumulation: int = 1
+    generations: int = 8
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    evaluates: bool = False
+    per_device_eval: int = 8
+    generations_eval: int | None = None
+    tensor_parallel: int = 1  # of vLLM inside the training processes
+    has_teacher: bool = False  # of ms-swift, where it makes groups of one possible
+
+    def sizes(self) -> BatchSizes:
+        """The numbers by key, without those of evaluation if there is none."""
+        said = {key: getattr(self, name) for key, name in _FIELDS.items() if self.evaluates or key not in EVALUATION}
+        return {key: value for key, value in said.items() if value is not None}
+
+    def changed(self, sizes: BatchSizes) -> "TrlBatch":
+        """The batch with these numbers."""
+        fields: dict[str, Any] = {_FIELDS[key]: value for key, value in sizes.items()}
+        return replace(self, **fields)
+
+
+def read_batch(
+    settings: Settings, unset: TrlBatch, *, known: Container[str] = _FIELDS, evaluates: bool, colocated: bool
+) -> TrlBatch:
+    """Read the numbers of the batch; what is not set, or not one of the known keys, is that of `unset`."""
+    numbers = {name: settings.whole(key, getattr(unset, name)) for key, name in _FIELDS.items() if key in known}
+    parallel = settings.whole("vllm_tensor_parallel_size", 1) if colocated else 1
+    return replace(unset, **numbers, evaluates=evaluates and settings.readable(*EVALUATION), tensor_parallel=parallel)
+
+
+def trl_start(batch: TrlBatch, world_size: int, version: Version) -> Start:
+    """What TRL of this version does with W = `world_size` processes."""
+    return first_refusal(_refusals(batch, world_size, version)) or started(batch, world_size, _steps(batch, version))
+
+
+def first_refusal(refusals: Iterator[Refusal]) -> Start | None:
+    """The framework stops with its first message; None if it has none."""
+    return next((refused(message, field=field) for message, field in refusals), None)
+
+
+def started(batch: TrlBatch, world_size: int, steps: int) -> Start:
+    """The batches of a run that starts. `steps`: micro-steps of a generation batch whose size is not said."""
+    micro_step = batch.per_device * world_size
+    size = batch.generation_batch_size or micro_step * steps
+    return Start(
+        starts=True,
+        generation_batch_size=size,
+        steps_per_generation=size // micro_step,
+        global_batch_size=micro_step * batch.accumulation,
+        prompts=size // batch.generations,
+    )
+
+
+def _steps(batch: TrlBatch, version: Version) -> int:
+    """Micro-steps of one generation batch; up to 0.16 each one samples anew, whatever the accumulation."""
+    return batch.steps_per_generation or (1 if version < (0, 17) else batch.accumulation)
+
+
+def _refusals(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
+    """Every message with which this version would refuse, in its order, and the key that each is about."""
+    given = batch.generation_batch_size
+    micro_step = batch.per_device * world_size
+    if given is not None and batch.steps_per_generation is not None:
+        yield _BOTH_SET, "generation_batch_size"
+    # up to 0.19.0 operator precedence makes it `(given % per_device) * W`
+    rest = given % (batch.per_device if version < (0, 19, 1) else micro_step) if given is not None else 0
+    if rest:
+        text = f"generation_batch_size ({given}) must be divisible by the global batch size ({micro_step})."
+        yield text, "generation_batch_size"
+    yield from _groups_to_0_19(batch, world_size, version) if version < (0, 20) else _groups(batch, world_size, version)
+    if version >= (0, 18):
+        name = "tensor_parallel_size" if version >= (0, 28) else "vllm_tensor_parallel_size"
+        yield from engine_refusals(batch, world_size, name)
+
+
+def engine_refusals(batch: TrlBatch, world_size: int, name: str = "vllm_tensor_parallel_size") -> Iterator[Refusal]:
+    """Processes that vLLM inside of them cannot share, in the words of TRL and ms-swift."""
+    if world_size % batch.tensor_parallel:
+        text = f"{name} ({batch.tensor_parallel}) must divide world size ({world_size}) evenly."
+        yield text, "vllm_tensor_parallel_size"
+
+
+def _groups(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
+    """Whole groups of completions, from 0.20 on; 0.20 and 0.21 do not look at evaluation."""
+    size = batch.generation_batch_size or batch.per_device * world_size * _steps(batch, version)
+    generations, rule = batch.generations, f"num_generations ({batch.generations})."
+    if version >= (0, 26, 2):
+        generations = batch.generations_eval or batch.generations
+        rule = f"the number of generations used for evaluation ({generations})."
+    if batch.evaluates and version >= (0, 22) and batch.per_device_eval * world_size % generations:
+        text = f"The global eval batch size ({batch.per_device_eval} * {world_size}) must be divisible by {rule}"
+        yield text, EVAL_BATCH
+    if size % batch.generations:
+        yield f"generation_batch_size ({size}) must be divisible by num_generations ({batch.generations}).", None
+    if batch.generations < 2:
+        yield _too_few(batch.generations), None
+
+
+def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
+    """Whole groups of completions, up to 0.19, where the message lists the numbers that would do."""
+    given, generations, train = batch.generation_batch_size, batch.generations, [world_size, batch.per_device]
+    if version >= (0, 17):
+        if generations < 2:
+            yield _too_few(generations), None
+        train.append(_steps(batch, version) if given is None else given // math.prod(train))
+    names = ("effective train", "effective eval") if version >= (0, 17) else ("global train", "global eval")
+    possible = divisors(*(train if given is None else [given]))
+    if generations not in possible:
+        yield _uneven(names[0], train, possible, generations, version), None
+    evaluation = [world_size, batch.per_device_eval]
+    possible = divisors(*evaluation)
+    if batch.evaluates and generations not in possible:
+        name = "global eval" if version >= (0, 18) else names[1]
+        yield _uneven(name, evaluation, possible, generations, version), EVAL_BATCH
+
+
+def _too_few(generations: int) -> str:
+    return (
+        f"GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {generations}, "
+        f"which is less than the minimum required."
+    )
+
+
+def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, version: Version) -> str:
+    given = name if version >= (0, 17) else name.removeprefix("global ")
+    return (
+        f"The {name} batch size ({' x '.join(map(str, sizes))}) must be evenly divisible by the number of generations "
+        f"per prompt ({generations}). Given the current {given} batch size, the valid values for the number of "
+        f"generations are: {possible}."
+    )
+
+
+_NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
+_LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
+_SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
+_NEW_NAMES = {  # of keys whose help does not say it while they are there
+    "evaluation_strategy": "eval_strategy",
+    "max_length": "max_completion_length",
+    "provider_type": "code_provider",
+    "torch_dtype": "dtype",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_max_model_len": "vllm_max_model_length",
+}
+_OF_THE_COMMAND = keys.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
+_PURELY_QUANTIZED = (
+    "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
+    "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
+    "for more details"
+)
+# keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
+_ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
+
+
+def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
+    """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
+    name, reason = choose_version(launch, version)
+    number, settings = parse_version(name), Settings(launch)
+    known, mode = keys.known_keys("trl", number), sampling_mode(settings, number)
+    batch = read_batch(
+        settings,
+        TrlBatch(),
+        known=known,
+        evaluates=settings.text("eval_strategy", settings.text("evaluation_strategy", "no")) != "no",
+        colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
+    )
+    decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
+    findings = [
+        *version_findings("trl", name),
+        *_key_findings(launch, number),
+        *contradictions("trl", settings, number),
+        *_weights(settings),
+        *_quantization(settings, launch, number),
+        *_losses(settings, number),
+        *common.gpu_findings(
+            launch,
+            local_server=mode == "server" and common.is_server_local(settings),
+            takes_one_for_vllm=mode == "a GPU of its own",
+        ),
+        *common.server_findings(launch, ""),
+    ]
+    if settings.readable(*decides - EVALUATION):
+        findings += _steps_findings(settings, batch, number, launch)
+    return RunRules(
+        version=name,
+        version_reason=reason,
+        sizes=batch.sizes(),
+        decides=decides,
+        start=lambda processes, sizes: trl_start(batch.changed(sizes), processes, number),
+        sampling=common.SAMPLING[mode],
+        findings=(*settings.findings, *findings),
+        blocked=next((finding.says for finding in findings if finding.code == "CHK008"), None),
+    )
+
+
+def trl_default(key: str, version: Version) -> Any:
+    """The default of a key of this version; None if it has none, or is not there."""
+    return keys.known_keys("trl", version).get(key, {}).get("default")
+
+
+def sampling_mode(settings: Settings, version: Version) -> str:
+    """Where completions are sampled: none (of vLLM's), colocate, server, or a GPU of its own (before 0.16)."""
+    if not settings.flag("use_vllm"):
+        return "none"
+    if version < (0, 16):
+        return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
+    mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
+    return "colocate" if mode == "colocate" else "server"
+
+
+def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
+    """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
+    known = dict(keys.known_keys("trl", version))
+    known |= keys.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
+    for key, said in launch.settings.items():
+        if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
+            continue
+        deprecated = known.get(key, {}).get("deprecated")
+        if key not in known and key not in _OF_THE_COMMAND:
+            yield _unknown(key, said, launch, known, version)
+        elif isinstance(deprecated, str):
+            yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
+        elif deprecated and key.startswith("vllm_") and said.value is not None:
+            yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
+    for entry in launch.todo:  # arguments of GRPOTrainer(...) that it does not have
+        key = str(entry.value).partition("=")[0]
+        if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
+            says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
+            yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
+
+
+def _unknown(key: str, said: Setting, launch: Launch, known: keys.Keys, version: Version) -> Finding:
+    entries = [table[key] for table in keys.key_tables("trl").values() if key in table]
+    deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
+    new = next(deprecated, _NEW_NAMES.get(key, ""))
+    text, nearest = keys.unknown_key("trl", version, key, known, new)
+    in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
+    if any(entry["of"] == "TrainingArguments" for entry in entries):
+        fate = "is dropped silently" if in_recipe else "stops the run"
+        return Finding("CHK005", key, f"{text}; with a version of transformers that lacks it, it {fate}", nearest)
+    if not in_recipe:
+        says = f"GRPOConfig.__init__() got an unexpected keyword argument '{key}'"
+        if launch.form == "shell" or said.where == "--launch":
+            says = f"Some specified arguments are not used by the HfArgumentParser: ['--{key}', ...]"
+        return Finding("CHK006", key, text, nearest, says=says)
+    return Finding("CHK007" if new in known else "CHK005", key, f"{text}, and drops it silently", nearest)
+
+
+def _weights(settings: Settings) -> Iterator[Finding]:
+    """Another number of weights than of reward functions."""
+    rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
+    weights = settings.said("reward_weights")
+    if isinstance(rewards, list) and isinstance(weights, list) and len(rewards) != len(weights):
+        says = f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(rewards)})"
+        text = "each reward function needs one weight"
+        yield Finding("CHK008", "reward_weights", text, ("without reward_weights",), says=says)
+
+
+def _losses(settings: Settings, version: Version) -> list[Finding]:
+    """Settings that change a loss unintentionally. Before 0.17 loss_type has no effect and has a finding of its own."""
+    default = trl_default("loss_type", version)
+    loss = settings.text("loss_type", default)
+    known = tuple(name for name, first in _LOSSES.items() if version >= first)
+    if default is None:
+        return []
+    if loss not in known:
+        message = "loss_type: fails in the first step, after generation"
+        message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on" if loss in _LOSSES else ""
+        return [Finding("CHK010", "loss_type", message, known, says=f"Unknown loss type: {loss}")]
+    return common.cispo_findings(settings) if loss == "cispo" else []
+
+
+def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
+    """Quantized weights that nothing trains, or that nobody hands to the model."""
+    flags = ("load_in_4bit", "load_in_8bit")
+    key = next((name for name in flags if settings.flag(name) or settings.flag(f"trainer.{name}")), None)
+    if key is None or not settings.readable("peft_config"):
+        return []
+    if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
+        message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
+        return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
+    if settings.said("trainer.peft_config") or settings.flag("use_peft"):
+        return []
+    nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
+    text = "a quantized model trains only with an adapter"
+    return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_PURELY_QUANTIZED)]
+
+
+def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
+    """Steps per generation that are 0 or scale the loss wrongly."""
+    loss = settings.text("loss_type", trl_default("loss_type", version))
+    processes = max(int(launch.processes.value), 1) if launch.processes else 1
+    steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
+    name = ".".join(map(str, version))
+    if steps == 0:
+        message = (
+            f"generation_batch_size {batch.generation_batch_size} passes TRL {name}'s check and is less than one "
+            f"micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
+        )
+        right = (f"generation_batch_size={batch.per_device * processes}",)
+        return [Finding("CHK017", "generation_batch_size", message, right)]
+    scaled = loss in ("dapo", "cispo", "vespo") and (0, 22) <= version < (1, 16)
+    if not scaled or steps is None or steps == batch.accumulation:
+        return []
+    message = (
+        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {name} "
+        f"divides by the tokens of the whole generation batch, so the gradient is about "
+        f"{batch.accumulation / steps:g} times what it should be (right again in 1.16)"
+    )
+    equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
+    return [Finding("CHK016", "steps_per_generation", message, equal)]

@@ -1,0 +1,285 @@
+"""Where a run stands, and what it asks of its machine: time per phase, memory against the plan, publishing."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from cohort.run.files import resume_hint
+from cohort_view.health import banners
+from cohort_view.heldout import heldout
+from cohort_view.metrics_table import MetricsTable
+from cohort_view.records import (
+    Banner,
+    FloatArray,
+    IntArray,
+    Machine,
+    MemoryPart,
+    MemorySeries,
+    MemorySummary,
+    Now,
+    PlannedPhase,
+    Progress,
+    PublishTimes,
+    RunEntry,
+    RunList,
+)
+from cohort_view.run import ViewedRun
+from cohort_view.series import WallTime, downsample, marks, messages
+from cohort_view.values import integer, mapping, number, text
+
+_POINTS = 800
+_WITHIN_OTHERS = ("communication", "move")  # parts of other phases
+_MEASURED = {  # the metric memory/{}_peak_bytes that covers a phase of the plan
+    "sampling": "rollout",
+    "logprobs": "train",
+    "backward": "train",
+    "optimizer": "optim",
+}
+
+
+def machine(run: ViewedRun) -> Machine:
+    """Return what a run asks of its machine, by step."""
+    table = run.metrics
+    rows = downsample(table.column("step_time"), _POINTS)
+    phases = [name[len("time/") : -len("_s")] for name in table.names if name.startswith("time/")]
+    phases = [phase for phase in phases if phase not in _WITHIN_OTHERS]
+    steps = table.steps[rows]
+    return Machine(
+        phases=phases,
+        x=steps,
+        seconds={phase: table.column(f"time/{phase}_s")[rows] for phase in phases},
+        totals={phase: float(np.nansum(table.column(f"time/{phase}_s"))) for phase in phases},
+        num_steps=len(table.steps),
+        step_time=table.column("step_time")[rows],
+        memory=_memory_series(run),
+        servers=[message for message in messages(run) if "server" in message.text],
+        publish=PublishTimes(x=steps, seconds=table.column("time/publish_s")[rows]),
+        hardware=dict(mapping(run.plan, "hardware")),
+        layout=dict(mapping(run.plan, "layout")),
+        marks=marks(run, "step"),
+        problems=run.problems,
+    )
+
+
+def memory_summary(run: ViewedRun) -> MemorySummary:
+    """Return the peak so far and what the plan predicts for it."""
+    peaks = run.metrics.column("memory/peak_bytes")
+    phases = {phase.phase: phase for phase in planned_phases(run)}
+    peak = phases.get(text(run.plan, "memory", "peak_phase") or "")
+    return MemorySummary(
+        peak_bytes=float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None,
+        predicted_bytes=None if peak is None else float(peak.total),
+        capacity_bytes=number(run.plan, "hardware", "gpu_memory_bytes"),
+        parts=() if peak is None else peak.parts,
+    )
+
+
+def planned_phases(run: ViewedRun) -> list[PlannedPhase]:
+    """Return the plan's memory by phase, as far as `memory/peak_bytes` measures it.
+
+    On a GPU that is what PyTorch allocates, so that the framework's own memory is left out.
+    """
+    left_out = "framework" if run.plan is not None and mapping(run.plan, "hardware").get("on_gpu") else None
+    found = []
+    for name, phase in mapping(run.plan, "memory", "phases").items():
+        sizes = {str(part): number(size) for part, size in mapping(phase, "parts").items() if part != left_out}
+        parts = [MemoryPart(name=part, bytes=int(size)) for part, size in sizes.items() if size]
+        parts.sort(key=lambda part: -part.bytes)
+        total = sum(part.bytes for part in parts)
+        found.append(PlannedPhase(phase=str(name), measured=_MEASURED.get(str(name)), parts=parts, total=total))
+    return found
+
+
+def _memory_series(run: ViewedRun) -> MemorySeries:
+    table = run.metrics
+    columns = {name: table.column(f"memory/{name}_peak_bytes") for name in ("rollout", "train", "optim")}
+    rows = downsample(_largest(list(columns.values())), _POINTS)
+    return MemorySeries(
+        x=table.steps[rows],
+        rollout=columns["rollout"][rows],
+        train=columns["train"][rows],
+        optim=columns["optim"][rows],
+        plan=planned_phases(run),
+        capacity_bytes=number(run.plan, "hardware", "gpu_memory_bytes"),
+    )
+
+
+def _largest(columns: list[FloatArray]) -> FloatArray:
+    """[rows] largest of several columns; NaN where all are missing."""
+    return np.fmax.reduce(columns)
+
+
+_FIRST_STEPS = 5  # whose mean is the reward at the start, and as many at the end
+_RECENT = 20  # steps and evaluations whose median time predicts the rest
+_MAX_WARNINGS = 100
+_SPARK_POINTS = 120
+_SPARK_METRICS = ("reward", "completions/mean_length", "entropy")
+# The rules take a while for long runs, and the same banners are asked for more often than metrics change.
+_KNOWN_BANNERS: WeakKeyDictionary[ViewedRun, tuple[MetricsTable, object, list[Banner]]] = WeakKeyDictionary()
+
+
+def now(run: ViewedRun) -> Now:
+    """Return where a run stands."""
+    table, state = run.metrics, run.state
+    live = run.status if state in ("starting", "running") else None
+    rewards, per_step = _finite(table.column("reward")), _seconds_per_step(run)
+    accuracy_steps, accuracies = _accuracies(run)
+    return Now(
+        id=run.id,
+        state=state,
+        stopped=_why_stopped(run) if state == "stopped" else None,
+        step=_step(run),
+        steps=_steps(run),
+        phase=None if live is None else live.phase,
+        phase_since=None if live is None else live.phase_since,
+        progress=None if live is None or live.done is None else Progress(done=live.done, total=live.total),
+        seconds_left=None if state != "running" else _seconds_left(run, per_step),
+        seconds_per_step=per_step,
+        elapsed_s=_elapsed_s(run, is_running=state in ("starting", "running")),
+        reward=table.last("reward"),
+        reward_before=float(rewards[:_FIRST_STEPS].mean()) if len(rewards) else None,
+        reward_recent=float(rewards[-_FIRST_STEPS:].mean()) if len(rewards) else None,
+        accuracy=float(accuracies[-1]) if len(accuracies) else None,
+        accuracy_before=float(accuracies[0]) if len(accuracies) else None,
+        accuracy_step=int(accuracy_steps[-1]) if len(accuracies) else None,
+        tokens_per_second=table.last("tokens_per_second"),
+        memory=memory_summary(run),
+        banners=_banners(run),
+        warnings=[message for message in messages(run) if message.level != "note"][-_MAX_WARNINGS:],
+        spark={name: _spark(table.column(name)) for name in _SPARK_METRICS} | {"accuracy": _spark(accuracies)},
+        problems=run.problems,
+    )
+
+
+def runs(runs: Sequence[ViewedRun], root: Path | None = None) -> RunList:
+    """Return the list of runs."""
+    return RunList(root=None if root is None else str(root), runs=[run_entry(run) for run in runs])
+
+
+def run_entry(run: ViewedRun) -> RunEntry:
+    """Return a run's line in the list of runs, from what was read of the run so far."""
+    starts = [event.timestamp for event in run.events if event.event == "start"]
+    accuracy = run.last_metrics.eval.last("eval/accuracy")
+    model = text(run.config, "model", "path")
+    return RunEntry(
+        id=run.id,
+        name=run.name,
+        path=str(run.path),
+        state=run.state,
+        step=_step(run),
+        steps=_steps(run),
+        started=starts[0] if starts else None if run.status is None else run.status.started,
+        updated=run.updated,
+        reward=run.last_metrics.last("reward"),
+        accuracy=number(run.summary, "accuracy_after") if accuracy is None else accuracy,
+        model=None if model is None else PurePath(model).name or model,
+        algorithm=text(run.config, "algorithm", "name"),
+        banner=next(iter(_banners(run)), None) if run.has_all_metrics else None,
+        gone=run.gone,
+        has_all_metrics=run.has_all_metrics,
+    )
+
+
+def _step(run: ViewedRun) -> int | None:
+    """Steps done."""
+    if len(run.last_metrics.steps):
+        return int(run.last_metrics.steps[-1])
+    return 0 if len(run.last_metrics.eval.steps) or run.status is not None else None
+
+
+def _steps(run: ViewedRun) -> int | None:
+    """Steps in all."""
+    said = (
+        None if run.status is None else run.status.steps,
+        integer(run.config, "train", "steps"),
+        integer(run.plan, "layout", "num_steps"),
+        integer(run.summary, "steps"),
+    )
+    return next((steps for steps in said if steps is not None), None)
+
+
+def _why_stopped(run: ViewedRun) -> str | None:
+    """Say why a run stopped and what to do; None for a run of a version that recorded no events."""
+    ends = [event for event in run.events if event.event in ("start", "stop", "end")]
+    if not ends:
+        return None
+    step = _step(run) or 0
+    if ends[-1].event == "stop":
+        why = f"stopped after step {step}: {ends[-1].values.get('reason') or 'no reason given'}."
+    else:
+        why = f"ended after step {step} without saying why: its process was killed, or the machine went down."
+    hint = resume_hint(run.path)
+    return f"This run {why} {hint[:1].upper()}{hint[1:]}."
+
+
+def _seconds_per_step(run: ViewedRun) -> float | None:
+    """Median wall time of the recent steps, without evaluations; None before the first."""
+    table = run.metrics
+    recent = _finite(table.column("step_time")[-_RECENT:])
+    times, steps = table.timestamps[-_RECENT - 1 :], table.steps[-_RECENT - 1 :]
+    if len(times) > 1 and np.isfinite(times).all():
+        took, eval_times = np.diff(times), table.eval.column("eval/time_s")
+        for step, seconds in zip(table.eval.steps, eval_times, strict=True):
+            took[steps[:-1] == step] -= seconds if np.isfinite(seconds) else 0.0
+        starts = np.array([event.timestamp for event in run.events if event.event == "start"])
+        is_restart = ((starts[:, None] > times[:-1]) & (starts[:, None] <= times[1:])).any(axis=0)
+        recent = took[~is_restart] if not is_restart.all() else recent
+    return float(np.median(recent)) if len(recent) else None
+
+
+def _seconds_left(run: ViewedRun, per_step: float | None) -> float | None:
+    """Predict the rest of the run, evaluations included."""
+    step, steps = _step(run), _steps(run)
+    if per_step is None or step is None or steps is None or step >= steps:
+        return None
+    eval_times = _finite(run.metrics.eval.column("eval/time_s"))[-_RECENT:]
+    every = integer(run.config, "eval", "every") or steps
+    evaluations = steps // every - step // every + (steps % every > 0)  # after the last step, too
+    since_last = time.time() - run.metrics.timestamps[-1] if np.isfinite(run.metrics.timestamps[-1:]).any() else 0.0
+    left = (steps - step - 1) * per_step + max(0.0, per_step - since_last)
+    return float(left + evaluations * (np.median(eval_times) if len(eval_times) else 0.0))
+
+
+def _elapsed_s(run: ViewedRun, *, is_running: bool) -> float | None:
+    """Seconds since the run's start, up to now or to its end."""
+    times = WallTime(run)
+    if is_running and times.start is not None:
+        return time.time() - times.start
+    if (seconds := number(run.summary, "seconds")) is not None:
+        return seconds
+    ends = [float(t[-1]) for t in (times.train, times.eval) if len(t)]
+    return max(ends, default=None)
+
+
+def _banners(run: ViewedRun) -> list[Banner]:
+    table, config = run.metrics, run.config
+    known = _KNOWN_BANNERS.get(run)
+    if known is None or known[0] is not table or known[1] is not config:
+        known = _KNOWN_BANNERS[run] = (table, config, banners(table, config, run.id))
+    return known[2]
+
+
+def _accuracies(run: ViewedRun) -> tuple[IntArray, FloatArray]:
+    """[E] steps with evaluations and [E] their accuracies; from the completions if the metrics have none."""
+    table = run.metrics.eval
+    steps, values = table.steps, table.column("eval/accuracy")
+    if not np.isfinite(values).any():
+        known = [(point.step, point.accuracy) for point in heldout(run).points if point.accuracy is not None]
+        steps = np.array([step for step, _ in known], dtype=np.int64)
+        values = np.array([accuracy for _, accuracy in known], dtype=np.float64)
+    return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+
+def _spark(values: FloatArray) -> FloatArray:
+    """[at most 120] means of buckets."""
+    values = _finite(values)
+    if len(values) <= _SPARK_POINTS:
+        return values
+    return np.array([part.mean() for part in np.array_split(values, _SPARK_POINTS)])
+
+
+def _finite(values: FloatArray) -> FloatArray:
+    return values[np.isfinite(values)]

@@ -1,0 +1,336 @@
+"""A run folder as the page sees it: files are read once, then only what is new."""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import psutil
+
+from cohort.config.load import read_yaml
+from cohort.run.files import format_line_numbers
+from cohort.run.provenance import hide
+from cohort_view.metrics_table import JsonLines, MetricsBuilder, MetricsTable, parse_lines
+from cohort_view.records import Event, RunState, Status
+from cohort_view.values import inside, integer, number, text
+
+_MAX_FILE_BYTES = 4 << 20  # of config.yaml, plan.json and the like
+_READ_AT_ONCE_BYTES = 1 << 20  # of metrics.jsonl; the metrics of longer runs are read when they are asked for
+_TAIL_BYTES = 128 << 10  # of metrics.jsonl, read for the list of runs
+_LOOKED_AT = ("config.yaml", "plan.json", "summary.json", "status.json", "completions")
+_EVENTS_WITH_TEXT = ("start", "warning", "stop")  # in which secrets are hidden
+_FRESH_S = 60.0  # a run of another machine counts as running if it wrote its status this recently
+
+
+class ViewedRun:
+    """A run folder, of any version and in any state. Nothing here raises because of what the folder holds.
+
+    Attributes are snapshots: take `metrics` once per request, since `refresh` replaces it in another thread.
+
+    Attributes:
+        path: the folder.
+        id: URL-safe name, unique on the page.
+        name: name of the folder.
+        config: content of config.yaml; None if it cannot be read.
+        plan: content of plan.json; None if it cannot be read.
+        summary: content of summary.json, which a finished run has.
+        status: content of status.json.
+        events: lines of events.jsonl.
+        gone: that the folder is gone or was emptied, as a sentence; None if it is there.
+    """
+
+    def __init__(self, path: Path, id: str):
+        self.path = path
+        self.id = id
+        self.name = path.name or str(path)
+        self.config: Mapping[str, Any] | None = None
+        self.plan: Mapping[str, Any] | None = None
+        self.summary: Mapping[str, Any] | None = None
+        self.status: Status | None = None
+        self.events: list[Event] = []
+        self.gone: str | None = None
+        self.has_all_metrics = False  # else only the last ones were needed so far
+        self._metrics = MetricsBuilder().table()
+        self._lock = threading.RLock()
+        self._problems: dict[str, str] = {}
+        self._seen: dict[str, tuple[int, ...] | None] = {}
+        self._metrics_file = JsonLines(path / "metrics.jsonl")
+        self._events_file = JsonLines(path / "events.jsonl")
+        self._builder = MetricsBuilder()
+        self._bad_lines: list[int] = []
+        self._num_lines = 0
+        self._had_metrics = False
+        self._had_files = False
+        self._last_state: RunState = "stopped"
+
+    @property
+    def metrics(self) -> MetricsTable:
+        """Training metrics by step; `metrics.eval` has those of evaluations. Reads them when first asked for."""
+        if not self.has_all_metrics:
+            with self._lock:
+                if not self.has_all_metrics:
+                    self._read_new_metrics()
+        return self._metrics
+
+    @property
+    def last_metrics(self) -> MetricsTable:
+        """The last rows of the metrics, or all if they were read."""
+        return self._metrics
+
+    @property
+    def problems(self) -> list[str]:
+        """What cannot be read, one sentence each."""
+        return list(self._problems.values()) if self.gone is None else [self.gone]
+
+    @property
+    def state(self) -> RunState:
+        """Whether the run is starting, running, finished or stopped, now."""
+        status = self.status
+        if status is not None and status.phase not in ("finished", "stopped") and _is_alive(status):
+            return "starting" if status.phase == "starting" else "running"
+        if self.summary is not None or (status is not None and status.phase == "finished"):
+            return "finished"
+        if status is None and self._changed_recently():
+            return "running"
+        return "stopped"
+
+    @property
+    def updated(self) -> float | None:
+        """Unix seconds of the last change to the run's small files."""
+        times = [self.status.timestamp] if self.status is not None else []
+        for name in ("metrics.jsonl", "events.jsonl", "summary.json", "config.yaml"):
+            with suppress(OSError):
+                times.append((self.path / name).stat().st_mtime)
+        return max((t for t in times if math.isfinite(t)), default=None)
+
+    def refresh(self) -> set[str]:
+        """Read what is new.
+
+        Returns:
+            What changed, of "config", "plan", "summary", "status", "metrics", "events" and "completions".
+        """
+        with self._lock:
+            changed = {
+                part
+                for part, read in (
+                    ("config", self._read_config),
+                    ("plan", self._read_plan),
+                    ("summary", self._read_summary),
+                    ("status", self._read_status),
+                    ("metrics", self._read_metrics),
+                    ("events", self._read_events),
+                    ("completions", self._look_at_completions),
+                )
+                if read()
+            }
+            self._note_missing()
+            if (gone := self._what_is_gone()) != self.gone:
+                self.gone = gone
+                changed.add("status")
+            if (state := self.state) != self._last_state:  # also when the process just died
+                self._last_state = state
+                changed.add("status")
+        return changed
+
+    def _read_config(self) -> bool:
+        return self._read_mapping("config", "config.yaml", read_yaml)
+
+    def _read_plan(self) -> bool:
+        return self._read_mapping("plan", "plan.json", json.loads)
+
+    def _read_summary(self) -> bool:
+        return self._read_mapping("summary", "summary.json", json.loads)
+
+    def _read_status(self) -> bool:
+        return self._read_mapping("status", "status.json", lambda content: _status(json.loads(content)))
+
+    def _read_mapping(self, part: str, name: str, parse: Callable[[str], object]) -> bool:
+        """Read a small file into the attribute `part` if it changed."""
+        if not self._has_changed(name):
+            return False
+        self._problems.pop(name, None)
+        value = None
+        try:
+            file = inside(self.path, name)
+            stat = file.stat()
+            if not S_ISREG(stat.st_mode):
+                raise ValueError("not a file")
+            if stat.st_size > _MAX_FILE_BYTES:
+                raise ValueError("too large")
+            value = parse(file.read_text(encoding="utf-8"))
+            if not isinstance(value, Mapping | Status):
+                raise ValueError("not a mapping of keys")
+        except FileNotFoundError:
+            value = None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            value = None
+            self._problems[name] = f"{name} cannot be read: {_reason(error)}"
+        setattr(self, part, value)
+        return True
+
+    def _read_metrics(self) -> bool:
+        """Read what was appended to the metrics; of a long run whose metrics nobody asked for, the last rows."""
+        if self.has_all_metrics:
+            return self._read_new_metrics()
+        if not self._has_changed("metrics.jsonl"):
+            return False
+        try:
+            with inside(self.path, "metrics.jsonl").open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > _READ_AT_ONCE_BYTES:
+                    file.seek(size - _TAIL_BYTES)
+                    whole_lines = file.read(_TAIL_BYTES).partition(b"\n")[2].rpartition(b"\n")[0]
+                    builder = MetricsBuilder()
+                    builder.append(whole_lines + b"\n")
+                    self._metrics = builder.table()
+                    return True
+        except OSError:  # said when all metrics are read
+            pass
+        self._read_new_metrics()
+        return True
+
+    def _read_new_metrics(self) -> bool:
+        try:
+            change = self._metrics_file.check()
+            if change == "unchanged":
+                self.has_all_metrics = True
+                return False
+            self._problems.pop("metrics.jsonl", None)
+            if change == "rewritten":
+                self._builder, self._bad_lines, self._num_lines = MetricsBuilder(), [], 0
+            inside(self.path, "metrics.jsonl")
+            for block in self._metrics_file.blocks() if self._metrics_file.exists else ():
+                are_rows = self._builder.append(block)
+                self._bad_lines += [self._num_lines + n for n, is_row in enumerate(are_rows, 1) if not is_row]
+                self._num_lines += len(are_rows)
+        except OSError as error:
+            self._problems["metrics.jsonl"] = f"metrics.jsonl cannot be read: {_reason(error)}"
+        else:
+            if self._bad_lines:
+                lines = format_line_numbers(self._bad_lines)
+                self._problems["metrics.jsonl"] = f"metrics.jsonl: {lines} cannot be read and left out"
+        self._metrics = self._builder.table()
+        self.has_all_metrics = True
+        return True
+
+    def _read_events(self) -> bool:
+        try:
+            change = self._events_file.check()
+            if change == "unchanged":
+                return False
+            self._problems.pop("events.jsonl", None)
+            events = self.events = [] if change == "rewritten" else list(self.events)
+            inside(self.path, "events.jsonl")
+            for block in self._events_file.blocks() if self._events_file.exists else ():
+                events += [_event(row) for row in parse_lines(block) if row is not None]
+            self.events = events
+        except OSError as error:
+            self._problems["events.jsonl"] = f"events.jsonl cannot be read: {_reason(error)}"
+        return True
+
+    def _look_at_completions(self) -> bool:
+        return self._has_changed("completions")
+
+    def _has_changed(self, name: str) -> bool:
+        found: tuple[int, ...] | None = None
+        with suppress(OSError):
+            stat = os.stat(self.path / name)
+            found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        changed = name not in self._seen or self._seen[name] != found
+        first = name not in self._seen
+        self._seen[name] = found
+        return changed and not (first and found is None)
+
+    def _note_missing(self) -> None:
+        """Note missing files that any run has by the time it has the others."""
+        has_metrics = self._has_metrics()
+        self._had_metrics |= has_metrics
+        has_more = self._had_metrics or self.summary is not None or self._seen.get("completions") is not None
+        for name, is_missing in (
+            ("config.yaml", self._seen.get("config.yaml") is None),
+            ("plan.json", self._seen.get("plan.json") is None and has_metrics),
+            ("metrics.jsonl", not has_metrics and has_more and "metrics.jsonl" not in self._problems),
+        ):
+            if is_missing:
+                self._problems[name] = f"{name} is missing"
+
+    def _what_is_gone(self) -> str | None:
+        """Say that the folder, or all that a run writes there, is gone. A run that just starts has nothing to miss."""
+        if self._has_metrics() or self._events_file.exists or any(self._seen.get(name) for name in _LOOKED_AT):
+            self._had_files = True
+        elif not os.path.isdir(self.path):
+            return f"The folder {self.path} is gone or cannot be reached."
+        elif self._had_files:
+            return f"The folder {self.path} has no files of a run any more: it was emptied, or cannot be read."
+        return None
+
+    def _has_metrics(self) -> bool:
+        seen = self._seen.get("metrics.jsonl") is not None
+        return self._metrics_file.exists if self.has_all_metrics else seen
+
+    def _changed_recently(self) -> bool:
+        """Whether a run of a version without status.json wrote metrics a short time ago."""
+        try:
+            return time.time() - (self.path / "metrics.jsonl").stat().st_mtime < _FRESH_S
+        except OSError:
+            return False
+
+
+def _status(value: Any) -> Status:
+    """Return the status in the JSON of a file; raises ValueError if it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("phase"), str):
+        raise ValueError("no phase")
+    return Status(
+        timestamp=number(value, "timestamp") or 0.0,
+        phase=value["phase"],
+        pid=integer(value, "pid"),
+        host=text(value, "host"),
+        step=integer(value, "step"),
+        steps=integer(value, "steps"),
+        phase_since=number(value, "phase_since"),
+        done=number(value, "done"),
+        total=number(value, "total"),
+        started=number(value, "started"),
+    )
+
+
+def _event(row: Mapping[str, Any]) -> Event:
+    timestamp, event = number(row, "timestamp"), str(row.get("event"))
+    values = {key: value for key, value in row.items() if key not in ("timestamp", "step", "event")}
+    return Event(
+        timestamp=math.nan if timestamp is None else timestamp,
+        step=integer(row, "step"),
+        event=event,
+        values=hide(values) if event in _EVENTS_WITH_TEXT else values,
+    )
+
+
+def _is_alive(status: Status) -> bool:
+    """Whether the process that wrote a status still runs; on another machine, whether it wrote it just now."""
+    if status.host != socket.gethostname() or status.pid is None:
+        return time.time() - status.timestamp < _FRESH_S
+    began = _process_start(status.pid)
+    # a process that began after the status was written has only the same number
+    return began is not None and began <= status.timestamp + 1.0
+
+
+def _process_start(pid: int) -> float | None:
+    """Return when a process began, in Unix seconds; None if it has ended, even if its parent has not collected it."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except (psutil.Error, ValueError):  # none has this number, or could have it
+        return None
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line why a file cannot be read."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(reason.split())[:200]

@@ -1,0 +1,186 @@
+"""Groups of a step: how rows are divided, sorted and counted, and what two texts share."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.metrics.rollouts import rollout_metrics
+from cohort.records import Prompt, ScoredGroup
+from cohort_view import groups
+from cohort_view.completions import shared_prefix, split_groups
+from cohort_view.records import to_json
+from completions_files import RunFolder, a_row, write_rows
+from samples import NAN, answer
+from selection import examples
+
+CONFIG = {"rollout": {"num_generations": 2}, "eval": {"num_samples": 1}}
+ROWS = [
+    a_row(7, 1.0, length=4, advantage=1.0),
+    a_row(7, 0.0, length=2, advantage=-1.0),
+    a_row(3, 0.5, length=9, finish_reason="length"),
+    a_row(3, 0.5 + 1e-12, length=9),
+    a_row(8, None, length=1, policy_version=2),
+    a_row(8, 0.25, length=2, policy_version=3),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_rows(tmp_path, ROWS)
+    return RunFolder(tmp_path, CONFIG)
+
+
+def test_groups_of_a_step(run):
+    found = groups.step(run, 5)
+    assert (found.num_groups, found.reward_names, found.problems) == (3, ["right"], ())
+    first, equal, stale = found.groups
+    assert (first.index, first.prompt_id, first.prompt, first.size) == (0, 7, "Question 7?", 2)
+    assert (first.reward_mean, first.equal, first.length_mean, first.length_max) == (0.5, False, 3.0, 4)
+    assert first.reward_std == pytest.approx(0.5**0.5)  # unbiased
+    assert (first.staleness, first.clipped, first.broken) == (0, 0, 0)
+    assert (equal.equal, equal.clipped) == (True, 1)
+    # an unscored completion does not count, and one reward alone is equal to itself
+    assert (stale.equal, stale.reward_mean, stale.staleness) == (True, 0.25, 2)
+    assert [row.reward for row in stale.rows] == [None, 0.25]
+    assert [(row.row, row.advantage, row.length, row.end) for row in first.rows] == [
+        (0, 1.0, 4, "answer"),
+        (1, -1.0, 2, "answer"),
+    ]
+    assert [row.end for row in equal.rows] == ["length", "answer"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "descending", "order"),
+    [
+        ("order", True, [0, 1, 2]),
+        ("spread", True, [0, 1, 2]),
+        ("spread", False, [2, 1, 0]),
+        ("length", True, [1, 0, 2]),
+        ("equal", True, [1, 2, 0]),
+        ("equal", False, [0, 1, 2]),
+        ("staleness", True, [2, 0, 1]),
+        ("reward", False, [2, 0, 1]),
+        ("unknown", True, [0, 1, 2]),
+    ],
+)
+def test_groups_are_sorted(run, sort, descending, order):
+    found = groups.step(run, 5, sort=sort, descending=descending)
+    assert [group.index for group in found.groups] == order
+    page = groups.step(run, 5, sort=sort, descending=descending, offset=1, limit=1)
+    assert ([group.index for group in page.groups], page.num_groups) == (order[1:2], 3)
+
+
+def test_groups_without_a_value_come_last_either_way(tmp_path):
+    write_rows(tmp_path, [a_row(1, None), a_row(2, 0.0), a_row(3, 1.0)])
+    run = RunFolder(tmp_path, {"rollout": {"num_generations": 1}})
+    for descending, order in ((True, [2, 1, 0]), (False, [1, 2, 0])):
+        assert [g.index for g in groups.step(run, 5, sort="reward", descending=descending).groups] == order
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "expected"),
+    [
+        ([], 2, []),
+        ([1, 1, 2, 2], 2, [range(2), range(2, 4)]),
+        ([1, 1, 1, 1, 2, 2], 2, [range(2), range(2, 4), range(4, 6)]),  # two epochs meet
+        ([1, 1, 1, 1, 2, 2, 3, 3], None, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
+        ([1, 1, 1, 2, 2, 2, 2], 4, [range(3), range(3, 7)]),  # a member was lost
+        ([None, None], None, [range(2)]),
+    ],
+)
+def test_rows_are_divided_into_groups(ids, size, expected):
+    assert split_groups(ids, size) == expected
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, 0.1 + 1e-12, 1.0, NAN]), min_size=3, max_size=3), min_size=1, max_size=5
+    )
+)
+@examples(60)
+def test_equal_groups_and_spread_are_those_of_the_metrics(tmp_path_factory, rewards):
+    path = tmp_path_factory.mktemp("run")
+    rows = [a_row(p, None if np.isnan(r) else r) for p, of_group in enumerate(rewards) for r in of_group]
+    write_rows(path, rows)
+    found = groups.step(RunFolder(path, {"rollout": {"num_generations": 3}}), 5).groups
+    prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
+    metrics = rollout_metrics(
+        [
+            ScoredGroup(
+                prompt=prompt, trajectories=(answer(prompt, [5]),) * 3, rewards=np.array(of_group), reward_parts={}
+            )
+            for of_group in rewards
+        ]
+    )
+    assert np.mean([group.equal for group in found]) == pytest.approx(metrics["frac_reward_zero_std"])
+    assert np.mean([group.reward_std or 0.0 for group in found]) == pytest.approx(metrics["reward_std"])
+
+
+def test_a_groups_completions(run, tmp_path):
+    found = groups.group(run, 5, "step", 0)
+    assert (found.prompt, [c.row for c in found.completions], found.problems) == ("Question 7?", [0, 1], [])
+    first = found.completions[0]
+    assert (first.reward, first.rewards, first.advantage, first.length) == (1.0, {"right": 1.0}, 1.0, 4)
+    assert (first.finish_reason, first.end, first.policy_version, first.same_prefix) == ("stop", "answer", 4, 11)
+    assert groups.group(run, 5, "step", 3).problems == ["completions/step-000005.parquet has no group 3: it has 3."]
+
+
+def test_turns_details_and_environment_of_a_completion(tmp_path):
+    messages = [{"role": "assistant", "content": "a <b>\ud83d</b>"}, {"role": "tool", "content": "𝟙\x00"}]
+    prompt = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}])
+    calls = [{"context_tokens": 2, "token_ids": [5, 6, 7], "trained": True}]
+    row = a_row(
+        1, 1.0, prompt=prompt, messages=json.dumps(messages), calls=calls, end="timeout", error="Boom", tool_calls=2
+    )
+    row |= {"details/code": '{"passed": 3, "of": NaN}', "environment/score": 2.5, "model_s": 0.5}
+    write_rows(tmp_path, [row])
+    run = RunFolder(tmp_path)
+    assert groups.step(run, 5).groups[0].prompt == "Hello?"
+    assert groups.step(run, 5).groups[0].broken == 1
+    found = groups.group(run, 5, "step", 0)
+    assert found.prompt[0] == {"role": "system", "content": "Be brief."}
+    one = found.completions[0]
+    assert one.messages == [{"role": "assistant", "content": "a <b>\ufffd</b>"}, {"role": "tool", "content": "𝟙\x00"}]
+    assert one.calls == [{"context_tokens": 2, "trained": True, "tokens": 3}]
+    assert (one.end, one.error, one.tool_calls, one.model_s) == ("timeout", "Boom", 2, 0.5)
+    assert (one.environment, one.details["code"]["passed"]) == ({"score": 2.5}, 3)
+    assert json.loads(to_json(found))["completions"][0]["details"]["code"]["of"] is None
+
+
+def test_long_texts_are_cut(tmp_path):
+    write_rows(tmp_path, [a_row(1, completion="𝟙" * 5_000_000), a_row(1, completion="short")])
+    found = groups.group(RunFolder(tmp_path), 5, "step", 0)
+    assert [(len(c.text), c.cut) for c in found.completions] == [(200_000, True), (5, False)]
+    assert len(groups.step(RunFolder(tmp_path), 5).groups[0].rows[0].text) == 160
+
+
+def test_two_completions_are_compared(run):
+    found = groups.diff(run, 5, "step", 0, 2)
+    assert found.ops == [("equal", "answer to ", "answer to "), ("replace", "7", "3")]
+    assert groups.diff(run, 5, "step", 0, 9).problems == ("completions/step-000005.parquet has no row 9: it has 6.",)
+
+
+@given(st.text("ab", max_size=40), st.text("ab", max_size=40))
+@examples(100)
+def test_shared_prefix(a, b):
+    count = shared_prefix(a, b)
+    assert a[:count] == b[:count]
+    assert a[count : count + 1] != b[count : count + 1] or not a[count:] or not b[count:]
+
+
+def test_steps_are_listed_around_one(tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for name in ("step-000002", "eval-000002", "replaced-000004", "step-1000000", "other", "step-x"):
+        (folder / f"{name}.parquet").touch()
+    found = groups.steps(RunFolder(tmp_path))
+    assert [(s.step, s.kinds) for s in found.steps] == [(2, ("step", "eval")), (4, ("replaced",)), (1000000, ("step",))]
+    assert (found.first, found.last) == (2, 1000000)
+    for step in range(10, 400):
+        (folder / f"step-{step:06d}.parquet").touch()
+    shown = groups.steps(RunFolder(tmp_path), 200).steps
+    assert (len(shown), shown[0].step, shown[-1].step) == (200, 100, 299)
+    assert groups.steps(RunFolder(tmp_path / "none")).steps == ()

@@ -1,0 +1,93 @@
+"""The page's readers read what runs write."""
+
+from dataclasses import replace
+from math import exp
+
+import numpy as np
+import pytest
+
+from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
+from cohort.run.completions import write_completions_file
+from cohort.run.tokens import write_tokens_file
+from cohort_view import groups
+from cohort_view.records import to_json
+from cohort_view.tokens import completion
+from completions_files import RunFolder
+from samples import NAN, answer
+
+PROMPT = Prompt(id=4, epoch=0, content=[{"role": "user", "content": "2 + 2?"}], token_ids=np.array([1, 2]), columns={})
+FIRST = answer(PROMPT, [5, 6], logprobs=[-0.5, -0.25], version=3).calls[0]
+SECOND = replace(
+    FIRST, context_ids=np.array([1, 2, 5, 6, 30]), token_ids=np.array([7]), sampling_logprobs=np.array([-1.0])
+)
+PLAYED = Trajectory(
+    calls=(FIRST, SECOND),
+    messages=({"role": "assistant", "content": "4"},),
+    text="4",
+    end="max_turns",
+    metrics={"score": 3.0},
+    stats=TurnStats(tool_calls=1, model_s=0.5),
+)
+BROKEN = Trajectory(calls=(), messages=(), text="", end="environment_error", error="Boom", stats=TurnStats())
+GROUP = ScoredGroup(
+    prompt=PROMPT,
+    trajectories=(PLAYED, BROKEN),
+    rewards=np.array([1.0, NAN]),
+    reward_parts={"right": np.array([1.0, NAN])},
+)
+MASK = np.array([False, False, True, True, False, True])
+SEQUENCE = TrainSequence(
+    token_ids=np.array([1, 2, 5, 6, 30, 7]),
+    loss_mask=MASK,
+    sampling_logprobs=np.array([0, 0, -0.5, -0.25, 0, -1.0]),
+    advantages=np.where(MASK, 2.0, 0.0),
+    loss_weights=np.where(MASK, 0.125, 0.0),
+    shared_prefix_tokens=2,
+    index=0,
+    group=0,
+    trajectory=0,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_completions_file(tmp_path / "completions/step-000005.parquet", step=5, groups=[GROUP], sequences=[SEQUENCE])
+    outputs = ForwardOnlyOutputs(logprobs={0: np.array([0, 0, -0.5, -0.5, 0, -2.0])})
+    file = tmp_path / "tokens/step-000005.parquet"
+    write_tokens_file(file, num_trajectories=2, sequences=[SEQUENCE], outputs=outputs, with_context=True)
+    return RunFolder(tmp_path, {"rollout": {"num_generations": 2}})
+
+
+def test_a_step_and_a_group(run):
+    step = groups.step(run, 5)
+    (row,) = step.groups
+    assert (row.prompt_id, row.prompt, row.size, row.broken, row.staleness) == (4, "2 + 2?", 2, 1, 1)
+    assert (row.reward_mean, row.length_mean, row.length_max) == (1.0, 3.0, 3)  # broken ones do not count
+    assert (step.reward_names, step.environment_names, step.problems) == (["right"], ["score"], ())
+    played, broken = groups.group(run, 5, "step", 0).completions
+    assert (played.end, played.environment, played.tool_calls, played.model_s) == ("max_turns", {"score": 3.0}, 1, 0.5)
+    assert [(call["context_tokens"], call["tokens"]) for call in played.calls] == [(2, 2), (5, 1)]
+    assert (played.messages, played.advantage) == ([{"role": "assistant", "content": "4"}], 2.0)
+    assert (broken.end, broken.error, broken.reward, broken.length, broken.calls) == (
+        "environment_error",
+        "Boom",
+        None,
+        0,
+        [],
+    )
+
+
+def test_tokens_with_what_training_knew_of_them(run):
+    found = completion(run, 5, "step", 0)
+    (sequence,) = found.sequences
+    assert (found.recorded, found.trained, found.prompt) == (True, True, [{"role": "user", "content": "2 + 2?"}])
+    assert (sequence.prompt.ids, sequence.tokens.ids) == ([1, 2], [5, 6, 30, 7])
+    assert sequence.loss_mask == [True, True, False, True]
+    assert sequence.sampling_logprobs == [-0.5, -0.25, None, -1.0]
+    assert sequence.logprobs == [-0.5, -0.5, None, -2.0]
+    expected = [1.0, pytest.approx(exp(-0.25), rel=1e-5), None, pytest.approx(exp(-1), rel=1e-5)]
+    assert sequence.ratios == expected
+    assert (sequence.advantages, sequence.loss_weights) == ([2.0, 2.0, 0.0, 2.0], [0.125, 0.125, 0.0, 0.125])
+    broken = completion(run, 5, "step", 1)
+    assert (broken.sequences, broken.trained, broken.error) == ([], None, "Boom")
+    assert '"NaN"' not in to_json(broken)
