@@ -1,7 +1,7 @@
 """Count lines of code by folder: without blank lines, comments and docstrings.
 
-    python bench/lines.py [FOLDER ...]   (default: the packages in src, and tests)
-    python bench/lines.py --check        (`make check`: no package has more lines than bench/line_budgets.toml allows)
+python bench/lines.py [FOLDER ...]   (default: the packages in src, and tests)
+python bench/lines.py --check        (`make check`: no package has more lines than bench/line_budgets.toml allows)
 """
 
 import ast

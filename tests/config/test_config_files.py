@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.config import AlgorithmConfig, config_from_dict, docs, load_config, to_yaml
+import config_page as docs
+from cohort.config import AlgorithmConfig, config_from_dict, load_config, to_yaml
 from cohort.errors import UserError
 from configs import MINIMAL
 from selection import examples

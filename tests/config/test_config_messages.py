@@ -3,8 +3,8 @@
 import pytest
 
 from cohort.config import Config
+from cohort.config.other_trainers import TRL_TABLES, equivalents
 from cohort.config.schema import sections_in
-from cohort.config.trl_keys import TRL_TABLES, trl_keys
 from configs import MINIMAL, message
 
 # Messages
@@ -348,7 +348,7 @@ def test_batches_of_trl_count_accumulation():
 
 
 def test_what_is_proposed_for_keys_of_trl_are_keys():
-    proposed = [ours for table in TRL_TABLES for ours in trl_keys()[table]]
+    proposed = [ours for table in TRL_TABLES for ours in equivalents()["trl"][table]]
     assert len(proposed) > 60
     for ours in proposed:
         section, *path = ours.split(".")

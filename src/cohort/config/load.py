@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cohort.config.algorithm import unknown_name
+from cohort.config.other_trainers import explain_trl_key
 from cohort.config.rollout import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
-from cohort.config.trl_keys import explain_trl_key
 from cohort.errors import UserError, did_you_mean
 
 _MAX_VALUES = 100_000

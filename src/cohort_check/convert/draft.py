@@ -9,6 +9,7 @@ from typing import Any
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
 from cohort.config.model import Quantization, check_base, check_run
+from cohort.config.other_trainers import equivalents
 from cohort.config.rollout import ENGINES
 from cohort.plan.shape import try_read_shape
 from cohort_check.findings import load_table
@@ -16,7 +17,7 @@ from cohort_check.launch import Launch, Settings, parse_number
 from cohort_check.rules.common import Start, Version, key_tables, known_keys
 
 NEEDS_ARGUMENTS = ("trl.cosine", "trl.soft_overlong", "open_r1.soft_overlong", "open_r1.repetition_penalty")
-_TABLES = load_table("convert/equivalents/rewards.yaml")
+_TABLES = equivalents()["rewards"]
 
 
 def short_name(name: str) -> str:
@@ -70,7 +71,7 @@ def _open_r1_settings(names: dict[str, str], settings: Settings) -> dict[str, An
     return args
 
 
-Rows = Mapping[str, Any]  # of `config/trl_keys.yaml` or `equivalents/verl.yaml`, by Cohort's key: see `Draft.copy`
+Rows = Mapping[str, Any]  # of `config/other_trainers.yaml`, by Cohort's key: see `Draft.copy`
 
 _LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others

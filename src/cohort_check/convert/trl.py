@@ -3,12 +3,12 @@
 import re
 from typing import Any
 
-from cohort.config.trl_keys import trl_keys
+from cohort.config.other_trainers import equivalents
 from cohort_check.convert.draft import Draft, Rows
 from cohort_check.rules.common import Start, Version
 from cohort_check.rules.trl import sampling_mode
 
-TABLES: dict[str, Rows] = trl_keys()
+TABLES: dict[str, Rows] = equivalents()["trl"]
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
 

@@ -1,7 +1,7 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
+from cohort.config.other_trainers import equivalents
 from cohort_check.convert.draft import Draft, Rows
-from cohort_check.findings import load_table
 from cohort_check.rules.common import Start, Version
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
@@ -10,7 +10,7 @@ _CUSTOM = "custom_reward_function", "reward.custom_reward_function"
 _KWARGS = "reward_kwargs.overlong_buffer_cfg"
 _OVERLONG = "reward_model.overlong_buffer", f"reward_model.{_KWARGS}", f"reward.{_KWARGS}"
 _LARGEST_SHARE = 0.5  # of a GPU, for vLLM beside training
-_TABLES: dict[str, Rows] = load_table("convert/equivalents/verl.yaml")
+_TABLES: dict[str, Rows] = equivalents()["verl"]
 
 
 def from_verl(draft: Draft, start: Start | None, version: Version) -> None:

@@ -1,4 +1,4 @@
-"""Keys of TRL and what they are called here: one table for conversions and for errors about unknown keys."""
+"""Other trainers' names for keys and rewards: one table for conversions and for errors about unknown keys."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ _BATCH = "per_device_train_batch_size"
 
 
 @cache
-def trl_keys() -> dict[str, Any]:
-    """Return the tables of `trl_keys.yaml`. They are shared: do not change them."""
-    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("trl_keys.yaml").read_text(encoding="utf-8"))
+def equivalents() -> dict[str, dict[str, Any]]:
+    """Return the tables of `other_trainers.yaml`: of trl, verl and rewards. They are shared: do not change them."""
+    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
     return loaded
 
 
@@ -29,10 +29,10 @@ def explain_trl_key(key: str, value: Any, raw: Mapping[str, Any]) -> str | None:
     """
     if key == _BATCH:
         return _explain_batch(value, raw)
-    if advice := trl_keys()["advice"].get(key):
+    if advice := equivalents()["trl"]["advice"].get(key):
         return str(advice)
     for table in TRL_TABLES:
-        found = dict(_equivalents(trl_keys()[table], key, value))
+        found = dict(_equivalents(equivalents()["trl"][table], key, value))
         if found:
             same = any(ours.rpartition(".")[2] == key for ours in found)
             return None if same else "use " + " and ".join(ours + said for ours, said in found.items())
