@@ -127,7 +127,7 @@ def train_with_cohort(args: argparse.Namespace) -> dict[str, Any]:
     config, times = cohort_config(args), []
 
     class Stopwatch(Display):
-        def started(self, plan, *, steps_done):
+        def started(self, schedule, *, steps_done):
             times.append(time.perf_counter())
 
         def step(self, report):

@@ -31,7 +31,7 @@ from cohort_view.completions import steps_on_disk
 from cohort_view.groups import MAX_GROUPS
 from cohort_view.records import to_json
 from cohort_view.run import ViewedRun
-from cohort_view.server.answers import STATIC, Query
+from cohort_view.server.answers import STATIC, QueryParameters
 from cohort_view.server.events import Watcher
 from cohort_view.server.runs import Runs
 from cohort_view.server.serve import ANSWERS, Asked
@@ -230,7 +230,7 @@ class _Data:
     def ask(self, route: str, query: str = "", **path: object) -> tuple[str, Any]:
         """Return the path of an answer, and the answer as plain JSON values."""
         parts = {"id": self.run.id, **{name: str(value) for name, value in path.items()}}
-        asked = Asked(self._watcher, parts, Query(QueryParams(query)))
+        asked = Asked(self._watcher, parts, QueryParameters(QueryParams(query)))
         value = json.loads(to_json(ANSWERS[route](asked)))
         return route.format(**parts) + (f"?{query}" if query else ""), value
 

@@ -27,12 +27,12 @@ from cohort_view.step_records import (
     GroupsSummary,
     Heldout,
     HeldoutQuestion,
+    ShownTokens,
     Step,
     StepFile,
     StepList,
     TextDiff,
     TokenColumns,
-    TokenSequence,
 )
 
 __all__ = [
@@ -79,13 +79,13 @@ __all__ = [
     "RunList",
     "RunMessage",
     "RunState",
+    "ShownTokens",
     "Status",
     "Step",
     "StepFile",
     "StepList",
     "TextDiff",
     "TokenColumns",
-    "TokenSequence",
     "to_json",
 ]
 

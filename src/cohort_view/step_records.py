@@ -164,7 +164,7 @@ class TokenColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSequence:
+class ShownTokens:
     """A sequence of a completion after its prompt, with what is known per token. Null: not known, or not trained."""
 
     prompt_tokens: int  # tokens before the first sampled one
@@ -193,7 +193,7 @@ class Completion:
     prompt: Any  # text or chat messages
     text: str
     cut: bool  # whether texts are incomplete because they are too long
-    sequences: Sequence[TokenSequence]
+    sequences: Sequence[ShownTokens]
     num_tokens: int  # of all sequences after their prompts
     offset: int  # tokens left out before, counted over the sequences
     limit: int  # most tokens sent

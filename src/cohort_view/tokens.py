@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from cohort_view.completions import FileCache, ParquetRows, completions_name, numbers, parse_prompt, step_index
 from cohort_view.groups import RunFiles, group_completion, row_values
-from cohort_view.records import BoolArray, Completion, FloatArray, IntArray, TokenColumns, TokenSequence
+from cohort_view.records import BoolArray, Completion, FloatArray, IntArray, ShownTokens, TokenColumns
 from cohort_view.values import get, inside, integer, text
 
 TOKENIZER = "tokenizer.json"
@@ -338,9 +338,7 @@ def _scatter(logprobs: FloatArray | None, mask: BoolArray, problems: list[str], 
     return placed
 
 
-def _shown(
-    sequences: Sequence[_Sequence], vocabulary: Vocabulary | None, offset: int, limit: int
-) -> list[TokenSequence]:
+def _shown(sequences: Sequence[_Sequence], vocabulary: Vocabulary | None, offset: int, limit: int) -> list[ShownTokens]:
     """Return the sequences with `limit` tokens after the first `offset`."""
     shown, before = [], 0
     for sequence in sequences:
@@ -350,7 +348,7 @@ def _shown(
         recorded = {key: values[part] for key, values in sequence.recorded.items()}
         sampling = None if sequence.sampling_logprobs is None else sequence.sampling_logprobs[part]
         shown.append(
-            TokenSequence(
+            ShownTokens(
                 prompt_tokens=len(sequence.prompt_ids),
                 prompt=_columns(sequence.prompt_ids[-PROMPT_TOKENS_SHOWN:], vocabulary),
                 num_tokens=len(sequence.ids),

@@ -20,7 +20,7 @@ from cohort.cli import main
 from cohort.config import config_from_dict, load_config
 from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
-from cohort.plan import plan_run
+from cohort.plan import schedule_run
 from cohort.records import Prompt, ScoredGroup, TurnStats
 from commands import assert_refused
 from configs import MINIMAL
@@ -96,7 +96,7 @@ def test_the_lines_say_what_data_there_is_and_how_rewards_were_sampled(sections,
     out = io.StringIO()
     display = ConsoleDisplay(console=Console(file=out, width=200))
     config = config_from_dict({**MINIMAL, "train": {"steps": 8}, **sections})
-    display.started(plan_run(config, num_prompts=num_prompts), steps_done=0)
+    display.started(schedule_run(config, num_prompts=num_prompts), steps_done=0)
     display.close()
     metrics = {"eval/accuracy": 0.7, "eval/reward": 0.7, "eval/completions/mean_length": 3.0}
     display.evaluated(0, metrics, [group_of([1.0], ["4"])])
@@ -237,7 +237,7 @@ def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: p
     if task == "code":
         assert "sandbox: " in out and "def " in out
     config = load_config(tmp_path / "run" / "config.yaml")  # the same run by `cohort train`
-    assert plan_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
+    assert schedule_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
     assert run_command(monkeypatch, *command, "--seed", 3) == 0
     assert "already finished" in capsys.readouterr().out
     assert run_command(monkeypatch, *command, "--seed", 4) == 2

@@ -14,10 +14,10 @@ from cohort.models import Policy, end_token_ids
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout import (
     CallKey,
-    Completion,
     Prefetcher,
     RolloutCollector,
     RolloutEngine,
+    SampledCompletion,
     Sampler,
     SampleRequest,
     SamplingParams,
@@ -106,7 +106,7 @@ class ThreadEngine:
         self._calls = CallQueue()
         self._num_computing = 0  # groups
         self._num_loaded = 0
-        self._held_back: list[tuple[int, list[PendingCall], list[Completion], int]] = []
+        self._held_back: list[tuple[int, list[PendingCall], list[SampledCompletion], int]] = []
         self._asked: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -150,13 +150,13 @@ class ThreadEngine:
                 group = self._sampler.sample([request])
             calls[0].result.get_loop().call_soon_threadsafe(self._sampled, calls, group, version)
 
-    def _sampled(self, calls: list[PendingCall], group: list[Completion], version: int) -> None:
+    def _sampled(self, calls: list[PendingCall], group: list[SampledCompletion], version: int) -> None:
         self._num_computing -= 1
         self._held_back.append((self._num_loaded + 2, calls, group, version))
         if calls[0].key.prompt_id % self._one_in:
             self._let_go(self._held_back[-1:])
 
-    def _let_go(self, entries: list[tuple[int, list[PendingCall], list[Completion], int]]) -> None:
+    def _let_go(self, entries: list[tuple[int, list[PendingCall], list[SampledCompletion], int]]) -> None:
         for entry in entries:
             self._held_back.remove(entry)
             for call, completion in zip(entry[1], entry[2], strict=True):

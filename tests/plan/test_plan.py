@@ -9,7 +9,7 @@ import pytest
 
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
-from cohort.plan import plan_run
+from cohort.plan import schedule_run
 from cohort.plan.advice import replan
 from cohort.plan.hardware import GPUS, find_gpu, hardware, parse_bytes
 from cohort.plan.layout import plan_layout
@@ -208,7 +208,7 @@ def test_nodes_that_train_are_enough_for_the_state(nodes: int) -> None:
 def test_a_critics_warm_up_and_a_part_of_the_steps() -> None:
     settings = config("algorithm.name=ppo", "critic.warmup_steps=8", "train.warmup_ratio=0.2", "train.epochs=1")
     with pytest.raises(UserError, match=r"8 plus train.warmup_ratio: 0.2 leaves none of the run's 10 .* at most 7"):
-        plan_run(settings, num_prompts=10 * settings.train.prompts_per_step)
+        schedule_run(settings, num_prompts=10 * settings.train.prompts_per_step)
 
 
 @pytest.mark.parametrize(("waits", "warmup", "most"), [(10, 0, 9), (8, 2, 7), (9, 2, 7)])
@@ -219,9 +219,9 @@ def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int,
     )
     prompts = 10 * settings.train.prompts_per_step
     with pytest.raises(UserError, match=rf"critic.warmup_steps: {waits} .* run's 10 steps .* at most {most}"):
-        plan_run(settings, num_prompts=prompts)
+        schedule_run(settings, num_prompts=prompts)
     shorter = settings.model_copy(update={"critic": settings.critic.model_copy(update={"warmup_steps": most})})
-    assert plan_run(shorter, num_prompts=prompts).num_steps == 10
+    assert schedule_run(shorter, num_prompts=prompts).num_steps == 10
 
 
 @pytest.mark.parametrize(

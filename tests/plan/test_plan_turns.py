@@ -2,7 +2,7 @@
 
 import pytest
 
-from cohort.plan import plan_run
+from cohort.plan import schedule_run
 from cohort.plan.advice import advise
 from cohort.plan.hardware import hardware
 from cohort.plan.limits import explain_no_limit, largest
@@ -39,7 +39,7 @@ def test_evaluations_limit_a_call_where_there_are_turns(turns: tuple[str, ...], 
 
 def test_a_schedule_and_micro_batches_have_whole_trajectories() -> None:
     turns = config(*THREE)
-    assert plan_run(turns, num_prompts=6).max_new_tokens == 800
+    assert schedule_run(turns, num_prompts=6).max_new_tokens == 800
     assert min_budget(turns) == 900
     group = 100 + 4 * 799  # the last token is not an input
     assert max_useful_budget(turns, 2) == 3 * group

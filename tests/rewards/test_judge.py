@@ -18,7 +18,7 @@ from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.completion_text import transcript
 from cohort.rewards.judge import CACHE_NAME, JudgePrompt, JudgeReward, ReplyCache, read_rubric
-from cohort.rewards.remote import Endpoint, Failure, _retry_after_s
+from cohort.rewards.remote import Failure, RemoteClient, _retry_after_s
 from json_server import chat_reply, serving
 from reward_samples import MESSAGES, group, reward
 from waiting import free_port, until
@@ -275,7 +275,7 @@ def test_text_and_replies_that_cannot_be_read_are_not_the_end(prompt):
         def too_deep(number, answer):
             raise RecursionError("maximum recursion depth exceeded while decoding a JSON array")
 
-        endpoint = Endpoint(url=server.url, retries=0)
+        endpoint = RemoteClient(url=server.url, retries=0)
         [failure] = asyncio.run(endpoint.post_all([{"messages": [{"content": "a"}]}], too_deep, budget_s=9))
         assert isinstance(failure, Failure) and failure.kind == "invalid_answer"
 

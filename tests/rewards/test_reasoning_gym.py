@@ -9,7 +9,7 @@ from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards.reasoning_gym import ReasoningGymReward, answer_in_tags
 from cohort.rollout.environments.libraries.reasoning_gym import Answer, SandboxScorer
-from cohort.sandbox import Job, Outcome, SharedSandbox
+from cohort.sandbox import Job, JobResult, SharedSandbox
 from cohort.sandbox.process import Limits
 
 COUNTDOWN = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
@@ -85,11 +85,11 @@ class Scripted:
     limits = Limits.of(SandboxConfig())
     max_concurrent = 1
 
-    def __init__(self, *outcomes: Outcome | None) -> None:
+    def __init__(self, *outcomes: JobResult | None) -> None:
         self.outcomes = list(outcomes)
         self.asked: list[list[str]] = []
 
-    def run_all(self, jobs: list[Job], *, budget_s: float) -> list[Outcome | None]:
+    def run_all(self, jobs: list[Job], *, budget_s: float) -> list[JobResult | None]:
         [job] = jobs
         assert job.limits is not None and job.limits.wall_s <= job.limits.cpu_s <= 9
         self.asked.append([case["arguments"][1] for case in job.request["cases"]])
@@ -97,18 +97,20 @@ class Scripted:
         if outcome is None:
             return [None]
         records = [{**record, "token": job.request["token"]} for record in outcome.records[1:]]
-        return [Outcome(started=outcome.started, records=(*outcome.records[:1], *records))]
+        return [JobResult(started=outcome.started, records=(*outcome.records[:1], *records))]
 
 
 def test_the_answer_that_ends_the_process_is_not_judged_and_those_behind_it_are_scored_in_another():
     begun = {"begun": True}
     sandbox = Scripted(
-        Outcome(started=True, records=(begun, {"value": 1.0})),
-        Outcome(started=True, records=(begun, {"value": 7.0}, {"value": None}, {"error": "ValueError"}, {"value": 0})),
+        JobResult(started=True, records=(begun, {"value": 1.0})),
+        JobResult(
+            started=True, records=(begun, {"value": 7.0}, {"value": None}, {"error": "ValueError"}, {"value": 0})
+        ),
     )
     scorer = SandboxScorer(sandbox)  # type: ignore[arg-type]
     answers = [Answer("countdown", text, {}) for text in "abcdef"]
     assert scorer.score_all(answers, budget_s=9.0) == [1.0, None, None, None, None, 0.0]
     assert sandbox.asked == [[*"abcdef"], [*"cdef"]]
-    for failed in (None, Outcome(started=False), Outcome(started=True, records=({"in": "before", "error": "no"},))):
+    for failed in (None, JobResult(started=False), JobResult(started=True, records=({"in": "before", "error": "no"},))):
         assert SandboxScorer(Scripted(failed)).score_all(answers, budget_s=9.0) == [None] * 6  # type: ignore[arg-type]

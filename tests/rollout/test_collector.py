@@ -19,10 +19,10 @@ from cohort.ranks import stopping
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
 from cohort.rollout import (
     CallKey,
-    Completion,
     Generate,
     LocalEngine,
     RolloutCollector,
+    SampledCompletion,
     Sampler,
     SampleRequest,
     SamplingParams,
@@ -59,7 +59,7 @@ class RecordedSampler:
         self.num_ranks = num_ranks
         self.batches: list[Sequence[SampleRequest]] = []
 
-    def __call__(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def __call__(self, requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
         self.batches.append(requests)
         shares = split_requests(requests, self.num_ranks)
         return [completion for share in shares for completion in self.sampler.sample(share)]
@@ -362,7 +362,7 @@ def test_no_deadline_expires_while_a_local_engine_samples(monkeypatch: pytest.Mo
     monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: time.monotonic() + sampling_s[0])
     sampler = RecordedSampler()
 
-    def sample(requests: Sequence[SampleRequest]) -> list[Completion]:
+    def sample(requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
         sampling_s[0] += 100
         return sampler(requests)
 

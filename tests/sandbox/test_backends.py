@@ -18,10 +18,10 @@ from cohort.errors import UserError
 from cohort.rewards.code import CodeReward
 from cohort.sandbox import Job, Sandbox, SharedSandbox, open_sandbox
 from cohort.sandbox import choose as choosing
-from cohort.sandbox import launcher as launching
+from cohort.sandbox import fork_server as launching
 from cohort.sandbox.backends import Container, Unconfined
+from cohort.sandbox.fork_server import ForkedChild, ForkServer
 from cohort.sandbox.interpreter import _verdicts_read, find_interpreter, new_folder
-from cohort.sandbox.launcher import LaunchedChild, Launcher
 from cohort.sandbox.probe import probe, set_out
 from cohort.sandbox.process import Limits
 from sandboxes import BACKENDS, LIMITS, graded, sandbox_or_skip
@@ -222,17 +222,17 @@ def test_output_and_many_verdicts(tmp_path):
     assert outcome.ending == "output limit"
 
 
-def test_the_launcher_has_nothing_of_the_environment(monkeypatch):
+def test_the_server_has_nothing_of_the_environment(monkeypatch):
     monkeypatch.setenv("COHORT_TEST_SECRET", "57005")
-    launcher = Launcher()
-    channel = launcher._running()
+    server = ForkServer()
+    channel = server._running()
     try:
-        environment = Path(f"/proc/{launcher._process.pid}/environ").read_bytes()
+        environment = Path(f"/proc/{server._process.pid}/environ").read_bytes()
         assert environment.startswith(b"PYTHONPATH=") and b"57005" not in environment
     finally:
         channel.close()
-        launcher._process.kill()
-        launcher._process.wait()
+        server._process.kill()
+        server._process.wait()
 
 
 def test_a_supervisor_that_hangs_is_killed(monkeypatch):
@@ -241,7 +241,7 @@ def test_a_supervisor_that_hangs_is_killed(monkeypatch):
     command = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
     supervisor = subprocess.Popen(command, pass_fds=[end_write])
     os.close(end_write)
-    child = LaunchedChild(supervisor.pid, -1, -1, -1, ended, lifeline)
+    child = ForkedChild(supervisor.pid, -1, -1, -1, ended, lifeline)
     assert child.end() is None
     assert supervisor.wait() == -signal.SIGKILL
     for fd in (ended, life):

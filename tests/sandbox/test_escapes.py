@@ -475,7 +475,7 @@ def test_nothing_outlives_a_death(sandbox, victim):
                 wait_until(lambda: sum(os.path.lexists(f"/proc/{pid}/fd/9") for pid in canaries.marked()) == 3)
                 (first,) = descendants(trainer.pid)[1:2]
                 died = {"trainer": trainer.pid, "supervisor": first}[victim]
-                if victim == "supervisor" and sandbox.backend.name == "sandlock":  # the launcher is the first
+                if victim == "supervisor" and sandbox.backend.name == "sandlock":  # the fork server is the first
                     died = descendants(first)[1]
                 os.kill(died, signal.SIGKILL)
                 wait_until(lambda: not canaries.marked())

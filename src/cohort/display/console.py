@@ -107,22 +107,22 @@ class ConsoleDisplay(Display):
         self._save = _LateBar(self._progress, "saving (MB)")
         self._rewards: dict[str, _LateBar] = {}
 
-    def started(self, plan: RunSchedule, *, steps_done: int) -> None:
+    def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """Print the number of steps and their size."""
-        self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, plan.num_steps
-        updates = f", {plan.updates_per_rollout} updates" if plan.updates_per_rollout > 1 else ""
-        self._eval_sampling = f"temperature {plan.eval_temperature:g}" if plan.eval_temperature else "greedy"
+        self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, schedule.num_steps
+        updates = f", {schedule.updates_per_rollout} updates" if schedule.updates_per_rollout > 1 else ""
+        self._eval_sampling = f"temperature {schedule.eval_temperature:g}" if schedule.eval_temperature else "greedy"
         data = "no data, only an environment"
-        if plan.has_data:
-            data = f"{plan.num_prompts} prompts, {plan.steps_per_epoch:.4g} steps per epoch"
+        if schedule.has_data:
+            data = f"{schedule.num_prompts} prompts, {schedule.steps_per_epoch:.4g} steps per epoch"
+        step = f"{schedule.prompts_per_step} prompts × {schedule.num_generations} generations"
         self._print(
-            f"{plan.num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} generations = "
-            f"{plan.completions_per_step} completions{updates}; {data}"
+            f"{schedule.num_steps} steps of {step} = {schedule.completions_per_step} completions{updates}; {data}"
         )
         if steps_done:
             self._print(f"resuming after step {steps_done}")
         self._progress.start()
-        self._steps = self._progress.add_task("training", total=plan.num_steps, completed=steps_done, left="")
+        self._steps = self._progress.add_task("training", total=schedule.num_steps, completed=steps_done, left="")
 
     def notify(self, text: str) -> None:
         """Print a line."""

@@ -17,7 +17,7 @@ from cohort.plan.memory import (
     host_bytes,
     plan_memory,
 )
-from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, plan_run
+from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload, critic_workload, process_workload
 
@@ -197,7 +197,7 @@ def predict_run(
     workload = process_workload(config, shape, hardware, micro_batches, shared=layout.shared)
     num_steps = config.train.steps
     if num_prompts is not None:
-        num_steps = plan_run(config, num_prompts=num_prompts).num_steps
+        num_steps = schedule_run(config, num_prompts=num_prompts).num_steps
     return Plan(
         config=config,
         shape=shape,

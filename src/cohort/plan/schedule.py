@@ -52,7 +52,7 @@ class RunSchedule:
         return self.completions_every > 0 and steps_done % self.completions_every == 0
 
 
-def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
+def schedule_run(config: Config, *, num_prompts: int) -> RunSchedule:
     """Plan a run's steps from its configuration and the number of training prompts.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
-from cohort.rewards.code_verdict import Verdict, job_request, judge
+from cohort.rewards.code_verdict import CodeVerdict, job_request, judge
 from cohort.rewards.completion_text import answer_text, excerpt
 from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
@@ -113,7 +113,7 @@ class CodeReward:
             "stop_early": score == "all",
         }
         jobs: dict[str, tuple[Tests, str, Job]] = {}  # completions of a group repeat: judge each once
-        verdicts: dict[str, Verdict] = {}
+        verdicts: dict[str, CodeVerdict] = {}
         keys: list[str | None] = []
         for completion, row, of_row in zip(completions, rows, tests, strict=True):
             if of_row is None:
@@ -121,7 +121,7 @@ class CodeReward:
                 continue
             if isinstance(of_row, str):
                 keys.append(of_row)
-                verdicts[of_row] = Verdict(None, (f"the tests cannot be read: {of_row}",))
+                verdicts[of_row] = CodeVerdict(None, (f"the tests cannot be read: {of_row}",))
                 continue
             if commands["run"] is not None and not isinstance(of_row, ProgramTests):
                 raise UserError(f"args.language: {name} needs stdin tests, but {tests_column!r} tests Python functions")
@@ -129,7 +129,7 @@ class CodeReward:
             key = json.dumps([code, row], default=str)
             keys.append(key)
             if (problem := _too_large(of_row, self.sandbox.limits)) is not None:
-                verdicts[key] = Verdict(None, (problem,))
+                verdicts[key] = CodeVerdict(None, (problem,))
             elif key not in jobs:
                 token = secrets.token_hex(16)
                 request = job_request(of_row, code, token, options=options)
@@ -138,7 +138,7 @@ class CodeReward:
             [job for *_, job in jobs.values()], budget_s=self._budget_s, on_progress=self.on_progress
         )
         for (key, (of_row, token, _)), outcome in zip(jobs.items(), outcomes, strict=True):
-            verdicts[key] = Verdict(None, ("out of time",)) if outcome is None else judge(of_row, outcome, token)
+            verdicts[key] = CodeVerdict(None, ("out of time",)) if outcome is None else judge(of_row, outcome, token)
         rewards = self._rewards([None if key is None else verdicts[key] for key in keys], score)
         if unreadable := sum(isinstance(of_row, str) for of_row in tests):
             self.last_counts["unreadable_tests"] = unreadable
@@ -154,7 +154,7 @@ class CodeReward:
                     "args.tests_column to the column with the tests"
                 )
 
-    def _rewards(self, verdicts: Sequence[Verdict | None], score: str) -> list[float | None]:
+    def _rewards(self, verdicts: Sequence[CodeVerdict | None], score: str) -> list[float | None]:
         counts: Counter[str] = Counter()
         rewards: list[float | None] = []
         for verdict in verdicts:
@@ -234,7 +234,7 @@ def _too_large(tests: Tests, limits: Limits) -> str | None:
     return None
 
 
-def _details(verdict: Verdict) -> str:
+def _details(verdict: CodeVerdict) -> str:
     """Return the results as JSON, for the completions file."""
     if verdict.passed is None:
         return json.dumps({"not_judged": verdict.notes[0]})

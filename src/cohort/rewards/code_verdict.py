@@ -8,14 +8,14 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from cohort.rewards.code_tests import CallCase, FunctionTests, ProgramTests, PytestTests, StdinCase, Tests
-from cohort.sandbox import Outcome
+from cohort.sandbox import JobResult
 from cohort.sandbox.guest import MAX_DEPTH, MAX_ERROR_CHARS
 
 _MAX_NUMBER_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CodeVerdict:
     """Whether each case passed, with a word on those that did not; None if nothing was judged."""
 
     passed: tuple[bool, ...] | None
@@ -23,7 +23,7 @@ class Verdict:
     shares_interpreter: bool = False
 
 
-def judge(tests: Tests, outcome: Outcome, token: str) -> Verdict:
+def judge(tests: Tests, outcome: JobResult, token: str) -> CodeVerdict:
     """Compare the records of a run with what the tests expect.
 
     Args:
@@ -32,13 +32,13 @@ def judge(tests: Tests, outcome: Outcome, token: str) -> Verdict:
         token: secret of the job, which records of tests in a shared interpreter must repeat.
     """
     if not outcome.started:
-        return Verdict(None, (f"sandbox did not start: {outcome.errors[-200:]}",))
+        return CodeVerdict(None, (f"sandbox did not start: {outcome.errors[-200:]}",))
     records = outcome.records
     # the guest sends "begun" before it runs the code, so what comes in its place cannot be the code's
     if not records or records[0].get("begun") is not True:
         how = outcome.ending if outcome.ending != "exited" else f"exit code {outcome.exit_code}"
         error = records[0].get("error") if records else how
-        return Verdict(None, (f"the tests' setup failed: {error}",))
+        return CodeVerdict(None, (f"the tests' setup failed: {error}",))
     if not isinstance(tests, ProgramTests):
         records = tuple(record for record in records if record.get("token") == token)
     if isinstance(tests, PytestTests):
@@ -47,7 +47,7 @@ def judge(tests: Tests, outcome: Outcome, token: str) -> Verdict:
             results = [note or "pytest did not finish" for note in results]
     else:
         results = _of_cases(tests.cases, records, outcome)
-    return Verdict(tuple(not note for note in results), tuple(results), tests.shares_interpreter)
+    return CodeVerdict(tuple(not note for note in results), tuple(results), tests.shares_interpreter)
 
 
 def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, An
     return {"kind": "functions", "token": token, "parts": parts, "cases": [case.request() for case in tests.cases]}
 
 
-def _of_cases(cases: Sequence[Any], records: Sequence[Mapping[str, Any]], outcome: Outcome) -> list[str]:
+def _of_cases(cases: Sequence[Any], records: Sequence[Mapping[str, Any]], outcome: JobResult) -> list[str]:
     """Return why each case failed, "" if it passed."""
     by_case: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     errors = []

@@ -19,7 +19,7 @@ from cohort.config.section import expand_home
 from cohort.errors import UserError, suggest
 from cohort.rewards.completion_text import excerpt, transcript
 from cohort.rewards.function import check_number, column_values, compile_pattern, keyword_parameters
-from cohort.rewards.remote import Endpoint, Failure, check_endpoint_arguments
+from cohort.rewards.remote import Failure, RemoteClient, check_endpoint_arguments
 
 ROLLOUT_PLACEHOLDERS = ("prompt", "completion")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
@@ -304,7 +304,7 @@ _REPLY = "reply"  # detail column with the judge's text
 class _Settings:
     """The checked arguments."""
 
-    endpoint: Endpoint
+    endpoint: RemoteClient
     model: str
     prompt: JudgePrompt
     rubric: Rubric
@@ -351,7 +351,7 @@ class JudgeReward:
         self._asks_late = not ask_server_first
         self._budget_s = budget_s
         self._run_folder = run_folder
-        self._found: Endpoint | None = None  # the endpoint that has answered
+        self._found: RemoteClient | None = None  # the endpoint that has answered
         self._cache: ReplyCache | None = None
         self._prompts: dict[str, JudgePrompt] = {}  # by file; each is read once, so it does not change during a run
         self._examples: dict[str, str] = {}  # kind of failure -> its first example
@@ -520,7 +520,7 @@ def _settings(
     if any(criterion.name == _REPLY for criterion in rubric.criteria):
         raise ValueError(f"criteria.{_REPLY}: is the name of the column with the judge's text; use another name")
     return _Settings(
-        endpoint=Endpoint(
+        endpoint=RemoteClient(
             url=_chat_url(url),
             api_key_env=api_key_env,
             max_concurrent=max_concurrent,

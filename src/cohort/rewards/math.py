@@ -25,7 +25,7 @@ from cohort.errors import UserError
 from cohort.rewards.completion_text import answer_text, completion_text, excerpt
 from cohort.rewards.function import check_number, column_values
 
-Verdict = Literal[
+Grade = Literal[
     "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
 ]  # fmt: skip
 Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
@@ -59,7 +59,7 @@ class MathWorker:
         """Process id of the running child, or None."""
         return self._children[0].process.pid if self._children else None
 
-    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Verdict:
+    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Grade:
         """Grade the answer in `text`. Returns "timeout" past the deadline, and "crashed" if two children died of it.
 
         Raises:
@@ -73,7 +73,7 @@ class MathWorker:
                 request["grader"] = grader
                 reply, late = child.exchange(request, deadline_s)
                 if reply is not None and not late:
-                    verdict: Verdict = reply["verdict"]
+                    verdict: Grade = reply["verdict"]
                     return verdict
                 _end_all(self._children)
                 if late:
@@ -177,7 +177,7 @@ def _end_all(children: list[_Child]) -> None:
         children.pop().end()
 
 
-VERDICT_REWARDS: Mapping[Verdict, float | None] = {
+VERDICT_REWARDS: Mapping[Grade, float | None] = {
     "correct": 1.0,
     "wrong": 0.0,
     "answer_unparsable": 0.0,
@@ -197,7 +197,7 @@ class AnswerGrader:
         *,
         worker: MathWorker | None = None,
         budget_s: float = 240.0,
-        shortcut: Callable[[str, str], Verdict | None] = lambda gold, text: None,
+        shortcut: Callable[[str, str], Grade | None] = lambda gold, text: None,
     ) -> None:
         """Create a grader.
 
@@ -207,20 +207,20 @@ class AnswerGrader:
             budget_s: seconds for all completions of a call; the rest is not graded.
             shortcut: the verdict on a gold answer and a text where it is known without the worker, else None.
         """
-        self.last_counts: dict[Verdict, int] = {}  # verdicts of the last call other than "correct" and "wrong"
+        self.last_counts: dict[Grade, int] = {}  # verdicts of the last call other than "correct" and "wrong"
         self._grader = grader
         self.worker = worker or MathWorker()
         self._budget_s = budget_s
         self._shortcut = shortcut
 
-    def grade_all(self, golds: Sequence[str], texts: Sequence[str], *, deadline_s: float) -> list[Verdict]:
+    def grade_all(self, golds: Sequence[str], texts: Sequence[str], *, deadline_s: float) -> list[Grade]:
         """Return one verdict per completion; `deadline_s` is for each.
 
         Raises:
             UserError: the worker does not start.
         """
         end = time.monotonic() + self._budget_s
-        verdicts: dict[tuple[str, str], Verdict] = {}  # completions of a group repeat: grade each answer once
+        verdicts: dict[tuple[str, str], Grade] = {}  # completions of a group repeat: grade each answer once
         pairs = list(zip(golds, texts, strict=True))
         for pair in pairs:
             if pair not in verdicts:
@@ -233,7 +233,7 @@ class AnswerGrader:
         """Stop the worker; the next call starts another."""
         self.worker.close()
 
-    def _grade(self, gold: str, text: str, deadline_s: float) -> Verdict:
+    def _grade(self, gold: str, text: str, deadline_s: float) -> Grade:
         if deadline_s <= 0:
             return "out_of_time"
         if not gold:
@@ -272,7 +272,7 @@ class MathReward:
         self._grader = AnswerGrader(worker=worker, budget_s=budget_s, shortcut=plain_verdict)
 
     @property
-    def last_counts(self) -> Mapping[Verdict, int]:
+    def last_counts(self) -> Mapping[Grade, int]:
         """Verdicts of the last call other than "correct" and "wrong"."""
         return self._grader.last_counts
 
@@ -319,7 +319,7 @@ def gold_text(answer: Any, answer_column: str = "answer") -> str:
     return str(answer).rpartition("####")[2].strip()
 
 
-def plain_verdict(gold: str, text: str) -> Verdict | None:
+def plain_verdict(gold: str, text: str) -> Grade | None:
     """Return the verdict if both answers are plain integers, for which the worker would find the same; else None.
 
     Integers below 10^12 without leading zeros are equal exactly if their texts are, and math-verify compares them
@@ -341,7 +341,7 @@ class GradedReward:
         self.grader = grader
 
     @property
-    def last_counts(self) -> Mapping[Verdict, int]:
+    def last_counts(self) -> Mapping[Grade, int]:
         """Verdicts of the last call other than "correct" and "wrong"."""
         return self.grader.last_counts
 
@@ -349,7 +349,7 @@ class GradedReward:
         """Stop the worker; the next call starts another."""
         self.grader.close()
 
-    def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Verdict]:
+    def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Grade]:
         """Return one verdict per completion; a gold answer of None cannot be parsed."""
         texts = [answer_text(completion) for completion in completions]
         return self.grader.grade_all(

@@ -14,7 +14,7 @@ from typing import Any
 
 from cohort.rewards.completion_text import excerpt, messages_of
 from cohort.rewards.function import check_choice, check_number, keyword_parameters
-from cohort.rewards.remote import Endpoint, Failure, check_endpoint_arguments
+from cohort.rewards.remote import Failure, RemoteClient, check_endpoint_arguments
 from cohort.rewards.sequence_classifier import Classifier, ModelSettings, check_classifier, pick_device
 
 _JSON_ROWS = 16  # completions of a request of the JSON form
@@ -24,7 +24,7 @@ _JSON_ROWS = 16  # completions of a request of the JSON form
 class RemoteModel:
     """A reward model behind a URL."""
 
-    endpoint: Endpoint
+    endpoint: RemoteClient
     api: str  # "pooling" or "json"
     model: str | None  # as the server names it
     label: int  # index of the output that is the score
@@ -250,7 +250,7 @@ def _settings(args: Mapping[str, Any]) -> ModelSettings | RemoteModel:
         raise ValueError(f"url: {args['url']!r} must be an address such as http://host:8000")
     url = args["url"] if api == "json" else f"{args['url'].rstrip('/').removesuffix('/pooling')}/pooling"
     return RemoteModel(
-        endpoint=Endpoint(url=url, api_key_env=args.get("api_key_env"), **options),
+        endpoint=RemoteClient(url=url, api_key_env=args.get("api_key_env"), **options),
         api=api,
         model=args.get("model"),
         label=label,

@@ -45,7 +45,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class RemoteClient:
     """A URL that answers JSON with JSON. It keeps no connections between calls, so it works with any event loop.
 
     Statuses of a wrong configuration are errors until the first request succeeds. From then on they are failures of
@@ -226,7 +226,7 @@ class Endpoint:
 
 
 def check_endpoint_arguments(*, max_concurrent: object, request_timeout_s: object, retries: object) -> None:
-    """Check the arguments of rewards that are passed to `Endpoint`.
+    """Check the arguments of rewards that are passed to `RemoteClient`.
 
     Raises:
         ValueError: one of them is out of range.

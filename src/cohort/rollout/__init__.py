@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from cohort.rollout.collector import RolloutCollector, RolloutFunction
 from cohort.rollout.engines.base import (
     CallKey,
-    Completion,
     Generate,
     Purpose,
     RolloutEngine,
+    SampledCompletion,
     SampleRequest,
     SamplingParams,
     StepKey,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallKey",
-    "Completion",
     "Generate",
     "LocalEngine",
     "Prefetcher",
@@ -31,6 +30,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutFunction",
     "SampleRequest",
+    "SampledCompletion",
     "Sampler",
     "SamplingParams",
     "StepKey",

@@ -36,7 +36,7 @@ class StepReport:
 class Display:
     """Receives the events of a run in order. The base class ignores them all."""
 
-    def started(self, plan: RunSchedule, *, steps_done: int) -> None:
+    def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """The run starts, or resumes after `steps_done` steps."""
 
     def notify(self, text: str) -> None:

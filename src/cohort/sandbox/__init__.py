@@ -5,6 +5,6 @@ process in there; expected results never enter, and what comes back is data from
 """
 
 from cohort.sandbox.choose import SharedSandbox, open_sandbox
-from cohort.sandbox.pool import Job, Outcome, Sandbox
+from cohort.sandbox.pool import Job, JobResult, Sandbox
 
-__all__ = ["Job", "Outcome", "Sandbox", "SharedSandbox", "open_sandbox"]
+__all__ = ["Job", "JobResult", "Sandbox", "SharedSandbox", "open_sandbox"]

@@ -14,8 +14,8 @@ from typing import Protocol
 import httpx2
 
 from cohort.config.hardware import SandboxConfig
+from cohort.sandbox.fork_server import ForkServer
 from cohort.sandbox.interpreter import GUEST_SOURCE, Interpreter, system_libraries
-from cohort.sandbox.launcher import Launcher
 from cohort.sandbox.process import Conversation, Limits, PopenChild, ProcessResult, run_process
 from cohort.sandbox.system_calls import filter_program
 
@@ -138,7 +138,7 @@ class Sandlock:
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
-        self._launcher = Launcher()
+        self._launcher = ForkServer()
         # of verdicts at the same time: where Landlock does not keep signals away, user ids do
         self._uids = itertools.cycle(range(_OWN_UID, _OWN_UID + _NUM_UIDS))
         hidden = (*interpreter.hidden, *_third_party_folders())

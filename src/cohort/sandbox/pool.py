@@ -22,7 +22,7 @@ _GRACE = 0.1  # share of a budget that is waited for what is being ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobResult:
     """What came back from one job. Nothing in `records` is to be trusted: judged code may have written it."""
 
     started: bool  # whether the sandbox worked; if not, nothing was judged
@@ -54,7 +54,7 @@ class Sandbox:
     protections: tuple[str, ...] = field(default=())  # that the probe found to hold; none without a sandbox
     lacks: tuple[str, ...] = field(default=())  # protections that it found not to hold
 
-    def run(self, job: Job, *, end: float = math.inf) -> Outcome:
+    def run(self, job: Job, *, end: float = math.inf) -> JobResult:
         """Run one job. A sandbox that does not start is tried twice.
 
         Args:
@@ -70,7 +70,7 @@ class Sandbox:
         *,
         budget_s: float,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Outcome | None]:
+    ) -> list[JobResult | None]:
         """Run jobs concurrently and return their outcomes, None for those without: time is up, or the run stops.
 
         Args:
@@ -81,7 +81,7 @@ class Sandbox:
         end = time.monotonic() + budget_s
         lock, done = threading.Lock(), 0
 
-        def run(job: Job) -> Outcome | None:
+        def run(job: Job) -> JobResult | None:
             nonlocal done
             goes_on = time.monotonic() < end and stopping.requested() is None
             outcome = self.run(job, end=end) if goes_on else None
@@ -110,7 +110,7 @@ class Sandbox:
         settings = {"limits": rlimits, "path": path, "filter": self.backend.guest_filter}
         return self.backend.run(marshal.dumps(settings, FORMAT).hex(), request, limits, toolchain=toolchain)
 
-    def _run_once(self, job: Job, end: float) -> Outcome:
+    def _run_once(self, job: Job, end: float) -> JobResult:
         limits = job.limits or self.limits
         left_s = end - time.monotonic()
         is_short = left_s < limits.wall_s
@@ -120,11 +120,11 @@ class Sandbox:
         try:
             result = self._start(request, limits, toolchain=job.toolchain)
         except OSError as error:
-            return Outcome(started=False, errors=str(error))
+            return JobResult(started=False, errors=str(error))
         max_records = _MORE_RECORDS + len(job.request.get("cases", ()))
         records = tuple(_records(result.output, max_records))
         started = bool(records) and records[0] == {"ready": True}
-        return Outcome(
+        return JobResult(
             started=started,
             was_cut=is_short and result.ending == "wall time",
             ending=result.ending,

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cohort.sandbox.backends import GUEST_ENV
-from cohort.sandbox.pool import Job, Outcome, Sandbox
+from cohort.sandbox.pool import Job, JobResult, Sandbox
 from cohort.sandbox.process import Limits
 from cohort.sandbox.system_calls import refused
 
@@ -381,7 +381,7 @@ def probe(sandbox: Sandbox) -> dict[str, str]:
         return failed
 
 
-def _attempt(sandbox: Sandbox, function: str, arguments: list[Any]) -> Outcome:
+def _attempt(sandbox: Sandbox, function: str, arguments: list[Any]) -> JobResult:
     case = {"function": function, "arguments": arguments}
     parts = {"before": "", "code": _ATTEMPTS, "after": ""}
     request = {"kind": "functions", "token": "", "parts": parts, "cases": [case]}
@@ -389,7 +389,7 @@ def _attempt(sandbox: Sandbox, function: str, arguments: list[Any]) -> Outcome:
     return sandbox.run(Job(request=request, limits=limits))
 
 
-def _achieved(outcome: Outcome) -> str:
+def _achieved(outcome: JobResult) -> str:
     """Return what an attempt achieved. One that was killed or raised achieved nothing."""
     value = next((record["value"] for record in outcome.records if "value" in record), "")
     if outcome.started:

@@ -1,4 +1,4 @@
-"""The process that starts others under sandlock. Run by `launcher`; it imports nothing of Cohort.
+"""The process that starts others under sandlock. Run by `fork_server`; it imports nothing of Cohort.
 
 Each order arrives with five descriptors: standard input, output and error, one to write the exit code to, and one whose
 end means that the run no longer wants the result. A forked process serves it.

@@ -18,7 +18,7 @@ class SessionEnded(Exception):  # noqa: N818
     """The process of a session has ended: its variables are lost."""
 
 
-class Session:
+class PythonSession:
     """One confined process, which starts with the first call and is killed by `close`.
 
     Calls come one after another. After `SessionEnded`, the session is of no more use.
@@ -105,7 +105,9 @@ class _Exchange:
     def __init__(self, child: Child, limits: Limits, *, is_ready: bool) -> None:
         self._child, self._limits, self._is_ready = child, limits, is_ready
 
-    def run(self, session: Session, text: bytes, buffer: bytearray, num_lines: int, deadline: float) -> Ending | None:
+    def run(
+        self, session: PythonSession, text: bytes, buffer: bytearray, num_lines: int, deadline: float
+    ) -> Ending | None:
         """Return None if the lines are in `buffer`, else why not."""
         os.set_blocking(self._child.stdin, False)
         with selectors.DefaultSelector() as selector:

@@ -178,7 +178,7 @@ def _is_comparable(group: ScoredGroup) -> bool:
 
 def build_group_collector(
     config: Config,
-    plan: RunSchedule,
+    schedule: RunSchedule,
     collector: RolloutCollector,
     prompts: Prompts,
     rewards: RewardRunner,
@@ -190,9 +190,9 @@ def build_group_collector(
         prompts,
         SamplingParams.for_training(rollout),
         seed=config.train.seed,
-        prompts_per_step=plan.prompts_per_step,
-        num_steps=plan.num_steps,
-        updates_per_step=plan.updates_per_rollout,
+        prompts_per_step=schedule.prompts_per_step,
+        num_steps=schedule.num_steps,
+        updates_per_step=schedule.updates_per_rollout,
         max_staleness=rollout.max_staleness if rollout.samples_ahead else 0,
         drop_stale=rollout.samples_ahead and rollout.stale_completions == "drop",
     )
@@ -200,7 +200,7 @@ def build_group_collector(
     return GroupCollector(
         prefetcher,
         rewards,
-        prompts_per_step=plan.prompts_per_step,
+        prompts_per_step=schedule.prompts_per_step,
         max_rounds=rollout.resample,
         max_failed_ratio=rollout.max_failed_ratio,
         reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),

@@ -43,7 +43,7 @@ class Trainer:
         self.components = components
         self.inputs = components.inputs
         self.workers = components.workers
-        self.plan = components.inputs.plan
+        self.schedule = components.inputs.schedule
         self.folder = folder
         self.display = display
         self.clock = PhaseClock(display.phase)
@@ -98,13 +98,13 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining steps."""
-        self.display.started(self.plan, steps_done=self.first_step)
+        self.display.started(self.schedule, steps_done=self.first_step)
         find_auto_budget(self.config, self.inputs, self.workers, self.components.state, self.display.notify)
         check_first_parity(self.components.parity, self.first_step, self.display.notify)
         with self.checkpointer.saving_when_stopped():
             if self.first_step not in self.folder.metric_history("eval/accuracy"):
                 self._evaluate_if_due(self.first_step)
-            for step in range(self.first_step, self.plan.num_steps):
+            for step in range(self.first_step, self.schedule.num_steps):
                 stopping.check()
                 self.step(step)
 
@@ -139,13 +139,13 @@ class Trainer:
         self.steps_done = step + 1
         self.display.step(StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
         self._evaluate_if_due(step + 1)
-        if self.plan.saves_at(step + 1):
+        if self.schedule.saves_at(step + 1):
             self.checkpointer.save()
 
     def _write_completions(
         self, steps_done: int, collected: StepGroups, sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
     ) -> None:
-        if self.plan.writes_completions_at(steps_done):
+        if self.schedule.writes_completions_at(steps_done):
             self.folder.write_completions("step", steps_done, collected.groups, sequences)
             if self.config.run.record_tokens:
                 known = with_first_pass(self.workers, sequences, outputs)
@@ -156,7 +156,7 @@ class Trainer:
 
     def _evaluate_if_due(self, steps_done: int) -> None:
         evaluation = self.inputs.evaluation
-        if evaluation is None or not self.plan.evaluates_at(steps_done):
+        if evaluation is None or not self.schedule.evaluates_at(steps_done):
             return
         self.display.phase("evaluation")
         start = time.perf_counter()
@@ -175,12 +175,12 @@ class Trainer:
 
     def _progress(self) -> TrainerProgress:
         """Return how far the run is, for reward functions."""
-        plan, steps_done = self.plan, self.steps_done
+        schedule, steps_done = self.schedule, self.steps_done
         return TrainerProgress(
-            global_step=steps_done * plan.updates_per_rollout,
-            max_steps=plan.num_steps * plan.updates_per_rollout,
-            epoch=steps_done / plan.steps_per_epoch,
-            num_train_epochs=math.ceil(plan.num_steps / plan.steps_per_epoch),
+            global_step=steps_done * schedule.updates_per_rollout,
+            max_steps=schedule.num_steps * schedule.updates_per_rollout,
+            epoch=steps_done / schedule.steps_per_epoch,
+            num_train_epochs=math.ceil(schedule.num_steps / schedule.steps_per_epoch),
             log_history=tuple(self.log_history),
         )
 
@@ -205,7 +205,7 @@ class Trainer:
         # JSON keys are strings; use them here too, so that a summary equals the one read back from its file
         accuracies = {str(step): a for step, a in self.folder.metric_history("eval/accuracy").items()}
         summary: dict[str, Any] = {
-            "steps": self.plan.num_steps,
+            "steps": self.schedule.num_steps,
             "seed": self.config.train.seed,
             "seconds": round(self._seconds(), 2),
             "num_tokens": self.performance.num_tokens,
@@ -214,7 +214,7 @@ class Trainer:
         if accuracies:
             summary |= {
                 "accuracy_before": accuracies.get("0"),
-                "accuracy_after": accuracies.get(str(self.plan.num_steps)),
+                "accuracy_after": accuracies.get(str(self.schedule.num_steps)),
                 "accuracy_by_step": accuracies,
             }
         if warnings := [*self.inputs.sandbox.warnings, *self.inputs.rewards.warnings()]:

@@ -63,18 +63,18 @@ def train(
         ):
             console, display = display, Displays(log, display)
             summary = folder.summary()
-            if summary is not None and summary["steps"] >= inputs.plan.num_steps:
+            if summary is not None and summary["steps"] >= inputs.schedule.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
                 display.notify(f"for a new run, use another folder: run.dir={free_folder(folder.path)}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
             for note in _start_notes(config, inputs, folder):
                 display.notify(note)
             checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
-            check_steps(inputs.plan, state, folder.path)
+            check_steps(inputs.schedule, state, folder.path)
             plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, notify=display.notify)
             spec = WorkerSpec(
                 folder=folder.path,
-                num_steps=inputs.plan.num_steps,
+                num_steps=inputs.schedule.num_steps,
                 checkpoint=checkpoint,
                 micro_batch_tokens=initial_budget(config, inputs, state, ranks),
                 longest_sequence_tokens=inputs.longest_sequence_tokens,
@@ -91,7 +91,7 @@ def train(
             folder.rewind(steps_done, display.notify)
             for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
                 display.notify(warning)
-            log.begin(steps_done=steps_done, num_steps=inputs.plan.num_steps, files=files)
+            log.begin(steps_done=steps_done, num_steps=inputs.schedule.num_steps, files=files)
             if config.run.view:
                 try:
                     console.notify(start_page(folder.path))  # not in events.jsonl: the address holds a secret

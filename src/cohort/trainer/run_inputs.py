@@ -27,7 +27,7 @@ from cohort.models import (
     load_tokenizer,
     trained_weights,
 )
-from cohort.plan import RunSchedule, plan_run
+from cohort.plan import RunSchedule, schedule_run
 from cohort.records import Prompt
 from cohort.rewards import RewardRunner, build_rewards, check_columns, read_trajectories
 from cohort.rollout import SamplingParams
@@ -96,7 +96,7 @@ class Inputs:
     rewards: RewardRunner
     evaluation: Evaluation | None
     adapter: AdapterSpec | None  # None: all weights are trained
-    plan: RunSchedule
+    schedule: RunSchedule
     environments: Environments | None  # None: single completions
     max_prompt_tokens: int
     sandbox: SharedSandbox
@@ -110,19 +110,19 @@ class Inputs:
         """A rank's largest possible share of a step on `dp_size` ranks."""
         return WorstCaseShard(
             prompt_tokens=self.longest_prompt_tokens,
-            completion_tokens=self.plan.max_new_tokens,
-            num_generations=self.plan.num_generations,
-            num_sequences=math.ceil(self.plan.completions_per_step / dp_size),
+            completion_tokens=self.schedule.max_new_tokens,
+            num_generations=self.schedule.num_generations,
+            num_sequences=math.ceil(self.schedule.completions_per_step / dp_size),
         )
 
     @property
     def longest_sequence_tokens(self) -> int:
         """Input tokens of the longest possible sequence in training or evaluation."""
-        longest = self.longest_prompt_tokens + self.plan.max_new_tokens
+        longest = self.longest_prompt_tokens + self.schedule.max_new_tokens
         if self.evaluation is not None:
             prompt = _longest_prompt_tokens(self.evaluation.prompts, self.environments, self.max_prompt_tokens)
             limit = self.evaluation.sampling.max_completion_tokens  # of a model call
-            longest = max(longest, prompt + (self.plan.max_new_tokens if self.environments else limit))
+            longest = max(longest, prompt + (self.schedule.max_new_tokens if self.environments else limit))
         return longest - 1  # the last token is never an input
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
@@ -195,7 +195,7 @@ def read_inputs(config: Config) -> Inputs:
         rewards=rewards,
         evaluation=evaluation,
         adapter=adapter,
-        plan=plan_run(config, num_prompts=len(prompts.prompts)),
+        schedule=schedule_run(config, num_prompts=len(prompts.prompts)),
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=sandbox,

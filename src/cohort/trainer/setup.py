@@ -94,7 +94,7 @@ def build_run(
 
     Args:
         config: configuration of the run.
-        inputs: data, tokenizer, rewards and plan of the run.
+        inputs: data, tokenizer, rewards and schedule of the run.
         workers: workers of all ranks.
         state: state of the checkpoint to resume from; None for a new run.
         setup: setup of the rollout engine.
@@ -122,7 +122,7 @@ def build_run(
         )
         on_failure.callback(collector.close)
         parity = started.gate(collector)
-        group_collector = build_group_collector(config, inputs.plan, collector, data, inputs.rewards)
+        group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
         if state is not None:
             group_collector.prefetcher.restore(state.pending)
         on_failure.pop_all()
@@ -173,16 +173,16 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def check_steps(plan: RunSchedule, state: TrainerState | None, folder: Path) -> None:
+def check_steps(schedule: RunSchedule, state: TrainerState | None, folder: Path) -> None:
     """Check that a resumed run has at least as many steps as it has already done.
 
     Raises:
         UserError: it has fewer.
     """
-    if state is not None and state.steps_done > plan.num_steps:
+    if state is not None and state.steps_done > schedule.num_steps:
         raise UserError(
             f"train.steps: the run in {str(folder)!r} has already done {state.steps_done} steps, more than "
-            f"{plan.num_steps}; use at least {state.steps_done}, or another run.dir"
+            f"{schedule.num_steps}; use at least {state.steps_done}, or another run.dir"
         )
 
 

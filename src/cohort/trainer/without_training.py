@@ -145,7 +145,7 @@ def _started_engine(config: Config, inputs: Inputs, notify: Callable[[str], None
     with TemporaryDirectory(prefix="cohort-rollout-") as folder:
         spec = WorkerSpec(
             folder=Path(folder),
-            num_steps=inputs.plan.num_steps,
+            num_steps=inputs.schedule.num_steps,
             checkpoint=None,
             micro_batch_tokens=inputs.longest_sequence_tokens,
             longest_sequence_tokens=inputs.longest_sequence_tokens,

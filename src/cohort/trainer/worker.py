@@ -29,7 +29,7 @@ from cohort.packing.batch import TrainBatch
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
-from cohort.rollout import Completion, Purpose, Sampler, SampleRequest, split_requests
+from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 from cohort.run.atomic import disk_errors
 from cohort.trainer.checkpoint import TrainerState, save_checkpoint
@@ -57,7 +57,7 @@ class Worker:
         """Engines of all trained models."""
         return {"policy": self.engine} if self.critic is None else {"policy": self.engine, "critic": self.critic}
 
-    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[Completion]:
+    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[SampledCompletion]:
         """Sample this rank's share of the completions."""
         # evaluations are not part of a step
         phase = self.memory.phase("rollout") if purpose == "train" else nullcontext()
@@ -250,7 +250,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
     return np.split(torch.cat([*tensors]).double().cpu().numpy(), ends[:-1])
 
 
-def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[Completion]:
+def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
     """Sample completions in equal shares on all ranks. All requests have the same purpose."""
     shares = split_requests(requests, workers.ranks.dp_size)
     sampled = workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose)

@@ -45,7 +45,7 @@ class BadQueryError(ValueError):
     """A value of a query string is invalid. The message names the field, the value and the rule."""
 
 
-class Query:
+class QueryParameters:
     """The values of one query string. Methods raise BadQueryError."""
 
     def __init__(self, params: QueryParams):

@@ -23,7 +23,7 @@ from cohort_view import machine as now
 from cohort_view.completions import KINDS, completions_name, steps_on_disk
 from cohort_view.run import ViewedRun
 from cohort_view.search import search
-from cohort_view.server.answers import BadQueryError, Query, StaticFiles, json_answer, json_error
+from cohort_view.server.answers import BadQueryError, QueryParameters, StaticFiles, json_answer, json_error
 from cohort_view.server.events import Watcher, search_events
 from cohort_view.server.runs import Runs
 from cohort_view.server.security import Guard
@@ -38,7 +38,7 @@ class NotFoundError(LookupError):
 class Asked:
     """What a request asks for: runs and numbers of its path, and its query."""
 
-    def __init__(self, watcher: Watcher, path: Mapping[str, str], query: Query):
+    def __init__(self, watcher: Watcher, path: Mapping[str, str], query: QueryParameters):
         """`path` has the parts of the path that vary."""
         self._watcher = watcher
         self._path = path
@@ -47,7 +47,7 @@ class Asked:
     @classmethod
     def by(cls, request: Request, watcher: Watcher) -> "Asked":
         """Return what a request asks for."""
-        return cls(watcher, request.path_params, Query(request.query_params))
+        return cls(watcher, request.path_params, QueryParameters(request.query_params))
 
     def run(self) -> ViewedRun:
         """Return the run of the path, up to date."""
@@ -117,7 +117,7 @@ def build_app(watcher: Watcher, *, static: StaticFiles | None = None) -> ASGIApp
         return handler
 
     async def events(request: Request) -> Response:
-        ids = Query(request.query_params).names("runs")
+        ids = QueryParameters(request.query_params).names("runs")
         return _stream(request, watcher.listen(ids))
 
     async def search_stream(request: Request) -> Response:

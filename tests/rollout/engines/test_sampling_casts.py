@@ -19,7 +19,7 @@ from cohort.packing import collate
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import read_shape
 from cohort.plan.state_memory import dequantized_bytes
-from cohort.rollout import Completion, Sampler, SampleRequest, SamplingParams
+from cohort.rollout import SampledCompletion, Sampler, SampleRequest, SamplingParams
 from cohort.rollout.engines.base import CallKey
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from live_bytes import LiveBytes
@@ -51,7 +51,7 @@ def load(base: Path, *, adapter: bool = True, **keys: str | None) -> Policy:
     return policy
 
 
-def sample(policy: Policy) -> list[Completion]:
+def sample(policy: Policy) -> list[SampledCompletion]:
     """Three completions of 20 tokens."""
     keys = [CallKey(purpose="train", seed=0, step=0, epoch=0, prompt_id=0, index=n) for n in range(3)]
     request = SampleRequest(
@@ -62,7 +62,7 @@ def sample(policy: Policy) -> list[Completion]:
     return Sampler(policy, end_token_ids=frozenset({VOCAB_SIZE}), max_num_seqs=8).sample([request])
 
 
-def sample_by_autocast_alone(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[Completion]:
+def sample_by_autocast_alone(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[SampledCompletion]:
     """The same, but autocast does not keep its copies of frozen weights."""
 
     @contextmanager
@@ -75,7 +75,7 @@ def sample_by_autocast_alone(policy: Policy, monkeypatch: pytest.MonkeyPatch) ->
         return sample(policy)
 
 
-def assert_equal(some: list[Completion], others: list[Completion]) -> None:
+def assert_equal(some: list[SampledCompletion], others: list[SampledCompletion]) -> None:
     """Bit for bit."""
     assert len(some) == len(others) == 3
     for one, other in zip(some, others, strict=True):

@@ -90,7 +90,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class SampledCompletion:
     """The sampled tokens of one model call."""
 
     token_ids: IntArray  # [C] includes the end-of-sequence token, if any

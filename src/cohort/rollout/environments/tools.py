@@ -21,7 +21,7 @@ from cohort.rollout.environments.child_process import ChildPool, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle, ToolHandle
 from cohort.rollout.environments.model import EnvironmentFailure
 from cohort.sandbox import Job, Sandbox, SharedSandbox
-from cohort.sandbox.session import Session, SessionEnded
+from cohort.sandbox.session import PythonSession, SessionEnded
 
 
 class PythonStopped(Exception):  # noqa: N818
@@ -80,7 +80,7 @@ class StatefulPythonTool(PythonTool):
     def __init__(self, sandbox: Sandbox, *, pool: ThreadPoolExecutor | None = None):
         """See `PythonTool`."""
         super().__init__(sandbox, pool=pool)
-        self._session = Session(sandbox)
+        self._session = PythonSession(sandbox)
         self._lock = asyncio.Lock()
         self._is_over = False  # no process may start after the trajectory
 
@@ -104,7 +104,7 @@ class StatefulPythonTool(PythonTool):
         except SessionEnded as error:
             self._session.close()
             if not self._is_over:
-                self._session = Session(self._sandbox)
+                self._session = PythonSession(self._sandbox)
             raise PythonStopped(f"{_stopped(str(error), wall_s)}; all variables are lost") from error
 
 

@@ -5,7 +5,14 @@ from dataclasses import replace
 from itertools import chain
 
 from cohort.records import IntArray, ModelCall
-from cohort.rollout.engines.base import CallKey, CallQueue, Completion, PendingCall, SampleRequest, SamplingParams
+from cohort.rollout.engines.base import (
+    CallKey,
+    CallQueue,
+    PendingCall,
+    SampledCompletion,
+    SampleRequest,
+    SamplingParams,
+)
 
 
 def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[list[SampleRequest]]:
@@ -29,7 +36,7 @@ def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[l
     return shares
 
 
-Sample = Callable[[Sequence[SampleRequest]], list[Completion]]  # one per call, in order
+Sample = Callable[[Sequence[SampleRequest]], list[SampledCompletion]]  # one per call, in order
 
 
 class LocalEngine:

@@ -21,7 +21,7 @@ from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.models.kv_cache import cache_argument
 from cohort.ranks import stopping
-from cohort.rollout.engines.base import CallKey, Completion, SampleRequest
+from cohort.rollout.engines.base import CallKey, SampledCompletion, SampleRequest
 from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
 from cohort.rollout.stop_strings import StopWatch
 
@@ -129,7 +129,7 @@ class Sampler:
         self._max_num_seqs = max_num_seqs
         self._tokenizer = tokenizer
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
         """Sample a completion for each call of each request, in order.
 
         Args:
@@ -150,7 +150,7 @@ class Sampler:
         finally:
             model.train(was_training)
 
-    def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
         if not requests:
             return []  # a rank may have no requests
         parts = [part for request in requests for part in self._split(request)]
@@ -158,18 +158,18 @@ class Sampler:
         batches: dict[int, list[int]] = {}  # parts that are decoded together
         for n, part in enumerate(parts):
             batches.setdefault(0 if pads else len(part.token_ids), []).append(n)
-        completions: dict[int, list[Completion]] = {}
+        completions: dict[int, list[SampledCompletion]] = {}
         for batch in batches.values():
             decoded = self._completions(self._decode([parts[n] for n in batch]))
             completions |= {n: list(islice(decoded, len(parts[n].keys))) for n in batch}
         return [completion for n in range(len(parts)) for completion in completions[n]]
 
-    def _completions(self, rows: _Rows) -> Iterator[Completion]:
+    def _completions(self, rows: _Rows) -> Iterator[SampledCompletion]:
         ends = frozenset(self._end_ids.tolist())
         for tokens, logprobs, length, stopped in zip(
             rows.tokens, rows.logprobs, rows.lengths, rows.stopped, strict=True
         ):
-            yield Completion(
+            yield SampledCompletion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
                 finish_reason="stop" if stopped or int(tokens[length - 1]) in ends else "length",

@@ -17,7 +17,7 @@ from cohort.errors import UserError, suggest
 from cohort.rollout.environments.libraries.common import column, import_library, with_system
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
 from cohort.rollout.environments.sources import EnvironmentSource, Rows
-from cohort.sandbox import Job, Outcome, Sandbox, SharedSandbox
+from cohort.sandbox import Job, JobResult, Sandbox, SharedSandbox
 
 _GUEST = Path(__file__).with_name("reasoning_gym_guest.py")
 _ANSWER_S = 10.0  # for one answer
@@ -92,7 +92,7 @@ class SandboxScorer:
         return Job(request=request, limits=replace(self._sandbox.limits, wall_s=wall_s, cpu_s=math.ceil(wall_s)))
 
 
-def _has_begun(outcome: Outcome) -> bool:
+def _has_begun(outcome: JobResult) -> bool:
     """Whether the library was imported: the guest says so before it scores anything."""
     return bool(outcome.records) and outcome.records[0] == {"begun": True}
 

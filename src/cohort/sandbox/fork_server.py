@@ -21,7 +21,7 @@ _END_S = 10.0
 _SCRIPT = Path(__file__).parent / "sandlock_launcher.py"
 
 
-class Launcher:
+class ForkServer:
     """The client of `sandlock_launcher`, which starts with the first order."""
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Launcher:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def start(self, order: Mapping[str, Any]) -> "LaunchedChild":
+    def start(self, order: Mapping[str, Any]) -> "ForkedChild":
         """Start a confined process.
 
         Raises:
-            OSError: the launcher does not start, or died.
+            OSError: the fork server does not start, or died.
         """
         pipes = [os.pipe() for _ in range(5)]
         (in_read, stdin), (stdout, out_write), (stderr, err_write), (ended, end_write), (life, lifeline) = pipes
@@ -50,7 +50,7 @@ class Launcher:
         finally:
             for fd in theirs:
                 os.close(fd)
-        return LaunchedChild(int(supervisor or 0), stdin, stdout, stderr, ended, lifeline)
+        return ForkedChild(int(supervisor or 0), stdin, stdout, stderr, ended, lifeline)
 
     def _running(self) -> socket.socket:
         if self._process is None or self._process.poll() is not None or self._socket is None:
@@ -72,8 +72,8 @@ class Launcher:
         return self._socket
 
 
-class LaunchedChild:
-    """A process that the launcher has started."""
+class ForkedChild:
+    """A process that the fork server has started."""
 
     def __init__(self, supervisor: int, stdin: int, stdout: int, stderr: int, ended: int, lifeline: int) -> None:
         self.stdin, self.stdout, self.stderr, self.ended = stdin, stdout, stderr, ended
