@@ -212,8 +212,6 @@ class SamplingConfig(TurnsConfig):
     """Whether sampling uses the training weights themselves, so that none need publishing."""
     default_correction: ClassVar[Literal["none", "token_truncate"]]
     """Value of `algorithm.sampling_correction: auto` with this engine."""
-    setup: ClassVar[str]
-    """Where the engine's `cohort.trainer.rollout_engines.EngineSetup` is, as "module:name"."""
     sampled_by: ClassVar[str]
     """Completes "sampled ..." in messages, such as "by vLLM servers"."""
 
@@ -289,7 +287,6 @@ class TrainingProcessesConfig(SamplingConfig):
     samples_ahead: ClassVar[Literal[False]] = False
     shares_weights: ClassVar[bool] = True
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
-    setup: ClassVar[str] = "cohort.trainer.rollout_engines:LocalSetup"
 
 
 class AutoRolloutConfig(TrainingProcessesConfig):
@@ -430,7 +427,6 @@ class VllmRolloutConfig(ServersConfig):
     """Sample on vLLM servers, which receive the weights after every step."""
 
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
-    setup: ClassVar[str] = "cohort.trainer.vllm_setup:VllmSetup"
     server_name: ClassVar[str] = "vLLM server"
     has_serve_command: ClassVar[bool] = True
     sampled_by: ClassVar[str] = "by vLLM servers"

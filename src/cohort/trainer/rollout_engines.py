@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from cohort.config import Config
 from cohort.ranks.worker_group import WorkerGroup
@@ -44,17 +43,6 @@ class EngineSetup(Protocol):
             TrainingError: the engine cannot be started.
         """
         ...
-
-
-def engine_setup(config: Config, inputs: Inputs) -> EngineSetup:
-    """Create the setup of `rollout.engine`, which its config class names in `SamplingConfig.setup`.
-
-    Raises:
-        UserError: a requirement of the engine is missing, or it does not support this run.
-    """
-    module, _, name = config.rollout.setup.partition(":")
-    setup = cast(Callable[[Config, Inputs], EngineSetup], getattr(import_module(module), name))
-    return setup(config, inputs)
 
 
 class LocalSetup:

@@ -23,13 +23,13 @@ from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.checkpointer import find_checkpoint
 from cohort.trainer.loop import Trainer
 from cohort.trainer.preflight import compare_memory, preflight
-from cohort.trainer.rollout_engines import engine_setup
 from cohort.trainer.run_inputs import Inputs, changed_files, describe_lost_updates, read_inputs, user_files
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
     check_steps,
     initial_budget,
+    open_engine,
     rank_device,
 )
 
@@ -56,7 +56,7 @@ def train(
         with others.busy():
             device = rank_device(config, ranks)
         inputs = read_inputs(config)
-        setup = engine_setup(config, inputs)
+        setup = open_engine(config, inputs)
         with (
             closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))) as folder,
             RunLog(folder.path, processes=ranks.world_size) as log,

@@ -29,9 +29,32 @@ from cohort.run.files import DAMAGED
 from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.parity import ParityGate
-from cohort.trainer.rollout_engines import EngineSetup
+from cohort.trainer.rollout_engines import EngineSetup, LocalSetup
 from cohort.trainer.run_inputs import Inputs, rollout_options
 from cohort.trainer.worker import Worker, keep_ranks_alive
+
+
+def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
+    """Set up the engine of `rollout.engine`.
+
+    Raises:
+        UserError: a requirement of the engine is missing, or it does not support this run.
+    """
+    return ENGINE_SETUPS[config.rollout.engine](config, inputs)
+
+
+def _vllm(config: Config, inputs: Inputs) -> EngineSetup:
+    from cohort.trainer.vllm_setup import VllmSetup  # slow import
+
+    return VllmSetup(config, inputs)
+
+
+# `auto` that nothing has resolved is local
+ENGINE_SETUPS: dict[str, Callable[[Config, Inputs], EngineSetup]] = {
+    "auto": LocalSetup,
+    "local": LocalSetup,
+    "vllm": _vllm,
+}
 
 
 def can_reuse_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:

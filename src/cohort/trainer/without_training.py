@@ -27,7 +27,6 @@ from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler
 from cohort.sandbox import SharedSandbox
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.evaluation import EvalResult, evaluate
-from cohort.trainer.rollout_engines import engine_setup
 from cohort.trainer.run_inputs import (
     Inputs,
     column_names,
@@ -38,7 +37,7 @@ from cohort.trainer.run_inputs import (
     read_rewards,
     rollout_options,
 )
-from cohort.trainer.setup import rank_device
+from cohort.trainer.setup import open_engine, rank_device
 
 
 def evaluate_model(
@@ -141,7 +140,7 @@ def _started_engine(config: Config, inputs: Inputs, notify: Callable[[str], None
         sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=seqs, tokenizer=inputs.tokenizer)
         yield LocalEngine(sampler.sample)
         return
-    setup = engine_setup(config, inputs)
+    setup = open_engine(config, inputs)
     with TemporaryDirectory(prefix="cohort-rollout-") as folder:
         spec = WorkerSpec(
             folder=Path(folder),

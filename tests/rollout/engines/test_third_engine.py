@@ -18,6 +18,7 @@ from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
 from cohort.trainer import server_setup
 from cohort.trainer.placement import Placement, split_machine
+from cohort.trainer.setup import ENGINE_SETUPS
 from cohort.trainer.without_training import sample_rows
 from cohort.trainer.worker import Worker
 from cohort_check.launch import Launch, Setting
@@ -39,6 +40,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     field = Config.model_fields["rollout"]
     before, union = field.annotation, Union[field.annotation, StubRolloutConfig]  # noqa: UP007
     monkeypatch.setitem(ENGINES, "stub", StubRolloutConfig)
+    monkeypatch.setitem(ENGINE_SETUPS, "stub", StubSetup)
     monkeypatch.setitem(load._SECTIONS, "rollout", sections_in(union))
     field.annotation = union
     Config.model_rebuild(force=True)
@@ -255,7 +257,7 @@ def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read(
 
 
 def test_an_engine_that_does_not_declare_its_capabilities_is_refused_where_it_is_defined():
-    every = "default_correction, sampled_by, samples_ahead, setup, shares_weights, uses_servers"
+    every = "default_correction, sampled_by, samples_ahead, shares_weights, uses_servers"
     with pytest.raises(TypeError, match=f"^rollout engine Forgetful must declare {every}$"):
 
         class Forgetful(SamplingConfig):
