@@ -26,7 +26,7 @@ from cohort_view.search.grammar import (
     QuerySyntaxError,
     to_text,
 )
-from cohort_view.search.search import Done, Match, SearchProgress, columns, parse, search
+from cohort_view.search.search import Done, Match, Progress, columns, parse, search
 
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ def write(folder: Path, name: str, rows: Sequence[Row], *, row_group_size: int =
     return file
 
 
-def events_of(folder: Path, query: str, limit: int = 100) -> list[Match | SearchProgress | Done]:
+def events_of(folder: Path, query: str, limit: int = 100) -> list[Match | Progress | Done]:
     return list(search(ViewedRun(folder, "run"), query, limit, lambda: False))
 
 
@@ -259,7 +259,7 @@ def test_columns_of_other_types_are_a_problem_of_their_file(tmp_path: Path):
 def test_files_may_vanish_and_appear(tmp_path: Path):
     files = [write(tmp_path, f"step-{step:06d}", [row(text="yes")] * 2) for step in (1, 2, 3)]
     running = search(ViewedRun(tmp_path, "run"), "yes", 100, lambda: False)
-    assert isinstance(next(running), SearchProgress)
+    assert isinstance(next(running), Progress)
     assert isinstance(next(running), Match)
     files[2].unlink()
     files[1].unlink()

@@ -19,7 +19,7 @@ import pytest
 
 from cohort.errors import UserError
 from cohort.processes.page import PageStartError, start_page
-from cohort_view.search.search import SearchProgress
+from cohort_view.search.search import Progress
 from cohort_view.server import process
 from cohort_view.server.process import describe_address, open_browser
 from cohort_view.server.runs import Runs, check_is_run, find_run_folders
@@ -217,7 +217,7 @@ def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPa
     ended = threading.Event()
 
     def search(run: object, query: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[object]:
-        yield SearchProgress(files_done=0, files_total=1, step=1, matches=0, query=query, problems=())
+        yield Progress(files_done=0, files_total=1, step=1, matches=0, query=query, problems=())
         while not cancelled():
             time.sleep(0.01)
         ended.set()

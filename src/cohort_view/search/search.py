@@ -43,7 +43,7 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchProgress:
+class Progress:
     """How far a search is."""
 
     files_done: int
@@ -92,7 +92,7 @@ def columns(run: ViewedRun) -> ColumnList:
 
 def search(
     run: ViewedRun, query: str | Query, limit: int, cancelled: Callable[[], bool]
-) -> Iterator[Match | SearchProgress | Done]:
+) -> Iterator[Match | Progress | Done]:
     """Search the completions files that a run has now.
 
     Args:
@@ -137,7 +137,7 @@ class _Search:
         self._matches = 0
         self._files_done = 0
 
-    def events(self) -> Iterator[Match | SearchProgress | Done]:
+    def events(self) -> Iterator[Match | Progress | Done]:
         yield self._progress(None)
         shown = time.monotonic()
         try:
@@ -215,8 +215,8 @@ class _Search:
         elif len(self._problems) == _MAX_PROBLEMS:
             self._problems.append("More files cannot be read.")
 
-    def _progress(self, step: int | None) -> SearchProgress:
-        return SearchProgress(
+    def _progress(self, step: int | None) -> Progress:
+        return Progress(
             files_done=self._files_done,
             files_total=len(self._files),
             step=step,
