@@ -80,12 +80,13 @@ def memory_summary(run: ViewedRun) -> MemorySummary:
 def planned_phases(run: ViewedRun) -> list[PlannedPhase]:
     """Return the plan's memory by phase, as far as `memory/peak_bytes` measures it.
 
-    On a GPU that is what PyTorch allocates, so that the framework's own memory is left out.
+    On a GPU that is what PyTorch allocates, without the memory of the framework itself and of vLLM during training.
     """
-    left_out = "framework" if run.plan is not None and mapping(run.plan, "hardware").get("on_gpu") else None
+    on_gpu = run.plan is not None and mapping(run.plan, "hardware").get("on_gpu")
+    left_out = ("framework", "vLLM's base") if on_gpu else ()
     found = []
     for name, phase in mapping(run.plan, "memory", "phases").items():
-        sizes = {str(part): number(size) for part, size in mapping(phase, "parts").items() if part != left_out}
+        sizes = {str(part): number(size) for part, size in mapping(phase, "parts").items() if part not in left_out}
         parts = [MemoryPart(name=part, bytes=int(size)) for part, size in sizes.items() if size]
         parts.sort(key=lambda part: -part.bytes)
         total = sum(part.bytes for part in parts)

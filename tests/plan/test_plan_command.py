@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -16,6 +17,7 @@ from cohort.display import Display
 from cohort.errors import UserError
 from cohort.plan.dataset import count_prompts
 from cohort.plan.hardware import hardware
+from cohort.plan.memory import MemoryPlan
 from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import PRESETS, adapter_shape, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
@@ -117,6 +119,19 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) 
     assert "20.00 GB" in (compare_memory(fitting, {1: 19e9, 2: 20e9}, {}) or "")
     told = compare_memory(fitting, {1: 19e9, 2: 20e9}, {1: 22e9, 2: 23e9}) or ""
     assert "20.00 GB (23.00 GB with fragments of PyTorch's allocator); predicted" in told
+
+
+def test_what_servers_keep_on_the_gpu_is_not_in_pytorchs_memory() -> None:
+    told = ("rollout.engine=vllm", "model.path=Qwen/Qwen2.5-1.5B", "model.adapter={}", "train.micro_batch_tokens=16384")
+    about: dict[str, Any] = {"longest_prompt_tokens": 100, "num_prompts": 100, "notify": print}
+    plans = [preflight_on(config(*told), EIGHT, shared=True, keeps_base=keeps, **about) for keeps in (True, False)]
+    kept, asleep = (plan for plan in plans if plan is not None)
+    assert kept.memory.total("backward") - asleep.memory.total("backward") > 4e9
+    said = set()
+    for plan in (kept, asleep):
+        backward = MemoryPlan(phases={"backward": plan.memory.phases["backward"]})
+        said.add(compare_memory(replace(plan, memory=backward), {1: 2e10}, {}))
+    assert len(said) == 1 and None not in said
 
 
 def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

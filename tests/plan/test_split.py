@@ -1,6 +1,7 @@
 """Which GPUs train and which sample: the rules, the numbers of the model behind `auto`, and what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,8 @@ from cohort.errors import UserError
 from cohort.plan.hardware import Hardware, memory_bandwidth
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import predict_run
-from cohort.plan.shape import preset_shape
-from cohort.plan.split import GpuSplit, memory_shortfall, split_gpus
+from cohort.plan.shape import PRESETS, preset_shape, similar_shape
+from cohort.plan.split import GpuSplit, base_fits, memory_shortfall, split_gpus
 from cohort.plan.timing import StepTimes, step_times
 from selection import examples
 
@@ -152,6 +153,79 @@ def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
         "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU needs "
     )
     assert found.reason.endswith("in forward, backward, of 48 GB")
+
+
+ADAPTER = (
+    *("model.adapter={rank: 16}", "model.dtype=bfloat16", "model.gradient_checkpointing=true"),
+    "train.micro_batch_tokens=8192",
+)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "num_gpus", "model", "overrides", "kept"),
+    [
+        (80, 1, "7b", (), True),
+        (48, 1, "7b", (), True),
+        (40, 1, "7b", (), False),  # 17 GB of weights, 16 in the server, activations
+        (40, 4, "7b", (), True),  # a quarter of the trainer's weights on each
+        (80, 1, "7b", ("train.micro_batch_tokens=auto",), True),  # a group is enough
+        (40, 1, "7b", ("train.micro_batch_tokens=auto",), False),
+        (48, 1, "7b", ("train.micro_batch_tokens=65536",), False),
+        (80, 1, "7b", ("rollout.vllm_args={speculative_config: {model: m}}",), False),
+        (80, 1, "7b", ("model.adapter=null",), False),
+        (80, 1, "qwen3-30b-a3b", (), False),
+        (800, 1, "qwen3-30b-a3b", (), False),  # experts
+    ],
+)
+def test_servers_keep_their_base_where_it_fits(
+    gigabytes: float, num_gpus: int, model: str, overrides: tuple[str, ...], kept: bool
+):
+    told = (*ADAPTER, *overrides, "hardware.rollout_gpus=shared", AUTO)
+    found = split(num_gpus, *told, model=model, hardware=gpus_of(gigabytes))
+    assert found.shared and found.keeps_base == kept
+    assert ("vLLM keeping its base model" in found.reason) == kept
+
+
+def test_the_base_is_part_of_the_plan():
+    """7,615,616,512 weights, and a rank of 32, twice the adapter's, of 90,112 rows and columns on 28 layers."""
+    config, hardware = config_with(*ADAPTER, "hardware.rollout_gpus=shared"), gpus_of(80)
+    plan = predict_run(config, preset_shape("7b"), hardware)
+    rows = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
+    base = 2 * (7_615_616_512 + 32 * rows * 28)
+    assert {phase["vLLM's base"] for phase in plan.memory.phases.values()} == {base}
+    assert plan.layout.keeps_base and plan.as_json()["layout"]["keeps_base"]
+    assert plan.layout.reason == (
+        "GPU 0 trains and samples in turn, vLLM keeping its base model (15.4 GB per GPU) and freeing its KV cache "
+        "during training: hardware.rollout_gpus: shared"
+    )
+    assert "for the workspaces of one that keeps its base" in plan.memory_origins["framework"].how
+    asleep = predict_run(config, preset_shape("7b"), hardware, layout=replace(plan.layout, keeps_base=False))
+    more = {phase: plan.memory.total(phase) - asleep.memory.total(phase) for phase in plan.memory.phases}
+    kept = base + 10**9
+    assert more == {"sampling": 0, "publish": 0, "logprobs": kept, "backward": kept, "optimizer": kept}
+    auto = config_with(*ADAPTER, "hardware.rollout_gpus=shared", "train.micro_batch_tokens=auto")
+    budgets = [
+        predict_run(auto, preset_shape("7b"), gpus_of(42), layout=layout).micro_batches.budget_tokens
+        for layout in (plan.layout, asleep.layout)
+    ]
+    assert budgets[0] < budgets[1]
+
+
+def test_a_base_that_is_moved_is_named():
+    told = split(1, *ADAPTER, "hardware.rollout_gpus=shared", model="7b", hardware=gpus_of(40)).reason
+    assert told.startswith(
+        "GPU 0 trains and samples in turn, vLLM sleeping during training, its base model (15.4 GB per GPU) in host "
+        "memory: "
+    )
+    unknown = split_gpus(config_with(*ADAPTER, "hardware.rollout_gpus=shared"), num_gpus=1, shape=None, hardware=None)
+    assert not unknown.keeps_base and "vLLM sleeping during training: " in unknown.reason
+
+
+def test_no_base_is_kept_for_sizes_that_are_guessed():
+    guessed = similar_shape(PRESETS["qwen2.5-7b"], name="like it", num_parameters=7_615_616_512)
+    assert guessed is not None
+    assert not base_fits(config_with(*ADAPTER), guessed, EIGHTY, 1)
+    assert base_fits(config_with(*ADAPTER), replace(guessed, approximate=False), EIGHTY, 1)
 
 
 def test_what_does_not_fit_is_refused_with_what_does():

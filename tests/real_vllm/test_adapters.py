@@ -54,6 +54,25 @@ class LoggingWorker(CohortWorker):
     pass
 """
 
+# One whose keys and values are lost when they are released, which vLLM's worker for CPUs does not support.
+LOSING_WORKER = """
+from cohort_vllm_worker import CohortWorker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+def lose(self, tags):
+    print("RELEASED", *tags, flush=True)
+    for cache in self.model_runner.kv_caches:
+        cache.fill_(7.0)
+
+def wake_up(self, tags=None):
+    print("WOKEN", *tags, flush=True)
+
+CPUWorker.discard, CPUWorker.wake_up = lose, wake_up
+
+class LosingWorker(CohortWorker):
+    pass
+"""
+
 
 def adapted(seed: int) -> Any:
     """The served model with a random adapter that matters."""
@@ -126,6 +145,37 @@ def test_an_adapter_is_read_once_and_requests_in_flight_go_on_with_the_next_one(
             assert largest_difference(old, prompt, choice, slice(0, change)) < 1e-4
             assert largest_difference(new, prompt, choice, slice(change, 600)) < 1e-4
             assert largest_difference(old, prompt, choice, slice(change, 600)) > 0.1
+        server.close()
+    finally:
+        process.stop()
+
+
+def test_a_server_that_has_kept_its_base_serves_the_next_adapter(
+    tmp_path: Path, vllm_python: str, monkeypatch: pytest.MonkeyPatch
+):
+    """And forgets the prompts whose keys and values it has lost, also those of an adapter that has not changed."""
+    (tmp_path / "losing_worker.py").write_text(LOSING_WORKER)
+    monkeypatch.setattr(server_module, "WORKER_FOLDER", f"{server_module.WORKER_FOLDER}:{tmp_path}")
+    options = options_for(vllm_python, serving_folder(tmp_path / "model", tie=True), lora_rank=4)
+    extra = {**options.extra, "worker_extension_cls": "losing_worker.LosingWorker"}
+    process = ServerProcess(replace(options, extra=extra), secret=SECRET, log_file=tmp_path / "server.log")
+    try:
+        start(process)
+        server, adapters = Server(process=process, tie=True), tmp_path / "adapters"
+        channel = AdapterChannel(server.api, keeps_base=True)
+        with pytest.raises(ServerError, match=r"/release_kv_cache_memory: HTTP 500: .*requires a completed pause"):
+            server.api.release_kv_cache()
+        for version, seed in ((1, 1), (2, 1), (3, 2)):
+            model = adapted(seed)
+            assert send_adapter([channel], version, save=model.save_pretrained, folder=adapters) == {}
+            server.assert_serves(model, version)
+            channel.sleep()
+            with pytest.raises(ServerError, match=r"/release_kv_cache_memory: HTTP 500: .*memory to be resident"):
+                server.api.release_kv_cache()
+        told = [line for line in process.log().splitlines() if "RELEASED" in line or "WOKEN" in line]
+        assert [line.split()[-2:] for line in told] == [["RELEASED", "kv_cache"], ["WOKEN", "kv_cache"]] * 2 + [
+            ["RELEASED", "kv_cache"]
+        ]
         server.close()
     finally:
         process.stop()

@@ -31,6 +31,7 @@ PARAMETERS = {
     ("get", "/weight_info"): set(),
     ("post", "/reset_prefix_cache"): {"reset_running_requests"},
     ("post", "/sleep"): {"level", "mode"},
+    ("post", "/release_kv_cache_memory"): set(),
     ("post", "/wake_up"): set(),  # reads its tags past the declaration
     ("post", "/inference/v1/generate"): set(),
 }
@@ -88,6 +89,8 @@ def test_the_lifecycle_answers_as_the_client_reads_it(untied: Server):
     api.resume()
     api.set_weight_version(41)
     assert api.weight_version() == 41
+    with pytest.raises(ServerError, match=r"/release_kv_cache_memory: HTTP 500: .*requires a completed pause first"):
+        api.release_kv_cache()
     with pytest.raises(ServerError, match="/update_weights: HTTP 500"):
         api.update_weights({"step": "declare", "specs": []})  # no update was begun
     with pytest.raises(ServerError, match=r"/v1/load_lora_adapter: HTTP 404"):

@@ -82,7 +82,7 @@ def test_no_servers_no_split(gpus):
 
 def test_it_reads_back_what_it_told(gpus, monkeypatch):
     gpus(0)
-    told = Placement(gpus=("6,7", "8"), shared=False, reason="so")
+    told = Placement(gpus=("6,7", "8"), shared=False, keeps_base=True, reason="so")
     for name, value in told.environment().items():
         monkeypatch.setenv(name, value)
     assert server_placement(config_with()) == told
@@ -232,6 +232,19 @@ def test_auto_without_a_driver_or_a_model(gpus, monkeypatch):
 def test_looking_at_the_gpu_fails_softly():
     if not torch.cuda.is_available():
         assert placement._query_gpu() is None
+
+
+def test_servers_keep_the_base_of_an_adapter_that_fits_beside_training(gpus, monkeypatch):
+    """Unless a rank was dropped, and the others have its share of the weights to hold."""
+    gpus(2)
+    monkeypatch.setattr(placement, "_query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 10**9))
+    told = ("hardware.processes=2", "hardware.rollout_gpus=shared", "model.adapter={}")
+    config = config_with(*told, "model.path=Qwen/Qwen2.5-1.5B")
+    split = split_machine(config)
+    assert split is not None and split.keeps_base
+    assert place(config, split, [0, 1]).keeps_base and not place(config, split, [1]).keeps_base
+    unknown = split_machine(config_with(*told, "model.path=m"))
+    assert unknown is not None and not unknown.keeps_base
 
 
 # The engine that is chosen

@@ -233,6 +233,7 @@ def verify_plan(plan: Plan, *, layers: int) -> dict[str, Any]:
         loss_tokens=completions * rollout.max_new_tokens,
         shared_prefix_tokens=0,
         shares_prompts=completions > 1,
+        kept_base_bytes=0,
         on_gpu=False,
         optim=AdamwConfig(),
         critic=None,

@@ -20,6 +20,7 @@ class GpuLayout:
     num_training: int  # training GPUs, one process each
     num_sampling: int  # rollout GPUs; with `shared` the same ones; 0: external servers
     shared: bool
+    keeps_base: bool = False  # see `GpuSplit`
     reason: str
     problem: str | None = None  # why no split fits; the numbers are then those of shared GPUs
 
@@ -63,6 +64,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLay
         num_training=split.num_processes * hardware.nodes,
         num_sampling=sum(map(len, split.server_gpus)) or len(split.server_gpus),  # on CPU the number of servers
         shared=split.shared,
+        keeps_base=split.keeps_base,
         reason=split.reason,
     )
 

@@ -39,6 +39,7 @@ PHASES: Mapping[Phase, str] = {  # display names
 CUDA_BYTES = 10**9  # assumed if unmeasured: context, library workspaces, fragmentation
 NCCL_BYTES = 5 * 10**8  # assumed: communication buffers
 SLEEPING_VLLM_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps on a shared GPU
+WORKSPACE_VLLM_BYTES = 10**9  # assumed: what it frees only with its base model: workspaces, CUDA graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +165,11 @@ def _persistent(workload: Workload) -> dict[str, int]:
         parts["reference weights"] = reference
     if workload.reward_model_bytes:
         parts["reward model"] = workload.reward_model_bytes
+    if workload.kept_base_bytes:
+        parts["vLLM's base"] = workload.kept_base_bytes
     if workload.on_gpu:
         context = CUDA_BYTES if workload.framework_bytes is None else workload.framework_bytes
-        parts["framework"] = (
-            context + NCCL_BYTES * (workload.processes > 1) + SLEEPING_VLLM_BYTES * (workload.awake_vllm_bytes > 0)
-        )
+        parts["framework"] = context + NCCL_BYTES * (workload.processes > 1) + _server_framework_bytes(workload)
     elif workload.framework_bytes is not None:
         parts["framework"] = workload.framework_bytes
     return parts
@@ -190,9 +191,15 @@ def _forward_only(workload: Workload) -> dict[str, int]:
 
 def _awake_server(workload: Workload) -> dict[str, int]:
     """Memory of a vLLM server on the same GPU, which wakes up before PyTorch has freed the memory of publishing."""
-    return (
-        {"vLLM's share": max(0, workload.awake_vllm_bytes - SLEEPING_VLLM_BYTES)} if workload.awake_vllm_bytes else {}
-    )
+    if not workload.awake_vllm_bytes:
+        return {}
+    kept_bytes = _server_framework_bytes(workload) + workload.kept_base_bytes
+    return {"vLLM's share": max(0, workload.awake_vllm_bytes - kept_bytes)}
+
+
+def _server_framework_bytes(workload: Workload) -> int:
+    """Memory that a vLLM server on the same GPU never frees, without its base model."""
+    return SLEEPING_VLLM_BYTES * (workload.awake_vllm_bytes > 0) + WORKSPACE_VLLM_BYTES * (workload.kept_base_bytes > 0)
 
 
 def _sampling(workload: Workload) -> dict[str, int]:

@@ -12,6 +12,7 @@ from cohort.plan.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
     SLEEPING_VLLM_BYTES,
+    WORKSPACE_VLLM_BYTES,
     MemoryPlan,
     checkpointed_activations,
     host_bytes,
@@ -133,6 +134,7 @@ class Plan:
                 "sampling_gpus": self.layout.num_sampling,
                 "idle_gpus": self.num_idle,
                 "shared": self.layout.shared,
+                "keeps_base": self.layout.keeps_base,
                 "reason": self.layout.reason,
                 "micro_batch_tokens": self.micro_batches.budget_tokens,
                 "micro_batches_per_step": self.micro_batches.num_micro_batches,
@@ -194,7 +196,9 @@ def predict_run(
     if budget == "auto":
         budget = _largest_budget(config, shape, hardware, layout)
     micro_batches = plan_micro_batches(config, layout.num_training, budget)
-    workload = process_workload(config, shape, hardware, micro_batches, shared=layout.shared)
+    workload = process_workload(
+        config, shape, hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
+    )
     num_steps = config.train.steps
     if num_prompts is not None:
         num_steps = schedule_run(config, num_prompts=num_prompts).num_steps
@@ -218,7 +222,9 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
 
     def fits(tokens: int) -> bool:
         micro_batches = plan_micro_batches(config, layout.num_training, tokens)
-        workload = process_workload(config, shape, hardware, micro_batches, shared=layout.shared)
+        workload = process_workload(
+            config, shape, hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
+        )
         return plan_memory(workload).total("backward") <= hardware.gpu_memory_bytes
 
     low = min_budget(config)
@@ -255,6 +261,7 @@ def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) ->
             ("for CUDA", CUDA_BYTES, hardware.calibration is None),
             ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
             ("for a sleeping vLLM", SLEEPING_VLLM_BYTES, workload.awake_vllm_bytes > 0),
+            ("for the workspaces of one that keeps its base", WORKSPACE_VLLM_BYTES, workload.kept_base_bytes > 0),
         )
         if is_there
     ]

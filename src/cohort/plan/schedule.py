@@ -137,11 +137,15 @@ def min_budget(config: Config) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
+def group_budget(config: Config) -> int:
+    """Tokens of one group; a larger budget splits no group."""
+    prompt_tokens, completion_tokens = _tokens(config)
+    return prompt_tokens + config.rollout.num_generations * completion_tokens
+
+
 def max_useful_budget(config: Config, num_training: int) -> int:
     """Tokens of one rank's share of a step; a larger budget has no effect."""
-    prompt_tokens, completion_tokens = _tokens(config)
-    group_tokens = prompt_tokens + config.rollout.num_generations * completion_tokens
-    return math.ceil(config.train.prompts_per_step / num_training) * group_tokens
+    return math.ceil(config.train.prompts_per_step / num_training) * group_budget(config)
 
 
 def _tokens(config: Config) -> tuple[int, int]:

@@ -53,6 +53,7 @@ class ModelShape:
     experts_per_token: int
     max_positions: int | None  # prompt and completion together; None: unknown
     has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
+    approximate: bool = False  # from `similar_shape`
 
     @property
     def embedding_parameters(self) -> int:
@@ -230,7 +231,7 @@ def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) 
         return None
     layer = max(0, num_parameters - like.non_layer_parameters) // like.layers
     active = layer if like.experts == 1 else min(layer, like.active_layer_parameters)
-    return replace(like, layer_parameters=layer, active_layer_parameters=active)
+    return replace(like, layer_parameters=layer, active_layer_parameters=active, approximate=True)
 
 
 def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:

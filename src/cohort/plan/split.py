@@ -8,17 +8,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cohort.config import Config, ServersConfig
+from cohort.config import Config, ServersConfig, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
-from cohort.plan.schedule import min_budget, plan_micro_batches
+from cohort.plan.schedule import group_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import DEFAULT_GPU, step_times
-from cohort.plan.workload import process_workload
+from cohort.plan.workload import process_workload, served_base_bytes
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
+_CERTAIN = 0.9  # of a GPU: more may not fit, since plans are not exact
 
 
 def memory_shortfall(
@@ -54,6 +55,33 @@ def memory_shortfall(
     return None
 
 
+def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_training: int) -> bool:
+    """Whether the base model of each server fits beside training on its GPU, where it then need not be moved.
+
+    False if in doubt: for an approximate shape, experts (vLLM's space for their adapters is not planned), and
+    `rollout.vllm_args`, which may add to the weights. With `train.micro_batch_tokens: auto`, there must be room for
+    micro-batches of one group.
+
+    Args:
+        config: configuration of a run whose servers share the training GPUs.
+        shape: shape of its model.
+        hardware: type of GPU.
+        num_training: number of training GPUs.
+    """
+    rollout, wanted = config.rollout, config.train.micro_batch_tokens
+    if config.model.adapter is None or not isinstance(rollout, VllmRolloutConfig) or rollout.vllm_args:
+        return False
+    if shape.approximate or shape.experts > 1 or not hardware.on_gpu:
+        return False
+    budget = max(min_budget(config), group_budget(config)) if wanted == "auto" else wanted
+    micro_batches = plan_micro_batches(config, num_training, budget)
+    workload = process_workload(config, shape, hardware, micro_batches, shared=True, keeps_base=True)
+    memory = plan_memory(workload)
+    # an awake server has its share of the GPU, of which the base is a part, in any case
+    training = memory.phases.keys() - {"sampling", "publish"}
+    return max(map(memory.total, training)) <= _CERTAIN * hardware.gpu_memory_bytes
+
+
 # Used for an unknown model or GPU: the fastest split depends little on either.
 _STAND_IN_SHAPE = "llama3-1b"
 _STAND_IN_MEMORY = 1 << 60
@@ -71,6 +99,7 @@ class GpuSplit:
     training_gpus: tuple[int, ...]  # one per training process; empty on CPU
     server_gpus: tuple[tuple[int, ...], ...]  # per server; empty on CPU
     shared: bool  # server i and training process i use the same GPU in turn
+    keeps_base: bool = False  # with an adapter: servers free their KV cache during training, but not the base model
     reason: str  # the choice and why, for the user
 
 
@@ -98,7 +127,8 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
         config: configuration of a run that uses servers, without `rollout.urls`.
         num_gpus: number of GPUs of this machine; 0: run on CPU.
         shape: shape of the model; None if unknown, as before its download.
-        hardware: type of GPU; None if unknown. Without shape or hardware, memory is not checked.
+        hardware: type of GPU; None if unknown. Without shape or hardware, memory is not checked, and servers keep no
+            base model.
 
     Raises:
         UserError: the configuration contradicts itself or the machine.
@@ -111,11 +141,12 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
     count_processes(config, num_gpus)  # raises if there are too few GPUs
     if wanted == "shared":
-        return _shared(config, rollout, num_gpus, "hardware.rollout_gpus: shared")
+        return _shared(config, rollout, num_gpus, "hardware.rollout_gpus: shared", shape, hardware)
     if wanted == "auto" and processes in (num_gpus, "auto") and num_gpus == 1:
-        return _shared(config, rollout, 1, "there is only one GPU")
+        return _shared(config, rollout, 1, "there is only one GPU", shape, hardware)
     if wanted == "auto" and processes == num_gpus:
-        return _shared(config, rollout, num_gpus, f"hardware.processes: {processes} leaves no dedicated rollout GPU")
+        why = f"hardware.processes: {processes} leaves no dedicated rollout GPU"
+        return _shared(config, rollout, num_gpus, why, shape, hardware)
     if wanted == "auto" and processes == "auto":
         return _fastest_split(config, rollout, num_gpus, shape, hardware)
     num_sampling = _num_sampling(config, rollout, num_gpus)
@@ -147,7 +178,14 @@ def _cpu_split(config: Config, rollout: ServersConfig) -> GpuSplit:
     )
 
 
-def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> GpuSplit:
+def _shared(
+    config: Config,
+    rollout: ServersConfig,
+    num_gpus: int,
+    why: str,
+    shape: ModelShape | None,
+    hardware: Hardware | None,
+) -> GpuSplit:
     """Train on every GPU, with one server on each.
 
     Raises:
@@ -170,13 +208,23 @@ def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> 
             + (f", or hardware.processes: auto with rollout_gpus: {apart}" if apart else "")
         )
     ids = tuple(range(num_gpus))
+    keeps_base, sleeping = False, "sleeping during training"
+    if shape is not None and hardware is not None and config.model.adapter is not None:
+        keeps_base = base_fits(config, shape, hardware, num_gpus)
+        base = f"base model ({served_base_bytes(config, shape) / 1e9:.3g} GB per GPU)"
+        sleeping = (
+            f"keeping its {base} and freeing its KV cache during training"
+            if keeps_base
+            else f"sleeping during training, its {base} in host memory"
+        )
     return GpuSplit(
         num_processes=num_gpus,
         training_gpus=ids,
         server_gpus=tuple((i,) for i in ids),
         shared=True,
-        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, vLLM sleeping "
-        f"during training: {why}",
+        keeps_base=keeps_base,
+        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, vLLM "
+        f"{sleeping}: {why}",
     )
 
 
@@ -304,7 +352,7 @@ def _shared_split_if_it_fits(
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
     if may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None:
-        return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
+        return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}", shape, hardware)
     ways = _what_fits(config, rollout, shape, hardware, num_gpus)
     raise NoSplitFitsError(
         f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {hardware.gpu_memory_bytes / 1e9:.3g} GB: "

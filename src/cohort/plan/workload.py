@@ -36,6 +36,7 @@ class Workload:
     sampled_tokens: int  # tokens in their KV cache, prompts included
     awake_vllm_bytes: int  # taken by a server on the same GPU while it samples; 0 without
     weight_transfer_bytes: int = 0  # buffer for weight transfer to that server; 0 without
+    kept_base_bytes: int = 0  # base model that the server keeps on the GPU during training; 0: it sleeps
     framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
     shares_prompts: bool = True  # completions of a row share their prompt's computation
@@ -128,7 +129,13 @@ def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
 
 
 def process_workload(
-    config: Config, shape: ModelShape, hardware: Hardware, micro_batches: MicroBatchPlan, *, shared: bool
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    micro_batches: MicroBatchPlan,
+    *,
+    shared: bool,
+    keeps_base: bool = False,
 ) -> Workload:
     """Workload of one training process of a run.
 
@@ -138,6 +145,7 @@ def process_workload(
         hardware: type of GPU.
         micro_batches: Micro-batches of the process in a step.
         shared: whether servers sleep on the same GPUs during training.
+        keeps_base: whether these keep their base model and free their KV cache only.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
@@ -162,6 +170,7 @@ def process_workload(
         sampled_tokens=sampled_tokens,
         awake_vllm_bytes=awake_vllm_bytes,
         weight_transfer_bytes=weight_transfer_bytes,
+        kept_base_bytes=served_base_bytes(config, shape) if keeps_base else 0,
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
@@ -178,6 +187,18 @@ def process_workload(
     )
     second = critic_shape(config, shape)
     return workload if second is None else replace(workload, critic=critic_workload(workload, second))
+
+
+def served_base_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes per GPU of the base model of a vLLM server with an adapter, and of the space for the adapter.
+
+    vLLM reserves the space on every linear layer, for a rank that it rounds up: twice the adapter's is counted.
+    """
+    adapter, rollout = config.model.adapter, config.rollout
+    assert adapter is not None and rollout.uses_servers
+    features = sum(fan_in + fan_out for fan_in, fan_out in shape.linear_layers.values())
+    space = 2 * adapter_shape(adapter, shape).rank * features * shape.layers
+    return BYTES[serving_dtype(config, on_gpu=True)] * (shape.num_parameters + space) // rollout.tensor_parallel
 
 
 def _decode_batch(config: Config, micro_batches: MicroBatchPlan) -> tuple[int, int]:

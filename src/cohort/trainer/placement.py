@@ -34,6 +34,7 @@ class Placement:
 
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each server, such as "6,7"; "" on CPU
     shared: bool  # server i is on the GPU of rank i, which puts it to sleep
+    keeps_base: bool = False  # see `GpuSplit`
     reason: str  # for the user
 
     def environment(self) -> dict[str, str]:
@@ -54,7 +55,7 @@ def server_placement(config: Config) -> Placement:
     """
     if PLACEMENT in os.environ:
         placement = json.loads(os.environ[PLACEMENT])
-        return Placement(gpus=tuple(placement["gpus"]), shared=placement["shared"], reason=placement["reason"])
+        return Placement(**{**placement, "gpus": tuple(placement["gpus"])})
     num_here, num_all = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
     if num_all > num_here:
         _check_several_machines(config, num_here)
@@ -73,7 +74,8 @@ def split_machine(config: Config) -> GpuSplit | None:
     if not config.rollout.uses_servers or config.rollout.urls:
         return None
     num = num_gpus(config)
-    decides = config.hardware.rollout_gpus == config.hardware.processes == "auto" and num > 1
+    decides = num > 1 and config.hardware.rollout_gpus == config.hardware.processes == "auto"
+    decides |= num > 0 and config.rollout.engine == "vllm" and config.model.adapter is not None
     return split_gpus(
         config,
         num_gpus=num,
@@ -112,6 +114,7 @@ def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
     return Placement(
         gpus=tuple(",".join(devices[i] for i in gpus) for gpus in servers),
         shared=split.shared,
+        keeps_base=split.keeps_base and len(slots) == split.num_processes,  # fewer processes need more memory each
         reason=split.reason,
     )
 

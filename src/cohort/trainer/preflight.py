@@ -47,6 +47,7 @@ def preflight(
         config,
         _gpus(device, world_size) if device.type == "cuda" else local_cpu(world_size, resident_bytes=resident_now()),
         shared=setup.shares_gpus,
+        keeps_base=setup.keeps_base,
         longest_prompt_tokens=inputs.longest_prompt_tokens,
         num_prompts=len(inputs.prompts.prompts),
         notify=notify,
@@ -69,6 +70,7 @@ def preflight_on(
     hardware: Hardware,
     *,
     shared: bool,
+    keeps_base: bool = False,
     longest_prompt_tokens: int,
     num_prompts: int,
     notify: Callable[[str], None],
@@ -81,6 +83,7 @@ def preflight_on(
         num_training=hardware.num_gpus,
         num_sampling=hardware.num_gpus if shared or samples_itself else 0,
         shared=shared or samples_itself,
+        keeps_base=keeps_base,
         reason="as launched",
     )
     try:
@@ -120,8 +123,10 @@ def compare_memory(plan: Plan, peaks: Mapping[int, float], reserved: Mapping[int
     """
     if not peaks:
         return None
-    framework = plan.memory.phases[plan.memory.peak_phase].get("framework", 0)
-    measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework * plan.hardware.on_gpu
+    parts = plan.memory.phases[plan.memory.peak_phase]
+    framework = parts.get("framework", 0)
+    outside = framework + parts.get("vLLM's base", 0) if plan.hardware.on_gpu else 0  # not PyTorch's in this process
+    measured, predicted = max(peaks.values()), plan.memory.peak_bytes - outside
     before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before loading the model)"
     if reserved:
         before = f" ({max(reserved.values()) / 1e9:.2f} GB with fragments of PyTorch's allocator)"

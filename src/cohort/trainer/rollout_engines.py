@@ -31,6 +31,11 @@ class EngineSetup(Protocol):
         """Whether servers and training take turns on the same GPUs."""
         ...
 
+    @property
+    def keeps_base(self) -> bool:
+        """Whether these servers keep their base model on the GPU during training."""
+        ...
+
     def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Start the engine.
 
@@ -48,7 +53,7 @@ class EngineSetup(Protocol):
 class LocalSetup:
     """Set up sampling in the training processes, with the weights that they train."""
 
-    shares_gpus = False
+    shares_gpus = keeps_base = False
 
     def __init__(self, config: Config, inputs: Inputs):
         """Nothing to prepare."""

@@ -69,6 +69,11 @@ class ServersSetup(ABC):
         return self.placement is not None and self.placement.shared
 
     @property
+    def keeps_base(self) -> bool:
+        """Whether these servers keep their base model on the GPU during training."""
+        return self.placement is not None and self.placement.keeps_base
+
+    @property
     def max_model_len(self) -> int:
         """Context length that the servers need. A smaller one leaves more room in the KV cache."""
         return self.inputs.longest_sequence_tokens + 1

@@ -77,7 +77,10 @@ class VllmSetup(ServersSetup):
         if policy.adapter is not None:
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
             share = partial(send_adapter, save=save, folder=folder / ADAPTERS)
-            return partial(_connect_adapter, self.config, self.secret, notify=notify_once), share
+            to_adapter = partial(
+                _connect_adapter, self.config, self.secret, keeps_base=self.keeps_base, notify=notify_once
+            )
+            return to_adapter, share
         ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(
             _connect,
@@ -134,7 +137,7 @@ def _connect(
 
 
 def _connect_adapter(
-    config: Config, secret: Secret | None, url: str, *, notify: Callable[[str], None]
+    config: Config, secret: Secret | None, url: str, *, keeps_base: bool = False, notify: Callable[[str], None]
 ) -> AdapterChannel:
     """Open a channel that sends adapters to a running server.
 
@@ -153,7 +156,7 @@ def _connect_adapter(
     except BaseException:
         api.close()
         raise
-    return AdapterChannel(api)
+    return AdapterChannel(api, keeps_base=keeps_base)
 
 
 def _check_version(api: VllmApi, url: str, notify: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.trainer import vllm_setup
+from cohort.trainer.placement import PLACEMENT, Placement
 from cohort.trainer.run_inputs import read_inputs
 from configs import MINIMAL
 from fake_vllm import SECRET, ThreadServer
@@ -143,3 +145,42 @@ def test_what_servers_are_told(tmp_path: Path):
     send_adapter(channels[1:], 4, save=Path.mkdir, folder=tmp_path)
     assert well.told[:3] == [("sleep", 1), ("pause",), ("wake_up", ["weights", "kv_cache"])]
     assert [path.name for path in tmp_path.iterdir()] == ["version-4"]
+
+
+def test_a_server_that_keeps_its_base_only_frees_its_cache(tmp_path: Path):
+    """And is told to wake exactly that: vLLM wakes nothing at all if it is told to wake what is awake."""
+    api = Api()
+    channel = AdapterChannel(api, keeps_base=True)  # type: ignore[arg-type]
+    channel.sleep()
+    assert send_adapter([channel], 1, save=Path.mkdir, folder=tmp_path) == {}
+    folder = str(tmp_path / "version-1")
+    woken = [("pause",), ("wake_up", ["kv_cache"]), ("load_lora_adapter", "policy", folder), ("set_weight_version", 1)]
+    assert api.told == [("pause",), ("release_kv_cache",), *woken, ("reset_prefix_cache",), ("resume",)]
+    api.told.clear()
+    send_adapter([channel], 2, save=Path.mkdir, folder=tmp_path)
+    assert api.told[:2] == [("pause",), ("load_lora_adapter", "policy", str(tmp_path / "version-2"))]
+
+
+def test_the_plan_decides_what_servers_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    raw = changed(make_inputs(tmp_path), model={"adapter": {"rank": 4}}, rollout={"engine": "vllm"})
+    config = config_from_dict(changed(raw, hardware={"device": "cpu"}))
+    server = ThreadServer()
+    server.start()
+    monkeypatch.setattr(vllm_setup, "check_vllm", lambda python: "0.32.0")
+    monkeypatch.setattr(vllm_setup.VllmApi, "model_names", lambda self: ["policy-base"])
+    policy = SimpleNamespace(adapter=object())
+    workers: Any = SimpleNamespace(local=SimpleNamespace(policy=policy))
+    try:
+        for keeps in (True, False):
+            placed = Placement(gpus=("0",), shared=True, keeps_base=keeps, reason="")
+            monkeypatch.setenv(PLACEMENT, placed.environment()[PLACEMENT])
+            setup = vllm_setup.VllmSetup(config, read_inputs(config))
+            setup.secret = Secret(SECRET)
+            server.fakes[0].calls.clear()
+            channel = setup.make_channels(workers, folder=tmp_path, notify=print)[0](server.url)
+            channel.sleep()
+            channel.close()
+            told = {path.partition("?")[0] for path in server.fakes[0].calls} - {"/version"}
+            assert told == ({"/pause", "/release_kv_cache_memory", "/collective_rpc"} if keeps else {"/sleep"})
+    finally:
+        server.stop()

@@ -263,7 +263,7 @@ def test_an_engine_that_does_not_declare_its_capabilities_is_refused_where_it_is
         class Forgetful(SamplingConfig):
             engine: Literal["forgetful"] = "forgetful"
 
-    some = "default_correction, has_serve_command, sampled_by, setup"
+    some = "default_correction, has_serve_command, sampled_by"
     with pytest.raises(TypeError, match=f"^rollout engine OverServers must declare {some}$"):
 
         class OverServers(ServersConfig):

@@ -106,8 +106,16 @@ class VllmApi:
         """Free GPU memory. Level 1 offloads weights to host memory; level 2 discards them. Requests are kept."""
         self._request("POST", "/sleep", params={"level": level, "mode": "keep"})
 
+    def release_kv_cache(self) -> None:
+        """Free the KV cache and what PyTorch caches, but no weights. Requests must be paused."""
+        self._request("POST", "/release_kv_cache_memory")
+        self._request("POST", "/collective_rpc", json={"method": "free_cached_memory"})  # as `sleep` does
+
     def wake_up(self, tags: list[str]) -> None:
-        """Reallocate memory for "weights" or "kv_cache"; its contents are undefined after level 2."""
+        """Reallocate memory for "weights" or "kv_cache", all of which must be asleep.
+
+        The contents of weights are undefined after level 2, and always those of the KV cache.
+        """
         self._request("POST", "/wake_up", params={"tags": tags})
 
     def model_names(self) -> list[str]:

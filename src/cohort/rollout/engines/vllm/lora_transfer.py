@@ -12,9 +12,15 @@ from cohort.rollout.engines.vllm.server import POLICY_NAME
 class AdapterChannel:
     """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
 
-    def __init__(self, api: VllmApi):
-        """Create a channel that closes `api` when it is closed."""
+    def __init__(self, api: VllmApi, *, keeps_base: bool = False):
+        """Create a channel that closes `api` when it is closed.
+
+        Args:
+            api: endpoints of the server.
+            keeps_base: whether the server keeps its base model, which never changes, on the GPU while it sleeps.
+        """
         self._api = api
+        self._keeps_base = keeps_base
         self._asleep = False
 
     def load(self, folder: Path, version: int) -> None:
@@ -27,7 +33,8 @@ class AdapterChannel:
         """
         self._api.pause()
         if self._asleep:
-            self._api.wake_up(["weights", "kv_cache"])
+            # vLLM wakes nothing at all if one of these was not asleep
+            self._api.wake_up(["kv_cache"] if self._keeps_base else ["weights", "kv_cache"])
             self._asleep = False
         self._api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
         self._api.set_weight_version(version)
@@ -35,12 +42,16 @@ class AdapterChannel:
         self._api.resume()
 
     def sleep(self) -> None:
-        """Have a server that shares its GPU offload its weights and free its KV cache until the next adapter.
+        """Have a server that shares its GPU free its KV cache, and offload its base model, until the next adapter.
 
         Raises:
             ServerError: the server did not go to sleep.
         """
-        self._api.sleep(1)
+        if self._keeps_base:
+            self._api.pause()
+            self._api.release_kv_cache()
+        else:
+            self._api.sleep(1)
         self._asleep = True
 
     def close(self) -> None:

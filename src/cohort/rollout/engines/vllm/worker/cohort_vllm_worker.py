@@ -247,6 +247,10 @@ class CohortWorker:
         (adapter_id,) = self.list_loras()
         self.add_lora(LoRARequest("policy", adapter_id, folder, load_inplace=True))
 
+    def free_cached_memory(self) -> None:
+        """Return the memory that PyTorch caches to the GPU."""
+        torch.accelerator.empty_cache()
+
 
 def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bool]]:
     """Return the shape of each tensor in an update, and whether it is optional, by name.
