@@ -1,5 +1,6 @@
 """Servers as processes, without vLLM: `tests/real_vllm` has the real ones."""
 
+import json
 import os
 import signal
 import subprocess
@@ -97,6 +98,22 @@ def test_options_of_the_user_come_last():
     given, _ = flags(device="cpu", extra={"quantization": "fp8", "max-num-seqs": 7, "enforce_eager": False})
     assert (given["--quantization"], given["--max-num-seqs"]) == ("fp8", "7")
     assert "--enforce-eager" not in given
+
+
+@pytest.mark.parametrize(
+    ("dtype", "extra", "given"),
+    [
+        ("bfloat16", {}, {"head_dtype": "float32"}),
+        ("bfloat16", {"hf-overrides": {"a": 1}}, {"head_dtype": "float32", "a": 1}),
+        ("bfloat16", {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+        ("bfloat16", {"hf_overrides": '{"a": 1}'}, {"a": 1}),
+        ("bfloat16", {"quantization": "fp8"}, None),
+        ("float32", {}, None),
+    ],
+)
+def test_the_head_computes_in_float32(dtype: str, extra: dict[str, Any], given: dict[str, Any] | None):
+    text = flags(device="cpu", dtype=dtype, extra=extra)[0].get("--hf-overrides")
+    assert (None if text is None else json.loads(text)) == given
 
 
 def test_the_secret_is_demanded_before_the_users_middleware():

@@ -104,7 +104,11 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     if options.lora_rank:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _allowed_rank(options.lora_rank)}
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    arguments |= {key.replace("-", "_"): value for key, value in options.extra.items()}
+    own = {key.replace("-", "_"): value for key, value in options.extra.items()}
+    if options.dtype == "bfloat16" and "quantization" not in own and isinstance(own.get("hf_overrides", {}), Mapping):
+        # logits in float32, as the trainer's; on CUDA without a copy of the weights. A quantized head cannot do it.
+        own["hf_overrides"] = {"head_dtype": "float32", **own.get("hf_overrides", {})}
+    arguments |= own
     command = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     for key, value in arguments.items():
         command += _option(key, value)
