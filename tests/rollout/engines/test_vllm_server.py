@@ -102,7 +102,11 @@ def test_options_of_the_user_come_last():
 def test_the_secret_is_demanded_before_the_users_middleware():
     command, _ = server_command(ServerOptions(**OPTIONS, device="cpu", extra={"middleware": "mine.Middleware"}), 8123)
     given = [value for flag, value in pairwise(command) if flag == "--middleware"]
-    assert given == ["mine.Middleware", "cohort_vllm_auth.RequireSecret"]  # vLLM wraps one around the other
+    assert given == [
+        "mine.Middleware",
+        "cohort_vllm_auth.RequireWholeWeights",
+        "cohort_vllm_auth.RequireSecret",
+    ]  # vLLM wraps one around the other
 
 
 def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):

@@ -2,8 +2,8 @@
 
 Once a server is up, its channel and its workers rendezvous and choose a transport: a process group (gloo through host
 memory, or NCCL from GPU to GPU), or CUDA IPC if they share a GPU with training ranks. The transport is tested before
-its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error before the commit the
-server keeps its old weights, and the next update starts with a new rendezvous.
+its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error in between the server
+answers no request until it has received a complete update, which starts with a new rendezvous.
 """
 
 import json
@@ -179,7 +179,7 @@ class WeightChannel:
         with self._abort_on_error("committing weights"):
             missing = next(self._unsent, None)
             if missing is not None:
-                raise ServerError(f"{self.url}: {missing.name} was declared but not sent; the server keeps its weights")
+                raise ServerError(f"{self.url}: {missing.name} was declared but not sent")
             assert self._transfer is not None
             self._transfer.finish()
             self._api.finish_weight_update(version)
@@ -190,10 +190,9 @@ class WeightChannel:
             self.version, self._unsent = version, None
 
     def abort(self) -> None:
-        """Abort the update and have the server continue with its old weights. Never fails.
+        """Abort the update. Never fails.
 
-        A server that sleeps between updates has no old weights: it stays paused until it is restarted, and exits if it
-        has loaded part of the new ones.
+        The server answers no request until its next complete update; one that refused the declared tensors resumes.
         """
         if self._unsent is None:
             return
@@ -308,11 +307,8 @@ class WeightChannel:
 
     def _discard(self) -> None:
         """Have the server discard an unfinished update, if there is one."""
-        with self._short_timeout_api() as api:
-            with suppress(ServerError):
-                api.update_weights({"step": "discard"})
-            with suppress(ServerError):
-                api.finish_weight_update(None)
+        with suppress(ServerError), self._short_timeout_api() as api:
+            api.update_weights({"step": "discard"})
 
     @contextmanager
     def _short_timeout_api(self) -> Iterator[VllmApi]:
