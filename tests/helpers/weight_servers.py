@@ -57,11 +57,11 @@ def load_worker(patch: pytest.MonkeyPatch) -> Any:
             "WeightTransferUpdateInfo": object,
         },
         "lora.request": {"LoRARequest": SimpleNamespace},
-        "logger": {"init_logger": lambda _: SimpleNamespace(error=print, info=print)},
         "model_executor.model_loader.reload": {
             "initialize_layerwise_reload": lambda model: None,
             "finalize_layerwise_reload": lambda model, config: None,
         },
+        "model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: None},
     }
     for path, contents in named.items():
         parts = ["vllm", *path.split(".")]
@@ -87,7 +87,11 @@ class Model:
         self.weights = weights
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.weights = {**self.weights, **{name: tensor.clone() for name, tensor in weights}}
+        for name, tensor in weights:
+            self.weights = {**self.weights, name: tensor.clone()}
+
+    def modules(self) -> list[Any]:
+        return []
 
 
 class EngineServer(FakeVllm):

@@ -16,7 +16,6 @@ from cohort.models.host_memory import OffloadedWeights, PinnedMemory, PinnedStac
 from cohort.ranks.collectives import SINGLE_PROCESS
 from rank_offload import make_engine, update
 from tiny import save_model_folder
-from weight_servers import load_worker
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -136,31 +135,6 @@ def test_transfers_of_updates_take_their_size(cudart: Cudart):
     assert list(cudart.pinned.values()) == 4 * [33 * 31 * 4]
     del updates
     gc.collect()
-    assert not cudart.pinned
-
-
-def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
-    """One place, which the next update takes again; another model's is another one."""
-    worker = load_worker(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))  # no room beside the model
-    engine = worker.CohortWeightTransferEngine(None, None, CUDA, None)
-    for shapes, num_bytes in ([(65, 64), (3,), ()], 65 * 64 * 4 + 64 + 64), ([(33, 5)], 704):
-        tensors = [torch.rand(shape) for shape in shapes]
-        for _ in range(2):
-            keep = engine._make_stager([{"shape": x.shape, "dtype": "float32"} for x in tensors])
-            staged = [keep(x) for x in tensors]
-            assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, staged, strict=True))
-            assert list(cudart.pinned.items()) == [(staged[0].data_ptr(), num_bytes)]
-            del staged, keep
-
-
-def test_weights_are_staged_in_the_memory_that_the_last_update_left(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
-    """PyTorch caches it, so that the GPU does not count it as free."""
-    worker, free = load_worker(monkeypatch), [1 << 30]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 2 << 30))
-    engine = worker.CohortWeightTransferEngine(None, None, CUDA, None)
-    engine._make_stager([{"shape": [1 << 20], "dtype": "float32"}])
     assert not cudart.pinned
 
 

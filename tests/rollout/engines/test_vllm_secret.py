@@ -109,6 +109,54 @@ def test_a_server_without_a_secret_does_not_start(load, monkeypatch: pytest.Monk
         load(content)
 
 
+# Whole weights
+
+
+def test_nothing_is_sampled_after_an_update_that_broke_off(load):
+    """Not even by a trainer that resumes the server; a complete update ends it, also of another trainer."""
+    answers = {"/update_weights": 200, "/finish_weight_update": 200}
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": answers.get(scope["path"], 200), "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    middleware = load("s3cret").RequireWholeWeights(app)
+
+    def status(path: str) -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        asyncio.run(middleware({"type": "http", "path": path, "headers": []}, None, send))
+        return sent[0]["status"]
+
+    answers["/update_weights"] = 400  # the declared tensors do not match: nothing has changed
+    assert [status(path) for path in ("/update_weights", "/resume", "/inference/v1/generate")] == [400, 200, 200]
+    answers["/update_weights"] = 200
+    assert [status(path) for path in ("/update_weights", "/inference/v1/generate", "/resume")] == [200, 200, 503]
+    answers["/update_weights"] = 500
+    assert [status(path) for path in ("/update_weights", "/resume", "/inference/v1/generate", "/x")] == [
+        500,
+        503,
+        503,
+        503,
+    ]
+    questions = (
+        "/health",
+        "/version",
+        "/v1/models",
+        "/get_world_size",
+        "/weight_info",
+        "/pause",
+        "/start_weight_update",
+    )
+    assert {status(path) for path in questions} == {200}
+    answers["/update_weights"] = 200
+    assert [status(path) for path in ("/update_weights", "/finish_weight_update", "/resume")] == [200, 200, 200]
+    assert status("/inference/v1/generate") == 200
+
+
 # How it gets there
 
 # Stands in for a server: it imports the middleware as vLLM does, and lives on. `told` is what it has learned.

@@ -38,7 +38,7 @@ def flags(**options: Any) -> tuple[dict[str, str | None], dict[str, str]]:
     given: dict[str, str | None] = {}
     for word in rest:
         if word.startswith("--"):
-            assert word not in given
+            assert word not in given or word == "--middleware"
             given[word] = None
         else:
             given[list(given)[-1]] = word
@@ -119,7 +119,11 @@ def test_the_head_computes_in_float32(dtype: str, extra: dict[str, Any], given: 
 def test_the_secret_is_demanded_before_the_users_middleware():
     command, _ = server_command(ServerOptions(**OPTIONS, device="cpu", extra={"middleware": "mine.Middleware"}), 8123)
     given = [value for flag, value in pairwise(command) if flag == "--middleware"]
-    assert given == ["mine.Middleware", "cohort_vllm_auth.RequireSecret"]  # vLLM wraps one around the other
+    assert given == [
+        "mine.Middleware",
+        "cohort_vllm_auth.RequireWholeWeights",
+        "cohort_vllm_auth.RequireSecret",
+    ]  # vLLM wraps one around the other
 
 
 def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):

@@ -113,7 +113,8 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     for key, value in arguments.items():
         command += _option(key, value)
     # repeated options add up, and the last one sees requests first
-    command += ["--middleware", "cohort_vllm_auth.RequireSecret"]
+    for name in ("RequireWholeWeights", "RequireSecret"):  # vLLM wraps the last around the others
+        command += ["--middleware", f"cohort_vllm_auth.{name}"]
     return command, environment
 
 

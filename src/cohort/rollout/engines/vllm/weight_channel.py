@@ -2,8 +2,8 @@
 
 Once a server is up, its channel and its workers rendezvous and choose a transport: a process group (gloo through host
 memory, or NCCL from GPU to GPU), or CUDA IPC if they share a GPU with training ranks. The transport is tested before
-its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error before the commit the
-server keeps its old weights, and the next update starts with a new rendezvous.
+its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error in between the server
+answers no request until it has received a complete update, which starts with a new rendezvous.
 """
 
 import json
@@ -88,6 +88,7 @@ class WeightChannel:
         self._joined: Future[None] | None = None  # the server's call of the last rendezvous
         self._transfer: WeightTransfer | None = None
         self._unsent: Iterator[TensorSpec] | None = None  # declared tensors of the update in progress
+        self._has_declared = False  # and the server has accepted them
 
     @property
     def transport(self) -> Transport | None:
@@ -144,6 +145,7 @@ class WeightChannel:
                 self._discard()
                 self._api.start_weight_update()
             self._api.update_weights({"step": "declare", "specs": [_spec_to_json(spec) for spec in specs]})
+            self._has_declared = True
             transfer.begin(specs)
 
     def post(self, name: str, tensor: Tensor) -> None:
@@ -173,13 +175,13 @@ class WeightChannel:
             version: policy version of the weights, with which the server labels the tokens it samples.
 
         Raises:
-            ServerError: it failed. If that happened during the commit, the server's process exits.
+            ServerError: it failed; the update was aborted.
         """
         assert self._unsent is not None, "no update is in progress"
         with self._abort_on_error("committing weights"):
             missing = next(self._unsent, None)
             if missing is not None:
-                raise ServerError(f"{self.url}: {missing.name} was declared but not sent; the server keeps its weights")
+                raise ServerError(f"{self.url}: {missing.name} was declared but not sent")
             assert self._transfer is not None
             self._transfer.finish()
             self._api.finish_weight_update(version)
@@ -187,20 +189,19 @@ class WeightChannel:
                 self._api.wake_up(["kv_cache"])
             self._api.reset_prefix_cache()
             self._api.resume()
-            self.version, self._unsent = version, None
+            self.version, self._unsent, self._has_declared = version, None, False
 
     def abort(self) -> None:
-        """Abort the update and have the server continue with its old weights. Never fails.
+        """Abort the update. Never fails.
 
-        A server that sleeps between updates has no old weights: it stays paused until it is restarted, and exits if it
-        has loaded part of the new ones.
+        The server answers no request until its next complete update, but resumes if it refused the declared tensors.
         """
         if self._unsent is None:
             return
-        self._unsent = None
+        has_declared, self._unsent, self._has_declared = self._has_declared, None, False
         self._close_transfer()  # so that workers still waiting for tensors stop waiting
         self._discard()
-        if not self._sleeps:
+        if not (self._sleeps or has_declared):
             with suppress(ServerError), self._short_timeout_api() as api:
                 api.resume()
 
@@ -308,11 +309,8 @@ class WeightChannel:
 
     def _discard(self) -> None:
         """Have the server discard an unfinished update, if there is one."""
-        with self._short_timeout_api() as api:
-            with suppress(ServerError):
-                api.update_weights({"step": "discard"})
-            with suppress(ServerError):
-                api.finish_weight_update(None)
+        with suppress(ServerError), self._short_timeout_api() as api:
+            api.update_weights({"step": "discard"})
 
     @contextmanager
     def _short_timeout_api(self) -> Iterator[VllmApi]:

@@ -1,29 +1,22 @@
 """Worker extension that vLLM loads: receives a trainer's weights and loads them into the model.
 
 vLLM imports this file through `--worker-extension-cls`, from its own folder, since Cohort is not installed there. It
-imports only torch, numpy, safetensors, vLLM and the module next to it. An update is staged: names, shapes and dtypes
-are checked first, then the tensors are received, and the last call changes the model without the trainer's help. If an
-update fails before that, the old weights stay.
+imports only torch, safetensors, vLLM and the module next to it. Names, shapes and dtypes are checked before anything is
+sent. Tensors are then loaded as they arrive. vLLM keeps those of an incomplete layer (q without k and v, say), so a
+worker holds little more than one layer beside the model.
 
-The last call either succeeds or exits the process: a model with part old and part new weights must not sample.
+After an update that broke off, the model has part old and part new weights: `cohort_vllm_auth.RequireWholeWeights`
+answers no request until an update is complete.
 """
 
 import json
-import mmap
-import os
 import socket
-import traceback
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from cohort_weight_group import WeightGroup, describe_device, gpu_uuid, result_within
@@ -35,13 +28,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-logger = init_logger("vllm.cohort")
-SPARE_BYTES = 1 << 30  # GPU memory to leave free when tensors are staged there
-ALIGNMENT_BYTES = 64  # alignment of tensors staged in host memory
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 
 @dataclass
@@ -78,9 +67,9 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group: WeightGroup | None = None
         self._ipc_buffer: Tensor | None = None  # the training rank's shared buffer on this GPU
         self._expected: dict[str, tuple[list[int], bool]] | None = None
-        self._num_loaded = 0  # tensors already in the model, of an update through CUDA IPC
-        self._host = torch.empty(0, dtype=torch.uint8)  # staging buffer if the GPU has no room
-        self._reset_update()
+        self._num_loaded = 0  # tensors of this update that the model has
+        self._is_loading = False  # vLLM's layers are prepared for loading
+        self._specs: list[dict[str, Any]] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Rendezvous with the trainer and set up a transport, replacing the last one; or open its shared buffer."""
@@ -122,7 +111,6 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Leave the group, which a waiting trainer notices at once."""
         group, self._group, self._ipc_buffer = self._group, None, None
-        self._reset_update()
         if group is not None:
             group.abort()
 
@@ -139,8 +127,13 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._ipc_buffer = None  # the training rank may free the memory now
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Run one step of an update. An error discards the update."""
-        steps = {"declare": self._declare, "receive": self._receive, "load": self._load, "discard": self._discard}
+        """Run one step of an update. An error ends the update, and vLLM's session with it."""
+        steps = {
+            "declare": self._declare,
+            "receive": self._receive,
+            "load": self._load_shared,
+            "discard": self._discard,
+        }
         try:
             if update_info.step not in steps:
                 raise ValueError(f"step: {update_info.step!r} must be one of {', '.join(steps)}")
@@ -152,28 +145,25 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Load all weights into the model or, after `discard`, none."""
-        if self._discarded:
-            return self._reset_update()
-        staged, specs = self._staged, self._specs
-        if specs is None or len(staged) + self._num_loaded != len(specs):
-            received = len(staged) + self._num_loaded
-            raise ValueError(f"received {received} of {len(specs or ())} declared tensors; the model is unchanged")
-        with _exit_on_error():
-            if staged:
-                initialize_layerwise_reload(self.model)
-                self.model.load_weights(self._to_device(staged))
-            finalize_layerwise_reload(self.model, self.model_config)
-            repack_tied_head(self.model)
-        self._num_loaded = 0
-        return self._reset_update()
+        """Complete the update, whose tensors the model has."""
+        specs = self._specs
+        if specs is None or self._num_loaded != len(specs):
+            raise ValueError(f"received {self._num_loaded} of {len(specs or ())} declared tensors")
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._is_loading = False
+        repack_tied_head(self.model)
+        self._reset_update()
 
     def _reset_update(self) -> None:
-        if self._num_loaded:
-            _exit_inconsistent("a weight update through CUDA IPC was aborted halfway")
-        self._specs: list[dict[str, Any]] | None = None
-        self._staged: deque[tuple[str, Tensor]] = deque()
-        self._discarded = False
+        self._specs, self._num_loaded = None, 0
+        if self._is_loading:  # forget tensors of incomplete layers, which the next update sends again
+            for layer in self.model.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._is_loading = False
 
     def _declare(self, info: UpdateInfo) -> None:
         if self._expected is None:
@@ -182,58 +172,41 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._specs = info.specs
 
     def _receive(self, info: UpdateInfo) -> None:
-        """Receive all declared tensors, in order."""
+        """Receive all declared tensors, in order, and load each as it arrives."""
         if self._specs is None or self._group is None:
             raise ValueError("no process group with the trainer, or no declared tensors")
-        stage = self._make_stager(self._specs)
-        for spec in self._specs:
-            dtype = getattr(torch, spec["dtype"])
-            tensor = torch.empty(spec["shape"], dtype=dtype, device=self._group.device)
-            result_within(self._group.broadcast(tensor), self._timeout_s, f"receiving {spec['name']}")
-            self._staged.append((spec["name"], stage(tensor)))
+        self._load(self._received(self._group, self._specs))
 
-    def _make_stager(self, specs: list[dict[str, Any]]) -> Callable[[Tensor], Tensor]:
-        """Return a function that stages a tensor on the model's device, or in host memory if its GPU has no room."""
-        if self.device.type == "cpu":
-            return lambda tensor: tensor
-        total_bytes = sum(num_bytes(spec) for spec in specs)
-        torch.cuda.empty_cache()  # of the last update
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if free >= total_bytes + SPARE_BYTES:
-            return lambda tensor: tensor.to(self.device)
-        logger.info("staging %.1f GB of weights in host memory", total_bytes / 1e9)
-        starts = [0, *accumulate(-(-num_bytes(spec) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in specs)]
-        if len(self._host) != starts[-1]:  # reused, since pinning is slow
-            self._host = torch.empty(0, dtype=torch.uint8)
-            self._host = pinned_bytes(starts[-1], self.device)
-        slots = (self._host[start:] for start in starts)
-        return lambda tensor: next(slots)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    def _received(self, group: WeightGroup, specs: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        for spec in specs:
+            tensor = torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device=group.device)
+            result_within(group.broadcast(tensor), self._timeout_s, f"receiving {spec['name']}")
+            yield spec["name"], tensor.to(self.device)
 
-    def _to_device(self, staged: deque[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        while staged:
-            name, tensor = staged.popleft()
-            yield name, tensor.to(self.device, non_blocking=True)
-
-    def _load(self, info: UpdateInfo) -> None:
-        """Load tensors from the shared buffer straight into the model.
-
-        The server was asleep, so there are no old weights to keep. Not tested on a GPU yet.
-        """
-        specs = {spec["name"]: spec for spec in self._specs or ()}
-        if self._ipc_buffer is None or any(name not in specs for name, _ in info.offsets):
+    def _load_shared(self, info: UpdateInfo) -> None:
+        """Load tensors from the shared buffer. Not tested on a GPU yet."""
+        specs, buffer = {spec["name"]: spec for spec in self._specs or ()}, self._ipc_buffer
+        if buffer is None or any(name not in specs for name, _ in info.offsets):
             raise ValueError("no shared buffer, or tensors that were not declared")
-        tensors = [(name, tensor_view(self._ipc_buffer, specs[name], offset)) for name, offset in info.offsets]
-        with _exit_on_error():
-            if not self._num_loaded:
-                initialize_layerwise_reload(self.model)
-            # clone: an incomplete layer keeps its tensors, and the trainer reuses the buffer after this call
-            self.model.load_weights((name, tensor.clone()) for name, tensor in tensors)
-            self._num_loaded += len(tensors)
+        # clone: an incomplete layer keeps its tensors, and the trainer reuses the buffer after this call
+        self._load((name, tensor_view(buffer, specs[name], offset).clone()) for name, offset in info.offsets)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the next tensors of the update into the model. A layer changes once all of its tensors are there."""
+        if not self._is_loading:
+            self._is_loading = True
+            initialize_layerwise_reload(self.model)
+        self.model.load_weights(self._counted(tensors))
+
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in tensors:
+            yield named
+            self._num_loaded += 1
 
     def _discard(self, info: UpdateInfo) -> None:
+        """End an unfinished update, and vLLM's session, which an error ends."""
         self._ipc_buffer = None
-        self._reset_update()
-        self._discarded = True
+        raise ValueError("the trainer gave the update up")
 
 
 class CohortWorker:
@@ -309,25 +282,6 @@ def num_bytes(spec: dict[str, Any]) -> int:
     return int(torch.Size(spec["shape"]).numel()) * getattr(torch, spec["dtype"]).itemsize
 
 
-def pinned_bytes(count: int, device: torch.device) -> Tensor:
-    """Allocate pinned host memory of exactly this size.
-
-    PyTorch's pinned memory allocator rounds up to a power of two.
-    """
-    whole = np.zeros(count + mmap.PAGESIZE, dtype=np.uint8)
-    start = -whole.ctypes.data % mmap.PAGESIZE
-    found = torch.from_numpy(whole[start : start + count])
-    cudart = torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(found.data_ptr(), count, 0))
-    if status == 0:
-        weakref.finalize(whole, cudart.cudaHostUnregister, found.data_ptr())
-    else:
-        logger.warning("host memory cannot be pinned (cudaHostRegister: error %d); weights are copied slowly", status)
-        with suppress(RuntimeError):  # the driver keeps the error for its next check
-            torch.ones(1, device=device)
-    return found
-
-
 def repack_tied_head(model: Any) -> None:
     """Repack a head that is tied to the embedding.
 
@@ -389,20 +343,6 @@ def _own_address(info: InitInfo) -> str:
     """Return this machine's address on the network that reaches the trainer."""
     with socket.create_connection((info.host, info.port), timeout=info.timeout_s) as connection:
         return str(connection.getsockname()[0])
-
-
-@contextmanager
-def _exit_on_error() -> Iterator[None]:
-    """Exit the process if the block raises."""
-    try:
-        yield
-    except BaseException as error:
-        _exit_inconsistent("".join(traceback.format_exception(error)))
-
-
-def _exit_inconsistent(why: str) -> NoReturn:
-    logger.error("the model has part old and part new weights; exiting: %s", why)
-    os._exit(1)
 
 
 WeightTransferEngineFactory.register_engine("cohort", CohortWeightTransferEngine)
