@@ -15,7 +15,6 @@ import torch
 
 from cohort.models.saving import stream_weights, weight_specs
 from cohort.rollout.engines.servers.handles import ServerError
-from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import ServerProcess
@@ -77,7 +76,7 @@ def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(proce
 
 def test_a_port_in_use_is_a_failed_start_and_gets_no_secret(process: ServerProcess, monkeypatch: pytest.MonkeyPatch):
     impostor = Impostor()
-    monkeypatch.setattr(server_module, "_free_port", lambda: impostor.port)
+    monkeypatch.setattr("cohort.rollout.engines.servers.process._free_port", lambda: impostor.port)
     process.start()
     with closing(VllmApi(process.url, secret=SECRET, timeout_s=PATIENCE_S)) as api, pytest.raises(ServerError) as error:
         api.version()

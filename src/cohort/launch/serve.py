@@ -8,13 +8,11 @@ from dataclasses import replace
 from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.plan.rollout_engine import set_engine
-from cohort.rollout.engines.servers import guard
-from cohort.rollout.engines.servers.secret import read_or_create_secret, read_secret
-from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, check_vllm, server_command, start_guarded
+from cohort.rollout.engines.servers.process import STOP_TIMEOUT_S, start_guarded
+from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, read_or_create_secret, read_secret
+from cohort.rollout.engines.vllm.server import check_vllm, server_command
 from cohort.rollout.engines.vllm.server_options import server_options
 from cohort.trainer.placement import num_gpus, visible_devices
-
-_STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 
 
 def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -79,7 +77,7 @@ def serve(config: Config, *, host: str, port: int) -> None:
     finally:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
-        process.wait(_STOP_TIMEOUT_S)
+        process.wait(STOP_TIMEOUT_S)
         process.stdout.close()
         signal.signal(signal.SIGTERM, before)
     # an error even for code 0, with which vLLM exits after its engine has died

@@ -18,10 +18,16 @@ import pytest
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.rollout.engines.servers.handles import RemoteServer, ServerError
-from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
+from cohort.rollout.engines.servers.secret import (
+    SECRET_VARIABLE,
+    Secret,
+    read_or_create_secret,
+    read_secret,
+    request_headers,
+)
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, WORKER_FOLDER, ServerOptions, ServerProcess
+from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.trainer import vllm_setup
 from cohort.trainer.run_inputs import read_inputs

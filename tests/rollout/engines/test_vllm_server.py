@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from cohort.errors import UserError
+from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
@@ -172,7 +173,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             return [sys.executable, "-c", script, str(port)], {}
 
         monkeypatch.setattr(server_module, "server_command", command)
-        monkeypatch.setattr(server_module.guard, "GRACE_S", 0.3)
+        monkeypatch.setattr(guard, "GRACE_S", 0.3)
         options = ServerOptions(**OPTIONS, device="cpu")
         made.append(ServerProcess(options, secret=Secret.new(), log_file=tmp_path / "logs" / "server.log"))
         return made[-1]
@@ -261,12 +262,12 @@ time.sleep(600)
 
 def test_servers_end_with_a_parent_that_is_killed():
     script = SERVER.format(then="time.sleep(600)")
-    command = [sys.executable, "-c", PARENT, server_module.guard.__file__, script]
+    command = [sys.executable, "-c", PARENT, guard.__file__, script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stdout is not None
-        guard, server = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        guarding, server = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
         until(lambda: server.children())
-        members = [guard, server, *server.children()]
+        members = [guarding, server, *server.children()]
         parent.send_signal(signal.SIGKILL)
         try:
             assert not psutil.wait_procs(members, timeout=600)[1]

@@ -204,7 +204,7 @@ def test_what_fails_costs_that_server_alone(place: Place, fault: Fault):
     with fault_in_nccl(fault):
         assert list(send_to_servers([to_bad, to_good], new.items(), SPECS, 1)) == [to_bad]
         assert same(good.model.weights, new) and good.version == "1" and not good.paused
-        assert not same(bad.model.weights, new) and bad.version == "default"
+        assert bad.paused and bad.version == "default"
     with bad.turn:  # until its worker has given up too
         pass
     to_bad = place.channel(place.servers[0].url)
@@ -246,7 +246,7 @@ def test_a_server_that_hangs_in_a_request_costs_itself_alone(place: Place, call:
         assert same(good.model.weights, weights_of(10)) and good.version == "1"
     finally:
         released.set()
-    assert same(bad.model.weights, OLD) and bad.version == "default"
+    assert bad.version == "default" and (bad.paused or same(bad.model.weights, OLD))
 
 
 def test_a_call_that_the_server_never_answers_ends_with_the_transfer(place: Place):

@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 
 from cohort.config.user_code import describe_error
 from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
-from cohort.rollout.engines.vllm.server import SECRET_VARIABLE
+from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 

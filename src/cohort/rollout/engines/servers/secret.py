@@ -11,6 +11,9 @@ from typing import Self
 
 from cohort.errors import UserError
 
+SECRET_VARIABLE = (
+    "COHORT_SECRET_FILE"  # environment variable: file from which a server reads the secret that it demands
+)
 _NUM_BYTES = 16  # of a new secret
 _MAX_CHARACTERS = 4096
 _KEY = "rollout.secret_file"

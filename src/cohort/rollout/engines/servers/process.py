@@ -1,0 +1,148 @@
+"""Run a server program as a child process, of whatever engine, and leave nothing of it behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from cohort.rollout.engines.servers import guard
+from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, Secret
+
+STOP_TIMEOUT_S = guard.GRACE_S + 5.0
+_MAX_LOG_BYTES = 4 << 20
+# Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
+# expandable segments. An API key would be demanded in place of the secret.
+_NOT_INHERITED = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *(f"TORCHELASTIC_{name}" for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE")),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT", "VLLM_API_KEY"),
+}
+
+
+def start_guarded(
+    command: Sequence[str], added: Mapping[str, str], *, secret: Secret, log: IO[bytes] | None
+) -> subprocess.Popen[str]:
+    """Start a server that stops when this process dies, or when the standard input of its guard is closed.
+
+    Args:
+        command: the server's command line.
+        added: additional environment variables.
+        secret: what the server demands of every request. It is passed through a pipe, which is empty once it is read.
+        log: file for the server's output; None for this process's standard error.
+
+    Returns:
+        the guard process. Its first line of output is the server's process group; it exits with the server.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added)
+    source, sink = os.pipe()
+    try:
+        with open(sink, "w", encoding="ascii") as pipe:
+            pipe.write(f"{secret.text}\n")
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment | {SECRET_VARIABLE: f"/dev/fd/{source}"},
+            pass_fds=(source,),
+            start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
+            text=True,
+        )
+    finally:
+        os.close(source)
+
+
+class GuardedServer(ABC):
+    """A server whose processes never outlive this one. Not thread-safe."""
+
+    def __init__(self, *, secret: Secret, log_file: Path):
+        """Create a server without starting it.
+
+        Args:
+            secret: what it demands of every request.
+            log_file: receives the server's output, appended.
+        """
+        self.secret = secret
+        self.log_file = log_file
+        self.url = ""
+        self._guard: subprocess.Popen[str] | None = None
+        self._group = 0  # process id of the server, and its process group
+        self._log_start = 0
+
+    @abstractmethod
+    def command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of a server on this port, and additional environment variables."""
+
+    def start(self) -> None:
+        """Start or restart on a free port without waiting. Check `/health` and `poll` for the result."""
+        self.stop()
+        port = _free_port()
+        command, added = self.command(port)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            self._log_start = log.tell()
+            self._guard = start_guarded(command, added, secret=self.secret, log=log)
+        self.url = f"http://127.0.0.1:{port}"
+        assert self._guard.stdout is not None
+        self._group = int(self._guard.stdout.readline() or 0)
+
+    def poll(self) -> str | None:
+        """Return None while the server runs, else how it ended. Exit code 0 is a failure too."""
+        if self._guard is None:
+            return "not started"
+        code = self._guard.poll()
+        if code is None:
+            return None
+        self._end_group()
+        if code < 0:
+            return f"guard killed by {signal.Signals(-code).name}"
+        if code - 128 in set(signal.Signals):
+            return f"killed by {signal.Signals(code - 128).name}"
+        return f"exited with code {code}"
+
+    def log(self) -> str:
+        """Return the log since the last start, at most its last 4 MiB."""
+        try:
+            with self.log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _MAX_LOG_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """Stop the server and all of its processes within seconds. It can be restarted."""
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        with suppress(OSError):
+            self._guard.stdin.close()  # the guard sees the end of its input
+        try:
+            self._guard.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        self._guard.stdout.close()
+        self._end_group()
+        self._guard = None
+
+    def _end_group(self) -> None:
+        """Kill what is left of the server's process group if the guard was killed."""
+        if self._group:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+            self._group = 0
+
+
+def _free_port() -> int:
+    """Return a free port. If another process takes it before the server does, the start fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
