@@ -22,7 +22,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.rollout.engines.vllm.server import server_options
 from cohort.trainer.vllm_setup import VllmSetup
 from cohort.trainer.vllm_setup import _connect as connect
 from fake_vllm import SECRET, FakeVllm, ThreadServer

@@ -20,8 +20,7 @@ from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
-from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_folder
 from waiting import until
 

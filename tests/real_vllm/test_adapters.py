@@ -18,8 +18,7 @@ from cohort.models.adapters.lora import Adapter
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
-from cohort.rollout.engines.vllm.server import ServerProcess
-from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.rollout.engines.vllm.server import ServerProcess, server_options
 from serving import (
     LONG_PROMPT,
     SECRET,

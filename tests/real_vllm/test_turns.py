@@ -13,8 +13,7 @@ import cohort
 from cohort.chat import ResponseParser
 from cohort.config import config_from_dict
 from cohort.display import Display
-from cohort.rollout.engines.vllm.server import ServerProcess
-from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.rollout.engines.vllm.server import ServerProcess, server_options
 from playing import save_turns_model
 from runs import Notes, metric
 from selection import slow

@@ -10,8 +10,7 @@ import torch
 
 from cohort.models.saving import TensorSpec, stream_weights, weight_specs
 from cohort.rollout.engines.servers.handles import ServerError
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
-from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from serving import (
     LONG_PROMPT,
     SECRET,

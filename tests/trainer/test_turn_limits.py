@@ -8,7 +8,7 @@ import pytest
 import cohort.trainer.build
 from cohort.config import config_from_dict
 from cohort.errors import UserError
-from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.rollout.engines.vllm.server import server_options
 from cohort.trainer.run_inputs import Inputs, read_inputs
 from runs import train
 from selection import slow

@@ -10,8 +10,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.plan.rollout_engine import set_engine
 from cohort.rollout.engines.servers.process import STOP_TIMEOUT_S, start_guarded
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, read_or_create_secret, read_secret
-from cohort.rollout.engines.vllm.server import check_vllm, server_command
-from cohort.rollout.engines.vllm.server_options import server_options
+from cohort.rollout.engines.vllm.server import check_vllm, server_command, server_options
 from cohort.trainer.placement import num_gpus, visible_devices
 
 

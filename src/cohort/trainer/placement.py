@@ -20,8 +20,7 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.rollout_engine import set_engine, vllm_incompatibility
 from cohort.plan.shape import ModelShape, similar_shape, try_read_shape
 from cohort.plan.split import GpuSplit, split_gpus
-from cohort.rollout.engines.vllm.server import check_vllm
-from cohort.rollout.engines.vllm.server_options import vllm_python
+from cohort.rollout.engines.vllm.server import check_vllm, vllm_python
 from cohort.run.files import has_progress, is_run_folder
 
 PLACEMENT = "COHORT_SERVER_GPUS"  # environment variable: a Placement as JSON

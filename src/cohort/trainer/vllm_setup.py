@@ -22,10 +22,15 @@ from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.root_cause import root_cause
-from cohort.rollout.engines.vllm.server import POLICY_NAME, ServerProcess, check_version, check_vllm
-from cohort.rollout.engines.vllm.server_options import server_options, vllm_python
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
-from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.server import (
+    POLICY_NAME,
+    ServerProcess,
+    check_version,
+    check_vllm,
+    server_options,
+    vllm_python,
+)
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from cohort.run.folder import ADAPTERS
 from cohort.run.provenance import newer_than_tested
 from cohort.trainer.run_inputs import Inputs

@@ -21,8 +21,7 @@ from cohort.rollout.engines.servers import cuda_ipc
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import weight_channel
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
-from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from cohort.trainer import vllm_setup
 from fake_vllm import SECRET, ThreadServer
 from waiting import PATIENCE_S

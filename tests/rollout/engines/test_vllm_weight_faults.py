@@ -16,8 +16,7 @@ from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import weight_channel, weight_transfer
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
-from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from cohort.rollout.engines.vllm.weight_transfer import GroupTransfer
 from cohort.rollout.engines.vllm.worker import cohort_weight_group
 from fake_vllm import SECRET, ThreadServer

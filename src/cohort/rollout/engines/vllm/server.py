@@ -1,13 +1,17 @@
-"""Run a vLLM server as a child process."""
+"""A vLLM server as a child process, and its options from a run's configuration."""
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
+from cohort.plan.defaults import server_memory_utilization, serving_dtype
 from cohort.rollout.engines.servers.process import GuardedServer
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.run.provenance import TESTED, release
@@ -173,3 +177,46 @@ class ServerProcess(GuardedServer):
     def command(self, port: int) -> tuple[list[str], dict[str, str]]:
         """Return the command line, and additional environment variables."""
         return server_command(self.options, port)
+
+
+def vllm_python(named: str | None) -> str:
+    """Return the Python of vLLM's environment, given the value of `rollout.vllm_python`."""
+    return named or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable
+
+
+def server_options(config: Config, *, gpus: str, shared: bool = False) -> ServerOptions:
+    """Return the options of one server.
+
+    Args:
+        config: configuration of a run with `rollout.engine: vllm`.
+        gpus: the server's GPUs in the format of CUDA_VISIBLE_DEVICES; "" on CPU.
+        shared: whether the server shares its GPUs with training.
+    """
+    rollout = config.rollout
+    assert isinstance(rollout, VllmRolloutConfig)
+    extra: dict[str, Any] = {"trust_remote_code": True} if config.model.trust_remote_code else {}
+    return ServerOptions(
+        python=vllm_python(rollout.vllm_python),
+        model=config.model.path,
+        device="cuda" if gpus else "cpu",
+        dtype=serving_dtype(config, on_gpu=bool(gpus)),
+        max_model_len=rollout.max_prompt_tokens + max(rollout.max_new_tokens, config.eval_max_new_tokens),
+        max_num_seqs=rollout.max_num_seqs,
+        gpus=gpus,
+        tensor_parallel=rollout.tensor_parallel,
+        gpu_memory_utilization=server_memory_utilization(rollout, shared=shared),
+        sleep=shared,
+        lora_rank=_adapter_rank(config),
+        seed=config.train.seed,
+        extra=extra | rollout.vllm_args,
+    )
+
+
+def _adapter_rank(config: Config) -> int:
+    """Return the LoRA rank of the served adapter; 0 without an adapter."""
+    adapter = config.model.adapter
+    if adapter is None or adapter.path is None:
+        return 0 if adapter is None else adapter.rank
+    from cohort.models import saved_rank
+
+    return saved_rank(adapter.path)
