@@ -17,7 +17,6 @@ from cohort.config import Config
 from cohort.config.hardware import SandboxConfig
 from cohort.demo import run
 from cohort.demo.functions import FunctionProblem, demonstration, generate, habit, split_of
-from cohort.demo.pretrain import tokenize
 from cohort.demo.tasks import CODE
 from cohort.rewards.code import CodeReward
 from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
@@ -25,6 +24,7 @@ from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
 from cohort.sandbox.pool import Sandbox
 from cohort.sandbox.process import Limits
+from pretrain import tokenize
 
 _SLIPS = {  # what a model may write for a part of an expression
     "+": "-*",

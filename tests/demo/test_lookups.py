@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cohort.chat import ChatTemplate, ResponseParser
+from cohort.chat import ChatTemplate, ResponseParser, tool_schema
 from cohort.demo.lookups import STORIES, LookUpProblem, demonstration, generate, habit, split_of
-from cohort.demo.pretrain import tokenize
 from cohort.demo.tasks import ANSWER_PATTERN, TOOLS, find_task
 from cohort.demo.tools import look_up
 from cohort.errors import UserError
@@ -23,6 +22,9 @@ from cohort.rollout.environments.model import TurnLimits
 from cohort.rollout.environments.tool_loop import ToolLoop
 from cohort.rollout.environments.tools import ToolExecutor, load_tools
 from cohort.rollout.environments.trajectory import TrajectoryRunner
+from pretrain import tokenize
+
+SCHEMAS = (tool_schema(look_up),)
 
 
 @cache
@@ -99,7 +101,7 @@ def test_every_story_occurs_and_its_words_are_tokens():
 
 def test_only_assistant_turns_are_trained():
     problem = next(problem for problem in generate(0, 50) if len(problem.names) == 2)
-    token_ids, labels = tokenize(demonstration(problem), tokenizer(), TOOLS.tool_schemas)
+    token_ids, labels = tokenize(demonstration(problem), tokenizer(), SCHEMAS)
     trained = tokenizer().decode([token for token in labels if token >= 0])
     calls = (
         f'<tool_call>{{"name": "look_up", "arguments": {{"name": "{n}"}}}}</tool_call><|end|>' for n in problem.names
@@ -111,7 +113,7 @@ def test_only_assistant_turns_are_trained():
 def test_a_run_continues_conversations_as_the_base_model_was_trained():
     """The contexts of a run's model calls are those of the demonstrations, token by token."""
     for problem in generate(1, 12):
-        token_ids, labels = tokenize(demonstration(problem), tokenizer(), TOOLS.tool_schemas)
+        token_ids, labels = tokenize(demonstration(problem), tokenizer(), SCHEMAS)
         trajectory = asyncio.run(played(problem, token_ids, labels))
         last = trajectory.calls[-1]
         assert [*last.context_ids, *last.token_ids] == token_ids
@@ -151,7 +153,7 @@ async def played(problem: LookUpProblem, token_ids: list[int], labels: list[int]
 
 
 def test_the_chat_template_has_tools():
-    ChatTemplate(tokenizer()).check_tools(TOOLS.tool_schemas)
+    ChatTemplate(tokenizer()).check_tools(SCHEMAS)
     ResponseParser(tokenizer()).check_tools()
     with pytest.raises(Exception, match="the roles are system, user, assistant and tool, not critic"):
         tokenizer().apply_chat_template([{"role": "critic", "content": ""}], tokenize=False)

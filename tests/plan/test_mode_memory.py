@@ -76,7 +76,7 @@ def test_each_process_has_a_gpu_of_its_own(model: Path, monkeypatch: pytest.Monk
 
 @slow("several processes; one is measured")
 def test_memory_of_several_processes_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lasts; `cohort plan --verify` and its tests compare the most of a step with several processes."""
+    """What lasts; `bench/plan_verify.py` and its tests compare the most of a step with several processes."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     found, failed = measure_apart(APART, "tiny")
     assert list(found) == APART and not failed

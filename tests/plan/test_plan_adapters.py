@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 import test_plan_memory
-from cohort.cli.plan_verify import track_step
 from cohort.config import AdapterConfig
 from cohort.plan.backward import activation_bytes, layer_bytes_per_token, norm_bytes, saved_bytes_per_token
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, adapter_shape, preset_shape, shape_from_config
 from cohort.plan.workload import Workload
 from selection import slow
+from symbolic_step import track_step
 
 SMALL = {
     "model_type": "qwen2",

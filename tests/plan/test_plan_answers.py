@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
-from cohort.cli.plan_verify import verify_plan
 from cohort.plan.hardware import hardware
 from cohort.plan.limits import explain_no_limit, largest
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape
+from plan_verify import verify_plan
 from plans import EIGHT, config
 
 TINY = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
@@ -112,7 +112,7 @@ def test_a_symbolic_run_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch, 
     def track(*arguments: Any, **options: Any) -> None:
         raise BegunError
 
-    monkeypatch.setattr("cohort.cli.plan_verify.track_step", track)
+    monkeypatch.setattr("plan_verify.track_step", track)
     plan = predict_run(config(), preset_shape("7b"), EIGHT)
     with pytest.raises(BegunError):
         verify_plan(plan, layers=4)

@@ -1,19 +1,20 @@
 """Memory of gathered weights that stay, and of those that wait in host memory, against a symbolic run of the step."""
 
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cohort.cli.plan_verify import TrackedStep, track_step
+import plan_verify
 from cohort.config import AdamwConfig
 from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.shape import shape_from_config
 from selection import slow
-from test_plan_memory import SMALL, app, workload
+from symbolic_step import TrackedStep, track_step
+from test_plan_memory import SMALL, workload
 
 pytestmark = slow("a symbolic step takes seconds; test_plan_memory has one")
 MODEL = {**SMALL, "num_hidden_layers": 4, "model_type": "qwen2", "vocab_size": 512}
@@ -66,13 +67,15 @@ def test_what_waits_on_the_host_is_tracked() -> None:
     assert host_bytes(some) > 0.4 * both
 
 
-def test_the_command_verifies_layers_that_stay(tmp_path: Path) -> None:
+def test_the_script_verifies_layers_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {tmp_path}, compute_dtype: bfloat16}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
         "rollout: {max_prompt_tokens: 32, max_completion_tokens: 64, num_generations: 2}\n"
         "hardware: {processes: 2, reshard_after_forward: false}\n"
     )
-    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--verify", "--layers", "4", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["verified"]["ratio"] == pytest.approx(1, abs=0.08)
+    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), "--layers", "4"])
+    plan_verify.main()
+    assert json.loads(capsys.readouterr().out)["ratio"] == pytest.approx(1, abs=0.08)

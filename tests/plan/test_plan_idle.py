@@ -159,9 +159,6 @@ def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
 
 
 def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
-    refused = CliRunner().invoke(app, ["plan", str(run_file), "--layers", "2"])
-    assert refused.exit_code == 2
-    assert "--layers: 2 has no effect without --verify" in refused.output
     priced = planned(str(run_file), "--price", "2")
     assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
     unknown = planned(str(run_file), "--price", "2", "data.path=somewhere.csv")

@@ -1,6 +1,7 @@
 """Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from cohort.cli.app import app
-from cohort.cli.plan_verify import track_step
+import plan_verify
 from cohort.config import (
     AdafactorConfig,
     Adamw8bitConfig,
@@ -31,6 +30,7 @@ from cohort.plan.shape import ModelShape, adapter_shape, preset_shape, shape_fro
 from cohort.plan.workload import Workload, critic_workload
 from rank_engine import OPTIMIZERS
 from selection import examples, slow
+from symbolic_step import track_step
 
 OTHER_SHAPES = "a symbolic step takes seconds; make test has one"
 SMALL = {
@@ -295,16 +295,17 @@ def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None
 
 @slow(OTHER_SHAPES)
 @pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
-def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> None:
+def test_the_script_verifies_a_plan(
+    tmp_path: Any, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {**SMALL, "model_type": "qwen2", "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
         "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
     )
-    command = ["plan", str(tmp_path / "run.yaml"), *more, "--verify", "--layers", "2", "--json"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    verified = json.loads(done.stdout)["verified"]
+    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), *more, "--layers", "2"])
+    plan_verify.main()
+    verified = json.loads(capsys.readouterr().out)
     assert verified["layers"] == 2
     assert verified["ratio"] == pytest.approx(1, abs=0.08)

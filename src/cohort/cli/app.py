@@ -283,24 +283,13 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
     ] = None,
-    rebuild_base: Annotated[
-        bool,
-        typer.Option(
-            "--rebuild-base", help="Rebuild the small base model (3 minutes), in --out or in place, and exit."
-        ),
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a small model on word problems, tools or code with GRPO: a minute or two, no GPU, no downloads."""
     print_loading_notice()
-    if rebuild_base:
-        from cohort.demo.base_model import rebuild
+    from cohort.demo.run import run_demo
 
-        rebuild(task, out)
-    else:
-        from cohort.demo.run import run_demo
-
-        run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
+    run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
 
 
 app.command()(algorithms)

@@ -54,12 +54,6 @@ def plan(
         str | None, typer.Option("--max", help="Find the largest model, length or generations that fits.")
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price per GPU hour, to print the run's cost.")] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with the memory of a symbolic run of the step (imports torch).")
-    ] = False,
-    layers: Annotated[
-        int | None, typer.Option(min=0, help="Number of layers that --verify runs; 0: all. Default: 4.")
-    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine once, for later plans (imports torch).")
     ] = False,
@@ -73,18 +67,15 @@ def plan(
         if calibrate:
             return
         raise UserError("CONFIG is missing; give a YAML file, or --calibrate to measure this machine")
-    if layers is not None and not verify:
-        raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
-    machines = _plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    predicted, notes = _predict(settings, machines, config.parent, model_shape=model_shape)
-    verified_layers = (4 if layers is None else layers) if verify else None
-    _print_result(predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
+    machines = plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+    predicted, notes = plan_run(settings, machines, config.parent, model_shape=model_shape)
+    _print_result(predicted, notes, max_=max_, price=price, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
 
 
-def _plan_hardware(
+def plan_hardware(
     settings: Config, *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
 ) -> Hardware:
     """Hardware to plan for: this machine's CPU with `hardware.device: cpu`, else as given by the options.
@@ -109,7 +100,7 @@ def _plan_hardware(
     return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
 
 
-def _predict(settings: Config, machines: Hardware, folder: Path, *, model_shape: str | None) -> tuple[Plan, list[str]]:
+def plan_run(settings: Config, machines: Hardware, folder: Path, *, model_shape: str | None) -> tuple[Plan, list[str]]:
     """Plan the run, with `rollout.engine: auto` resolved, and collect notes for the user.
 
     Args:
@@ -148,10 +139,9 @@ def _print_result(
     *,
     max_: str | None,
     price: float | None,
-    verified_layers: int | None,
     as_json: bool,
 ) -> None:
-    """Print the plan and the results of --max, --price and --verify, as text or JSON."""
+    """Print the plan and the results of --max and --price, as text or JSON."""
     advice = advise(predicted)
     answer: dict[str, Any] = {**predicted.as_json(), "advice": [asdict(a) for a in advice]}
     if price is not None and predicted.num_steps is None:
@@ -161,10 +151,6 @@ def _print_result(
         answer["max"], answer["max_problem"] = _largest(predicted, max_)
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
-    if verified_layers is not None:
-        from cohort.cli.plan_verify import verify_plan  # imports torch
-
-        answer["verified"] = verify_plan(predicted, layers=verified_layers)
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:

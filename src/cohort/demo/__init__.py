@@ -1,1 +1,1 @@
-"""The demo: a tiny base model, its word problems, and code to rebuild both from scratch."""
+"""The demo: its tasks, each with a tiny base model (built by tools/demo_model)."""

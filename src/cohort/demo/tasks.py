@@ -1,18 +1,13 @@
 """The tasks of `cohort demo`: what each learns, from which base model, with which settings."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cohort.chat import tool_schema
 from cohort.demo import functions, lookups, tools, word_problems
-from cohort.demo.pretrain import WarmStart
-from cohort.demo.tokenizer import CHAT_TEMPLATE, TOOL_MARKERS, TOOLS_CHAT_TEMPLATE
 from cohort.demo.word_problems import Split
 from cohort.errors import UserError
-from cohort.records import Message
 
 ANSWER_PATTERN = r"####\s*(-?\d+)\s*$"
 
@@ -25,13 +20,6 @@ class DemoTask:
     base_path: Path
     generate: Callable[[int, int, Split], Sequence[Any]]  # seed, count and split -> problems
     development: Callable[[int], Sequence[Any]] | None = None  # count -> problems for tuning; None: held-out ones
-    demonstration: Callable[[Any], list[Message]]  # problem -> conversation that solves it
-    habit: Callable[[Any, random.Random], list[Message]]  # problem -> conversation as the base model's
-    tool_schemas: tuple[Mapping[str, Any], ...] = ()
-    chat_template: str
-    vocab_size: int
-    markers: tuple[str, ...] = ()  # see `train_tokenizer`
-    warm_start: WarmStart = field(default_factory=WarmStart)
     rollout: Mapping[str, Any]  # keys of the section
     train: Mapping[str, Any]
     reward: Mapping[str, Any] = field(
@@ -40,19 +28,11 @@ class DemoTask:
     sandbox: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _words_conversation(problem: word_problems.Problem, completion: str) -> list[Message]:
-    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": completion}]
-
-
 WORDS = DemoTask(
     intro="A model with 0.46 million parameters learns word problems by GRPO: it never sees a solution, only "
     "whether its answer is right.",
     base_path=Path(__file__).parent / "base",
     generate=word_problems.generate,
-    demonstration=lambda problem: _words_conversation(problem, word_problems.demonstration(problem)),
-    habit=lambda problem, rng: _words_conversation(problem, word_problems.habit(problem, rng)),
-    chat_template=CHAT_TEMPLATE,
-    vocab_size=512,
     rollout={"max_prompt_tokens": 128, "max_completion_tokens": 48},
     train={"steps": 50, "learning_rate": 1e-4},
 )
@@ -62,13 +42,6 @@ TOOLS = DemoTask(
     "solution, only whether its answer is right.",
     base_path=Path(__file__).parent / "tools_base",
     generate=lookups.generate,
-    demonstration=lookups.demonstration,
-    habit=lookups.habit,
-    tool_schemas=(tool_schema(tools.look_up),),
-    chat_template=TOOLS_CHAT_TEMPLATE,
-    vocab_size=640,
-    markers=TOOL_MARKERS,
-    warm_start=WarmStart(clean_steps=800),
     rollout={
         "max_prompt_tokens": 128,
         "max_completion_tokens": 40,
@@ -84,11 +57,6 @@ CODE = DemoTask(
     base_path=Path(__file__).parent / "code_base",
     generate=functions.generate,
     development=lambda count: functions.generate(0, count, "development"),
-    demonstration=functions.demonstration,
-    habit=functions.habit,
-    chat_template=CHAT_TEMPLATE,
-    vocab_size=512,
-    warm_start=WarmStart(clean_steps=700),
     rollout={"max_prompt_tokens": 64, "max_completion_tokens": 48},
     train={"steps": 10, "learning_rate": 3e-4},
     reward={"use": "code", "name": "passes"},

@@ -1,6 +1,6 @@
 """GPU memory of one training process in closed form, by part and by phase of a step.
 
-The parts are the tensors that the code allocates; `cohort plan --verify` compares them with a symbolic run. Memory
+The parts are the tensors that the code allocates; `bench/plan_verify.py` compares them with a symbolic run. Memory
 outside of tensors (CUDA context, NCCL buffers) is assumed or measured.
 
 With an adapter the base weights have neither gradients nor optimizer state, and a frozen matmul saves its input only if

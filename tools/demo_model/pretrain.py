@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cohort.demo.tokenizer import ASSISTANT
 from cohort.records import Message
+from tokenizer import ASSISTANT
 
 _IGNORED = -100  # label of tokens without a loss
 

@@ -1,4 +1,4 @@
-"""`cohort plan --verify`: memory of a symbolic training step, without a GPU or weights.
+"""Memory of a symbolic training step, without a GPU or weights.
 
 Builds and shards the model as training does and runs one step on fake tensors: forward and backward of two
 micro-batches and the clipped update. PyTorch's `MemTracker` counts bytes. Not included: CUDA context, NCCL buffers and
@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -17,14 +17,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-import typer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cohort.config import AdamwConfig, ModelConfig
-from cohort.errors import UserError
+from cohort.config import ModelConfig
 from cohort.models import Critic, Policy, attention
 from cohort.models.activation_checkpointing import prepare_activations
 from cohort.models.adapters.lora import Adapter, adapter_init
@@ -36,10 +34,6 @@ from cohort.packing import collate
 from cohort.packing.batch import MicroBatch
 from cohort.packing.to_device import to_device
 from cohort.plan.backward import CPU_BLOCK
-from cohort.plan.defaults import compute_dtype
-from cohort.plan.memory import plan_memory
-from cohort.plan.predict import Plan
-from cohort.plan.shape import PRESETS, shape_from_config
 from cohort.ranks.collectives import Ranks
 from cohort.records import TrainSequence
 
@@ -193,61 +187,3 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def verify_plan(plan: Plan, *, layers: int) -> dict[str, Any]:
-    """Compare the plan's closed form with a symbolic run of its micro-batch.
-
-    Both use a model with `layers` layers (0: all), AdamW, no critic and no CPU offload.
-
-    Raises:
-        UserError: there is only one process, so weights are not sharded.
-    """
-    if plan.layout.num_training < 2:
-        raise UserError("--verify requires sharded training; plan for at least 2 GPUs")
-    model_config = _model_config(plan)
-    model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
-    typer.echo(f"running {layers} of {plan.shape.layers} layers symbolically", err=True)
-    model, rollout, completions = plan.config.model, plan.config.rollout, plan.micro_batches.completions_per_micro_batch
-    tracked = track_step(
-        model_config,
-        world_size=plan.layout.num_training,
-        prompt_tokens=rollout.max_prompt_tokens,
-        completion_tokens=rollout.max_new_tokens,
-        num_generations=completions,
-        gradient_checkpointing=model.gradient_checkpointing,
-        dtype=model.dtype,
-        compute_dtype=compute_dtype(model, on_gpu=True),
-        adapter=model.adapter,
-        reshard_after_forward=plan.workload.reshard_after_forward,
-    )
-    workload = replace(
-        plan.workload,
-        shape=shape_from_config(model_config, name=plan.shape.name),
-        offload=False,
-        masters_on_host=False,
-        parameters_on_host=False,
-        gradients_in_forward=False,
-        has_reference=False,
-        packed_tokens=rollout.max_prompt_tokens + completions * (rollout.max_new_tokens - 1),
-        loss_tokens=completions * rollout.max_new_tokens,
-        shared_prefix_tokens=0,
-        shares_prompts=completions > 1,
-        kept_base_bytes=0,
-        on_gpu=False,
-        optim=AdamwConfig(),
-        critic=None,
-    )
-    predicted = plan_memory(workload).total("backward")
-    return {
-        "layers": layers,
-        "tracked_bytes": tracked.train_bytes,
-        "predicted_bytes": predicted,
-        "ratio": predicted / tracked.train_bytes,
-    }
-
-
-def _model_config(plan: Plan) -> dict[str, Any]:
-    if plan.shape.name in PRESETS:
-        return dict(PRESETS[plan.shape.name])
-    return dict(json.loads((Path(plan.config.model.path) / "config.json").read_text(encoding="utf-8")))
