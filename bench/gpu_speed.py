@@ -1,6 +1,6 @@
 """What a GPU reaches: at best, in a profiled step, in the head alone, and when it samples.
 
-Ceilings are those of `cohort plan --calibrate`. A profile has the time of every kernel, and of kinds of kernels by
+A profile has the time of every kernel, and of kinds of kernels by
 their names; idle is what is left of the step. On a CPU operators take the place of kernels.
 """
 
@@ -16,7 +16,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from cohort.cli.plan_calibrate import BenchmarkSize, calibrate, host_bandwidths
+from ceilings import (
+    BenchmarkSize,
+    framework_bytes_of_cpu,
+    framework_bytes_of_gpu,
+    host_bandwidths,
+    memory_bandwidth,
+    product_flops,
+)
 from cohort.models import Operands, Policy, linear_logprobs, linear_loss
 from cohort.plan.memory import CUDA_BYTES
 from cohort.rollout import Sampler, SamplingParams
@@ -39,10 +46,11 @@ KINDS = {  # by what a kernel's name has in it; the first that fits
 def ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
     """Matrix products, copies, and the memory of a process without tensors."""
     size = BenchmarkSize(matrix=64, copied_bytes=1 << 16, seconds=0.01) if tiny else BenchmarkSize.default_for(device)
-    found = calibrate(device, size)
-    measured = {f"{dtype}, TFLOP/s": flops / 1e12 for dtype, flops in found.flops.items()}
-    measured["device memory, read and written, GB/s"] = found.memory_bandwidth / 1e9
-    measured["process without tensors, GB"] = found.framework_bytes / 1e9
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    measured = {f"{name}, TFLOP/s": product_flops(device, dtype, size) / 1e12 for name, dtype in dtypes.items()}
+    measured["device memory, read and written, GB/s"] = memory_bandwidth(device, size) / 1e9
+    framework = framework_bytes_of_gpu(device) if device.type == "cuda" else framework_bytes_of_cpu()
+    measured["process without tensors, GB"] = framework / 1e9
     if device.type == "cuda":
         to_host, to_device = host_bandwidths(device, size)
         measured |= {"to pinned host memory, GB/s": to_host / 1e9, "from it, GB/s": to_device / 1e9}

@@ -67,13 +67,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_calibration(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans know nothing of what `cohort plan --calibrate` has measured on this machine."""
-    if request.module.__name__.startswith(("test_plan", "test_check")):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("tmp_path") / "cache"))
-
-
-@pytest.fixture(autouse=True)
 def same_state() -> Iterator[None]:
     """No test leaves gradients off, another dtype, autocast on, or signals with another handler."""
     before = _state()

@@ -10,11 +10,9 @@ import pytest
 from cohort.config import config_from_dict
 from cohort.data.files import read_rows
 from cohort.errors import UserError
-from cohort.plan.calibration import calibration_file, local_calibration, save_calibration
 from commands import ENVIRONMENT, assert_refused, set_up
 from configs import MINIMAL, message
 from permissions import without_override
-from plans import MEASURED
 
 _LIMITED = """
 import os, resource, sys
@@ -79,15 +77,6 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-
-
-@pytest.mark.usefixtures("no_home")
-def test_without_a_home_there_is_no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    assert calibration_file() is None and local_calibration() is None
-    with pytest.raises(UserError, match="no home folder to save in; set XDG_CACHE_HOME"):
-        save_calibration(MEASURED)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert save_calibration(MEASURED).is_relative_to(tmp_path)
 
 
 @pytest.mark.usefixtures("no_home")

@@ -16,7 +16,7 @@ from cohort.plan.layout import plan_layout
 from cohort.plan.predict import predict_run
 from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import PRESETS, adapter_shape, critic_shape, preset_shape, read_shape, shape_from_config
-from plans import EIGHT, MEASURED, config
+from plans import EIGHT, config
 
 SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing
 
@@ -133,8 +133,7 @@ def test_a_critic_of_its_own_path_has_its_own_shape(tmp_path: Path) -> None:
 
 
 def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
-    measured = dataclasses.replace(MEASURED, host_bandwidth=4 * 494_032_768.0)
-    one = dataclasses.replace(EIGHT, gpus_per_node=1, calibration=measured)
+    one = dataclasses.replace(EIGHT, gpus_per_node=1)
     more = ("hardware.processes=1", "algorithm.beta=0.1", "train.micro_batch_tokens=8192")
     beside, parked, refreshed = (
         predict_run(config(*more, *reference), preset_shape("0.5b"), one)
@@ -142,7 +141,7 @@ def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
     )
     assert beside.memory.peak_bytes - parked.memory.peak_bytes == 4 * 494_032_768
     for name in ("training_s", "step_s"):
-        assert parked.timing[name].value == pytest.approx(beside.timing[name].value + 1)
+        assert parked.timing[name].value == pytest.approx(beside.timing[name].value + 4 * 494_032_768 / 25e9)
     assert refreshed.memory == parked.memory  # it moves in place
     assert refreshed.timing["step_s"] == parked.timing["step_s"]
 

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.config import config_from_dict
 from cohort.plan.advice import advise, replan
-from cohort.plan.calibration import cpu_name
-from cohort.plan.hardware import hardware
+from cohort.plan.hardware import cpu_name, hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
 
@@ -77,12 +76,6 @@ def test_several_nodes_take_vllm_on_nodes_of_their_own(run_file: Path) -> None:
     assert "is planned as local, since vLLM does not fit alongside training: training on 8 GPUs needs" in note
 
 
-@pytest.fixture
-def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("no_calibration")
 def test_a_run_on_the_cpu_is_planned_for_the_cpu(run_file: Path) -> None:
     cpu = (str(run_file), "hardware.device=cpu", "--model-shape", "0.5b", "model.dtype=bfloat16")
     plan = planned(*cpu)

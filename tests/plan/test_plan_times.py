@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
-from cohort.plan.hardware import Hardware
+from cohort.plan.hardware import _TABLES, Hardware
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import StepTimes, step_times, training_operations
-from plans import MEASURED
 from selection import examples
 
 # 1,000 weights, of which a token is multiplied with 100: 50 of the head, and 25 of each of two layers. One token has
@@ -36,15 +35,11 @@ def config(*overrides: str) -> Config:
 
 
 def machine(*, flops: float = 1e3, bandwidth: float = 1e3, memory: int = 10**12) -> Hardware:
-    """One whose speeds were measured: 60 % of the products and 80 % of the bandwidth are reckoned with."""
-    measured = replace(
-        MEASURED,
-        flops={"float32": flops / 0.6, "bfloat16": flops / 0.6},
-        memory_bandwidth=bandwidth / 0.8,
-        memory_bytes=memory,
-        framework_bytes=1,
-    )
-    return Hardware(gpu_name="x", gpu_memory_bytes=memory, gpus_per_node=1, nodes=1, calibration=measured)
+    """One by the data sheet: 40 % of the products and 60 % of the bandwidth are reckoned with."""
+    name = f"x{flops}y{bandwidth}"
+    peak = {"float32": flops / 0.4 / 1e12, "bfloat16": flops / 0.4 / 1e12, "memory": bandwidth / 0.6 / 1e12}
+    _TABLES["data_sheets"][name] = peak
+    return Hardware(gpu_name=name, gpu_memory_bytes=memory, gpus_per_node=1, nodes=1)
 
 
 def times(*overrides: str, shape: ModelShape = SMALL, training: int = 1, sampling: int = 1, **on: Any) -> StepTimes:

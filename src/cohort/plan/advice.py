@@ -24,7 +24,7 @@ class Advice:
     changes: dict[str, Any]
     costs: str  # what it costs, in words
     saved_bytes: int  # off the peak
-    saved_seconds: float | None  # per step; negative: slower; None on a CPU without measured rates
+    saved_seconds: float | None  # per step; negative: slower; None on a CPU without --like
     fits: bool
 
     def as_arguments(self) -> str:

@@ -13,11 +13,10 @@ from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout
 from cohort.plan.schedule import MicroBatchPlan
-from cohort.plan.timing import Rate, bus_rate, compute_rate, memory_rate, step_times, training_operations
+from cohort.plan.timing import BUS_BANDWIDTH, Rate, compute_rate, memory_rate, step_times, training_operations
 from cohort.plan.workload import Workload
 
 Origin = Literal["measured", "assumed", "derived"]
-_REDUCED_BYTES = 4  # bytes per gradient element in the reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,11 @@ def plan_timing(
 ) -> dict[str, PlannedValue]:
     """Predict seconds per phase, with the rates used, and GPU hours if the number of steps is known.
 
-    Returns nothing for an unmeasured CPU: CPUs differ too much.
+    Returns nothing for a CPU without an earlier run: CPUs differ too much.
     """
-    if not hardware.on_gpu and hardware.calibration is None:
+    if not hardware.on_gpu and hardware.pace is None:
         return {}
+    pace = hardware.pace
     computing = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
     reading = memory_rate(hardware)
     num_sampling = layout.num_sampling
@@ -53,12 +53,11 @@ def plan_timing(
     times = step_times(
         config,
         workload.shape,
-        hardware,
+        replace(hardware, pace=None),
         num_training=layout.num_training,
         num_sampling=num_sampling,
         shared=layout.shared,
     )
-    bus = bus_rate(hardware)
     blocking = dict(_blocking_transfers(config, micro_batches, workload))
     overlapped = dict(_overlapped_transfers(hardware, micro_batches, workload))
     # overlapped transfers cost time only if they take longer than the computation
@@ -67,7 +66,7 @@ def plan_timing(
     if longest_s > times.training_s:
         used += ", less than the overlapped copies"
     used += "".join(f", and {what}" for what in blocking)
-    times = replace(times, training_s=longest_s + sum(blocking.values()) / bus.achieved)
+    times = replace(times, training_s=longest_s + sum(blocking.values()) / BUS_BANDWIDTH).at(pace)
     operations = ", ".join(training_operations(config, workload.shape))
     sampler = (
         f"weights, keys and values are read at {reading.utilization:.0%} of the bandwidth, or computed with at "
@@ -75,13 +74,14 @@ def plan_timing(
     )
     if config.rollout.shares_weights:
         sampler += "; the local engine is slower than that"
+    bus = PlannedValue(value=BUS_BANDWIDTH * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
     numbers = {
         "products_tflops": _peak(computing, 1e-12),
         "memory_gbytes/s": _peak(reading, 1e-9),
-        **({"bus_gbytes/s": _peak(bus, 1e-9)} if blocking or overlapped.keys() - {"gathering_s"} else {}),
-        "training_s": _derived(times.training_s, f"{operations} {used}"),
+        **({"bus_gbytes/s": bus} if blocking or overlapped else {}),
+        "training_s": _paced(times.training_s, f"{operations} {used}", pace and pace.training, hardware),
         **overlapped,
-        "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
+        "sampling_s": _paced(times.sampling_s, f"{sampler} (assumed)", pace and pace.sampling, hardware),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
     return numbers if num_steps is None else {**numbers, **_run_hours(times.step_s * num_steps, num_steps, layout)}
@@ -125,25 +125,23 @@ def _derived(value: float, how: str) -> PlannedValue:
     return PlannedValue(value=value, origin="derived", how=how)
 
 
+def _paced(value: float, how: str, ratio: float | None, hardware: Hardware) -> PlannedValue:
+    if ratio is None or hardware.pace is None:
+        return _derived(value, how)
+    whose = "the data sheet's" if hardware.on_gpu else "the nominal rates'"
+    return PlannedValue(
+        value=value, origin="measured", how=f"in {hardware.pace.run}: {ratio:.3g}x of {whose} time; {how}"
+    )
+
+
 def _peak(rate: Rate, unit: float) -> PlannedValue:
-    return PlannedValue(value=rate.peak * unit, origin=rate.origin, how=rate.source)
+    return PlannedValue(value=rate.peak * unit, origin="assumed", how=rate.source)
 
 
 def _overlapped_transfers(
     hardware: Hardware, micro_batches: MicroBatchPlan, workload: Workload
 ) -> Iterator[tuple[str, PlannedValue]]:
-    """Yield transfers overlapped with computation: over the bus and, if measured, between GPUs."""
-    measured, bus = hardware.calibration, bus_rate(hardware).achieved
-    if measured is not None and measured.collective_bandwidth is not None and workload.processes > 1:
-        gathered = sum(
-            2 * model.compute_bytes * model.shape.num_parameters + _REDUCED_BYTES * model.trained_parameters
-            for model in workload.models
-        )
-        seconds = micro_batches.num_micro_batches * gathered / measured.collective_bandwidth
-        yield (
-            "gathering_s",
-            _derived(seconds, "two all-gathers and a reduce-scatter per micro-batch, overlapped with training"),
-        )
+    """Yield transfers over the bus that overlap with computation."""
     if workload.offload and hardware.on_gpu:
         moved = (
             2
@@ -152,4 +150,4 @@ def _overlapped_transfers(
             * workload.packed_tokens
             * micro_batches.num_micro_batches
         )
-        yield "offloading_s", _derived(moved / bus, "activations out and back, overlapped with training")
+        yield "offloading_s", _derived(moved / BUS_BANDWIDTH, "activations out and back, overlapped with training")

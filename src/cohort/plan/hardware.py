@@ -1,5 +1,6 @@
 """Hardware of a plan: known GPUs, this machine's CPU, and `cohort plan`'s options for them."""
 
+import platform
 import re
 import tomllib
 from collections.abc import Mapping
@@ -11,7 +12,19 @@ import psutil
 
 from cohort.config.section import parse_size
 from cohort.errors import UserError
-from cohort.plan.calibration import Calibration, cpu_name, find_calibration, local_calibration
+from cohort.processes.this_process import usable_cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What an earlier run took per step, as multiples of the times in its plan."""
+
+    training: float
+    sampling: float
+    run: str
+    device: str
+    engine: str
+    reward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +36,7 @@ class Hardware:
     gpus_per_node: int
     nodes: int
     on_gpu: bool = True
-    calibration: Calibration | None = None  # of one GPU, or of one process's share of the CPU
+    pace: Pace | None = None  # of an earlier run; without it a CPU has no times
     memory_is_measured: bool = False
     resident_bytes: int | None = None  # of a CPU process that plans its own run, before it loads a model
 
@@ -31,13 +44,6 @@ class Hardware:
     def num_gpus(self) -> int:
         """Number of GPUs over all nodes."""
         return self.gpus_per_node * self.nodes
-
-    @property
-    def framework_bytes(self) -> int | None:
-        """Memory of a process before its first tensor; None if unmeasured."""
-        if self.resident_bytes is not None:
-            return self.resident_bytes
-        return self.calibration.framework_bytes if self.calibration else None
 
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
@@ -54,30 +60,15 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
     Raises:
         UserError: an unknown GPU, or an invalid size.
     """
-    known = "here" if gpu.lower() == "here" else find_gpu(gpu)
+    known = find_gpu(gpu)
     if known is None:
-        raise UserError(
-            f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory, or here "
-            f"for this machine as measured by `cohort plan --calibrate`"
-        )
-    if known == "here":
-        measured = local_calibration()
-        if measured is None:
-            raise UserError("--gpu here: this machine has not been measured; run `cohort plan --calibrate` first")
-        measured = measured if measured.on_gpu else measured.per_process(gpus)
-        name, memory = measured.device, measured.memory_bytes
-    else:
-        name, memory = GPUS[known]
-        measured = find_calibration(name)
-        memory = measured.memory_bytes if measured else memory
+        raise UserError(f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory")
+    name, memory = GPUS[known]
     return Hardware(
         gpu_name=name,
         gpu_memory_bytes=memory if gpu_memory is None else parse_bytes(gpu_memory, option="--gpu-memory"),
         gpus_per_node=gpus,
         nodes=nodes,
-        on_gpu=measured is None or measured.on_gpu,
-        calibration=measured,
-        memory_is_measured=measured is not None and gpu_memory is None,
     )
 
 
@@ -110,19 +101,26 @@ def local_cpu(
     Raises:
         UserError: an invalid size.
     """
-    name = cpu_name()
-    measured = find_calibration(name)
     there = psutil.virtual_memory().total // processes
     return Hardware(
-        gpu_name=name,
+        gpu_name=cpu_name(),
         gpu_memory_bytes=there if memory is None else parse_bytes(memory, option="--gpu-memory"),
         gpus_per_node=processes,
         nodes=nodes,
         on_gpu=False,
-        calibration=measured.per_process(processes) if measured else None,
         memory_is_measured=memory is None,
         resident_bytes=resident_bytes,
     )
+
+
+def cpu_name() -> str:
+    """Model and usable cores of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor() or platform.machine()}, {usable_cores()} cores"
 
 
 def parse_bytes(text: str, *, option: str) -> int:

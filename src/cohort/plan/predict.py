@@ -258,26 +258,20 @@ def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) ->
     assumed = [
         f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
         for what, bytes_, is_there in (
-            ("for CUDA", CUDA_BYTES, hardware.calibration is None),
+            ("for CUDA", CUDA_BYTES, True),
             ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
             ("for a sleeping vLLM", SLEEPING_VLLM_BYTES, workload.awake_vllm_bytes > 0),
             ("for the workspaces of one that keeps its base", WORKSPACE_VLLM_BYTES, workload.kept_base_bytes > 0),
         )
         if is_there
     ]
-    if hardware.calibration is None:
-        return PlannedValue(value=size, origin="assumed", how=", ".join(assumed))
-    bytes_, described = hardware.calibration.framework_bytes, hardware.calibration.describe()
-    own = f"{bytes_ / 1e9:.1f} GB for a process without tensors (measured {described})"
-    return PlannedValue(value=size, origin="assumed" if assumed else "measured", how=", ".join([own, *assumed]))
+    return PlannedValue(value=size, origin="assumed", how=", ".join(assumed))
 
 
 def _memory_origin(hardware: Hardware) -> PlannedValue:
     size = hardware.gpu_memory_bytes
-    if hardware.memory_is_measured and not hardware.on_gpu:
+    if hardware.memory_is_measured:
         return PlannedValue(value=size, origin="measured", how="this machine's, per process")
-    if hardware.memory_is_measured and hardware.calibration is not None:
-        return PlannedValue(value=size, origin="measured", how=hardware.calibration.describe())
     return PlannedValue(value=size, origin="assumed", how="as given, or typical of this GPU")
 
 

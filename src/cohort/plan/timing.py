@@ -1,7 +1,8 @@
 """Predict the duration of a step's phases with a roofline model of FLOPs and bytes.
 
-Assumed utilization, as in docs/scaling.md: 40 % of peak FLOP/s and 60 % of peak bandwidth by data sheet, 60 % and 80 %
-of measured values (`cohort.plan.calibration`). An unmeasured host-to-GPU bus is assumed to be PCIe 4.0 x16.
+Assumed utilization, as in docs/scaling.md: 40 % of peak FLOP/s and 60 % of peak bandwidth by data sheet. The bus
+between host and GPU is assumed to be PCIe 4.0 x16. `cohort plan --like` multiplies both phases by what an earlier run
+took relative to its plan. A CPU, which has no data sheet, then starts from nominal rates, in both plans.
 
 Every sequence is assumed to have the maximum length: P prompt tokens and C after them, G completions per group.
 N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + C / 2 on average).
@@ -24,20 +25,19 @@ above 0 they overlap, and it takes the longer one.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from cohort.config import Config, SamplingConfig, ServersConfig
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
-from cohort.plan.hardware import Hardware, memory_bandwidth, peak_flops
+from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
 
 _PEAK_UTILIZATION = 0.4
 _BANDWIDTH_UTILIZATION = 0.6
-_MEASURED_UTILIZATION = 0.6  # of an isolated matmul's FLOP/s
-_MEASURED_BANDWIDTH_UTILIZATION = 0.8
-_PCIE4_BANDWIDTH = 25e9  # bytes/s in practice, of PCIe 4.0 x16's 32e9 one way
+_CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 1e10  # nominal, of one process
 _DATA_SHEET = "data sheet"
+_NOMINAL = "nominal, of any CPU"
+BUS_BANDWIDTH = 25e9  # bytes/s in practice between host and GPU, of PCIe 4.0 x16's 32e9 one way
 DEFAULT_GPU = "NVIDIA H100 80GB HBM3"  # stands in for an unknown GPU
 
 
@@ -47,7 +47,6 @@ class Rate:
 
     peak: float  # per second
     utilization: float
-    origin: Literal["measured", "assumed"]
     source: str  # of the peak, in words
 
     @property
@@ -58,29 +57,20 @@ class Rate:
 
 def compute_rate(hardware: Hardware, dtype: str) -> Rate:
     """Matmul FLOP/s in `dtype`; for an unknown GPU those of `DEFAULT_GPU`."""
-    if (measured := hardware.calibration) is not None:
-        flops = measured.flops.get(dtype, measured.flops["float32"] / 2)  # float64 is not measured
-        return Rate(flops, _MEASURED_UTILIZATION, "measured", measured.describe())
+    if not hardware.on_gpu:
+        return Rate(_CPU_FLOPS, _PEAK_UTILIZATION, _NOMINAL)
     peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(DEFAULT_GPU, dtype) or peak_flops(DEFAULT_GPU, "float32")
     assert peak is not None
-    return Rate(peak, _PEAK_UTILIZATION, "assumed", _DATA_SHEET)
+    return Rate(peak, _PEAK_UTILIZATION, _DATA_SHEET)
 
 
 def memory_rate(hardware: Hardware) -> Rate:
     """Memory bandwidth in bytes/s; for an unknown GPU that of `DEFAULT_GPU`."""
-    if (measured := hardware.calibration) is not None:
-        return Rate(measured.memory_bandwidth, _MEASURED_BANDWIDTH_UTILIZATION, "measured", measured.describe())
+    if not hardware.on_gpu:
+        return Rate(_CPU_BANDWIDTH, _BANDWIDTH_UTILIZATION, _NOMINAL)
     bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(DEFAULT_GPU)
     assert bandwidth is not None
-    return Rate(bandwidth, _BANDWIDTH_UTILIZATION, "assumed", _DATA_SHEET)
-
-
-def bus_rate(hardware: Hardware) -> Rate:
-    """Bandwidth between host and GPU in bytes/s, one way; PCIe 4.0 x16 if unmeasured."""
-    measured = hardware.calibration
-    if measured is not None and measured.host_bandwidth is not None:
-        return Rate(measured.host_bandwidth, 1.0, "measured", measured.describe())
-    return Rate(_PCIE4_BANDWIDTH, 1.0, "assumed", "typical of PCIe 4.0 x16")
+    return Rate(bandwidth, _BANDWIDTH_UTILIZATION, _DATA_SHEET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +85,12 @@ class StepTimes:
     def step_s(self) -> float:
         """Predicted duration of the whole step."""
         return max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
+
+    def at(self, pace: Pace | None) -> "StepTimes":
+        """The times at the pace of an earlier run."""
+        if pace is None:
+            return self
+        return replace(self, training_s=self.training_s * pace.training, sampling_s=self.sampling_s * pace.sampling)
 
     def describe(self) -> str:
         """The times in words."""
@@ -126,7 +122,7 @@ def step_times(
         training_s=operations / (num_training * speed),
         sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared),
         overlap=rollout.samples_ahead,
-    )
+    ).at(hardware.pace)
 
 
 def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:

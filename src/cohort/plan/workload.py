@@ -174,7 +174,7 @@ def process_workload(
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
-        framework_bytes=hardware.framework_bytes,
+        framework_bytes=hardware.resident_bytes,
         freezes=bool(model.freeze),
         optim=config.optim,
         reference_on_host=config.algorithm.beta > 0 and not config.keeps_reference,

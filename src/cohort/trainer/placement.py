@@ -15,7 +15,6 @@ import torch
 from cohort.config import Config, load_config
 from cohort.errors import UserError
 from cohort.plan import rollout_engine
-from cohort.plan.calibration import find_calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.rollout_engine import set_engine, vllm_incompatibility
 from cohort.plan.shape import ModelShape, similar_shape, try_read_shape
@@ -186,7 +185,6 @@ def _hardware(num: int) -> Hardware | None:
         gpu_memory_bytes=memory_bytes,
         gpus_per_node=num,
         nodes=1,
-        calibration=find_calibration(name),
     )
 
 

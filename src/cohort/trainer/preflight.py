@@ -8,7 +8,6 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.metrics.resources import resident_now
 from cohort.plan.advice import advise
-from cohort.plan.calibration import find_calibration
 from cohort.plan.hardware import Hardware, local_cpu
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
@@ -61,7 +60,6 @@ def _gpus(device: torch.device, world_size: int) -> Hardware:
         gpu_memory_bytes=properties.total_memory,
         gpus_per_node=world_size,
         nodes=1,
-        calibration=find_calibration(properties.name),
     )
 
 

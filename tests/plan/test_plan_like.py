@@ -1,0 +1,120 @@
+"""`cohort plan --like`: times at the pace of an earlier run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cohort
+from cohort.cli.app import app
+from cohort.config import load_config
+from cohort.display import Display
+from cohort.errors import UserError
+from cohort.plan.hardware import hardware
+from cohort.plan.like import read_pace
+from cohort.plan.predict import predict_run
+from cohort.plan.shape import PRESETS, read_shape
+from runs import changed, make_inputs
+
+CONFIG = """
+model: {path: FOLDER}
+data: {path: d.jsonl}
+rewards: [{use: math}]
+rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 512}
+train: {steps: 10}
+hardware: {processes: 1}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run on one H100 whose steps took 1.5 times the predicted training, and twice the predicted sampling."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-0.5b"]))
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    plan = predicted(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.as_json()))
+    training, sampling = plan.timing["training_s"].value, plan.timing["sampling_s"].value
+    parts = {"forward_only": 0.25, "pack": 0.0, "train": 1.0, "optim": 0.125, "publish": 0.125}
+    usual = {f"time/{phase}_s": share * training for phase, share in parts.items()}
+    rows = [
+        {name: 100 * seconds for name, seconds in usual.items()} | {"time/rollout_s": 100 * sampling},
+        *[{**usual, "time/rollout_s": factor * sampling, "time/reward_s": 0.5} for factor in (1, 2, 9)],
+    ]
+    lines = [{"step": 0, "eval/time_s": 7.0}, *({**row, "step_time": 1.0} for row in rows)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def predicted(folder: Path) -> Any:
+    config = load_config(folder / "config.yaml", ())
+    return predict_run(config, read_shape(config.model.path), hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None))
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_phases_take_as_much_longer_as_they_did(run: Path) -> None:
+    """The median, without the first step: 1.5 and 2 times. Another length of the completions takes both along."""
+    for more in ((), ("rollout.max_completion_tokens=2048",)):
+        plain, like = (planned(str(run / "config.yaml"), *more, *o)["timing"] for o in ((), ("--like", str(run))))
+        ratios = {name: like[name]["value"] / plain[name]["value"] for name in ("training_s", "sampling_s")}
+        assert ratios == pytest.approx({"training_s": 1.5, "sampling_s": 2.0})
+        assert like["step_s"]["value"] == pytest.approx(like["training_s"]["value"] + like["sampling_s"]["value"])
+        assert like["run_hours"]["value"] == pytest.approx(10 * like["step_s"]["value"] / 3600)
+        assert like["sampling_s"]["origin"] == "measured"
+        assert like["sampling_s"]["how"].startswith(f"in {run}: 2x of the data sheet's time")
+
+
+def test_what_differs_is_a_note(run: Path) -> None:
+    arguments = (str(run / "config.yaml"), "--like", str(run))
+    (rewards,) = planned(*arguments)["notes"][-1:]
+    assert rewards == f"--like: rewards took 0.5 s of a step of {run}; the plan leaves them out"
+    other = planned(*arguments, "--gpu", "a100", "--gpus", "2", "rollout.engine=vllm", "hardware.processes=auto")
+    assert [note for note in other["notes"] if "another" in note] == [
+        f"--like: {run} had another device than is planned: NVIDIA H100 80GB HBM3, not NVIDIA A100-SXM4-80GB",
+        f"--like: {run} had another engine than is planned: local, not vllm",
+    ]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "plan.json"])
+def test_a_missing_file_is_named(run: Path, name: str) -> None:
+    (run / name).unlink()
+    with pytest.raises(UserError, match=name):
+        read_pace(run)
+
+
+def test_runs_that_do_not_say_it(run: Path) -> None:
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(rows[:2]))
+    with pytest.raises(UserError, match=r"metrics.jsonl has 1 steps; 2 are needed"):
+        read_pace(run)
+    (run / "metrics.jsonl").write_text("\n".join([*rows, "{"]))
+    with pytest.raises(UserError, match=r"has a line that is no JSON"):
+        read_pace(run)
+    (run / "metrics.jsonl").write_text("\n".join(rows))
+    text = (run / "config.yaml").read_text().replace("engine: local", "engine: vllm, max_staleness: 1")
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"samples ahead \(rollout.max_staleness\)"):
+        read_pace(run)
+
+
+def test_a_real_run_gives_a_cpu_times(tmp_path: Path) -> None:
+    """The plan of the same configuration says what the run took, and twice the prompts take twice as long."""
+    with torch.compiler.set_stance("force_eager"):
+        config = changed(make_inputs(tmp_path), train={"steps": 3}, hardware={"device": "cpu"})
+        run = cohort.train(config, display=Display()).run_dir
+    file = str(run / "config.yaml")
+    assert planned(file)["timing"] == {}
+    timing = planned(file, "--like", str(run))["timing"]
+    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "step_time" in row]
+    sampled = [row["time/rollout_s"] for row in rows[1:]]
+    assert timing["sampling_s"]["value"] == pytest.approx(sum(sampled) / 2)  # of two steps, the median is the mean
+    assert 0 < timing["training_s"]["value"] < sum(row["step_time"] for row in rows[1:])
+    twice = planned(file, "train.prompts_per_step=6", "--like", str(run))["timing"]
+    assert twice["training_s"]["value"] == pytest.approx(2 * timing["training_s"]["value"])
