@@ -79,9 +79,9 @@ def plan_timing(
         "products_tflops": _peak(computing, 1e-12),
         "memory_gbytes/s": _peak(reading, 1e-9),
         **({"bus_gbytes/s": bus} if blocking or overlapped else {}),
-        "training_s": _paced(times.training_s, f"{operations} {used}", pace and pace.training, hardware),
+        "training_s": _paced(times.training_s, f"{operations} {used}", pace.training if pace else None, hardware),
         **overlapped,
-        "sampling_s": _paced(times.sampling_s, f"{sampler} (assumed)", pace and pace.sampling, hardware),
+        "sampling_s": _paced(times.sampling_s, f"{sampler} (assumed)", pace.sampling if pace else None, hardware),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
     return numbers if num_steps is None else {**numbers, **_run_hours(times.step_s * num_steps, num_steps, layout)}
