@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -14,7 +12,6 @@ from cohort.records import ModelCall
 from cohort.rollout import SamplingParams
 from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
 from cohort.rollout.engines.vllm.client import GenerateClient
-from cohort.rollout.engines.vllm.server import ServerProcess
 from cohort.rollout.stop_strings import cut_at_stop
 from serving import (
     HEADERS,
@@ -22,11 +19,8 @@ from serving import (
     Server,
     healthy,
     models,
-    options_for,
     processes_of,
     random_prompt,
-    serving_folder,
-    start,
 )
 from tiny import VOCAB_SIZE, make_tokenizer
 
@@ -190,22 +184,3 @@ def test_child_i_of_n_has_the_seed_plus_i(untied: Server):
     alone = [untied.generate(prompt, n=1, seed=70 + i, max_tokens=20)[0] for i in range(3)]
     assert [c.token_ids for c in choices] == [c.token_ids for c in alone]
     assert len({tuple(c.token_ids) for c in choices}) == 3
-
-
-@pytest.mark.parametrize(("extra", "rounds"), [({}, False), ({"hf_overrides": {"head_dtype": "model"}}, True)])
-def test_logits_of_a_server_in_bfloat16_are_not_rounded(tmp_path: Path, vllm_python: str, extra: dict, rounds: bool):
-    """Differences of logprobs are differences of logits, which in bfloat16 are multiples of a power of two."""
-    options = options_for(vllm_python, serving_folder(tmp_path / "model", tie=False), dtype="bfloat16")
-    options = replace(options, extra={**options.extra, **extra})
-    process = ServerProcess(options, secret=SECRET, log_file=tmp_path / "server.log")
-    try:
-        start(process)
-        sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": 4, "max_tokens": 16}
-        body = {"token_ids": random_prompt(20), "model": "policy", "sampling_params": sampling}
-        answer = httpx.post(f"{process.url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60).json()
-    finally:
-        process.stop()
-    tops = [[top["logprob"] for top in token["top_logprobs"]] for token in answer["choices"][0]["logprobs"]["content"]]
-    steps = [abs(logprob - first) * 1024 for first, *others in tops for logprob in others]
-    rounded = sum(abs(step - round(step)) < 0.03 for step in steps) / len(steps)
-    assert rounded > 0.8 if rounds else rounded < 0.4

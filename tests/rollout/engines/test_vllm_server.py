@@ -1,6 +1,5 @@
 """Servers as processes, without vLLM: `tests/real_vllm` has the real ones."""
 
-import json
 import os
 import signal
 import subprocess
@@ -102,19 +101,29 @@ def test_options_of_the_user_come_last():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "extra", "given"),
+    ("extra", "expected"),
     [
-        ("bfloat16", {}, {"head_dtype": "float32"}),
-        ("bfloat16", {"hf-overrides": {"a": 1}}, {"head_dtype": "float32", "a": 1}),
-        ("bfloat16", {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
-        ("bfloat16", {"hf_overrides": '{"a": 1}'}, {"a": 1}),
-        ("bfloat16", {"quantization": "fp8"}, None),
-        ("float32", {}, None),
+        ({}, {"": '{"head_dtype": "float32"}'}),
+        ({"hf_overrides": {"head_dtype": "model"}}, {"": '{"head_dtype": "model"}'}),
+        ({"hf-overrides": {"rope_theta": 5}}, {"": '{"head_dtype": "float32", "rope_theta": 5}'}),
+        ({"hf-overrides": '{"rope_theta": 5}'}, {"": '{"head_dtype": "float32", "rope_theta": 5}'}),
+        ({"hf-overrides.rope_theta": 5}, {".head_dtype": "float32", ".rope_theta": "5"}),
+        ({"hf_overrides.head_dtype": "model"}, {".head_dtype": "model"}),
     ],
 )
-def test_the_head_computes_in_float32(dtype: str, extra: dict[str, Any], given: dict[str, Any] | None):
-    text = flags(device="cpu", dtype=dtype, extra=extra)[0].get("--hf-overrides")
-    assert (None if text is None else json.loads(text)) == given
+def test_the_head_computes_in_float32_beside_the_users_overrides(extra: dict[str, Any], expected: dict[str, str]):
+    """As a whole or as fields: vLLM keeps only one of them."""
+    given, _ = flags(device="cuda", extra=extra)
+    assert {key: value for key, value in given.items() if key.startswith("--hf-overrides")} == {
+        f"--hf-overrides{field}": value for field, value in expected.items()
+    }
+
+
+def test_a_server_in_float32_has_such_a_head_anyway():
+    given, _ = flags(device="cuda", dtype="float32", extra={"hf_overrides": {"rope_theta": 5}})
+    assert given["--hf-overrides"] == '{"rope_theta": 5}'
+    assert "--hf-overrides" not in flags(device="cuda", dtype="float32")[0]
+    assert "--hf-overrides" not in flags(device="cuda", extra={"quantization": "fp8"})[0]
 
 
 def test_the_secret_is_demanded_before_the_users_middleware():

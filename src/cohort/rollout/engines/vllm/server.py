@@ -92,11 +92,10 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     if options.lora_rank:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _allowed_rank(options.lora_rank)}
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    own = {key.replace("-", "_"): value for key, value in options.extra.items()}
-    if options.dtype == "bfloat16" and "quantization" not in own and isinstance(own.get("hf_overrides", {}), Mapping):
-        # logits in float32, as the trainer's; on CUDA without a copy of the weights. A quantized head cannot do it.
-        own["hf_overrides"] = {"head_dtype": "float32", **own.get("hf_overrides", {})}
-    arguments |= own
+    extra = {_normalized(key): value for key, value in options.extra.items()}
+    if options.dtype != "float32" and "quantization" not in extra:  # a quantized head cannot do it
+        arguments |= _float32_head(extra)
+    arguments |= extra
     command = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     for key, value in arguments.items():
         command += _option(key, value)
@@ -106,8 +105,27 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     return command, environment
 
 
+def _normalized(key: str) -> str:
+    """Return an option's name with underscores; the names of its fields, after a dot, are kept."""
+    name, dot, field = key.partition(".")
+    return name.replace("-", "_") + dot + field
+
+
+def _float32_head(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the option by which logits are float32, as the trainer's are, and take the user's `hf_overrides` into it.
+
+    By default vLLM rounds them to the model's dtype. On CUDA this takes no copy of the weights.
+    """
+    head = {"head_dtype": "float32"}
+    if any(key.startswith("hf_overrides.") for key in extra):  # vLLM drops a mapping that is given beside fields
+        return {f"hf_overrides.{field}": value for field, value in head.items()}
+    given = extra.pop("hf_overrides", None) or {}
+    return {"hf_overrides": head | (json.loads(given) if isinstance(given, str) else given)}
+
+
 def _option(key: str, value: Any) -> list[str]:
-    flag = "--" + key.replace("_", "-")
+    name, dot, field = key.partition(".")
+    flag = "--" + name.replace("_", "-") + dot + field
     if value is None or value is False:
         return []
     if value is True:
