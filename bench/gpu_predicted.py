@@ -55,7 +55,7 @@ def predicted_bytes(
         shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
-        awake_vllm_bytes=0,
+        awake_server_bytes=0,
         framework_bytes=0,
         on_gpu=on_gpu,
         shares_prompts=len(completion_tokens) > 1,

@@ -102,7 +102,7 @@ def measure(
         shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
-        awake_vllm_bytes=0,
+        awake_server_bytes=0,
         on_gpu=False,
         shares_prompts=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,

@@ -83,7 +83,7 @@ def planned_phases(run: ViewedRun) -> list[PlannedPhase]:
     On a GPU that is what PyTorch allocates, without the memory of the framework itself and of vLLM during training.
     """
     on_gpu = run.plan is not None and mapping(run.plan, "hardware").get("on_gpu")
-    left_out = ("framework", "vLLM's base") if on_gpu else ()
+    left_out = ("framework", "rollout server's base") if on_gpu else ()
     found = []
     for name, phase in mapping(run.plan, "memory", "phases").items():
         sizes = {str(part): number(size) for part, size in mapping(phase, "parts").items() if part not in left_out}

@@ -61,10 +61,10 @@ def test_an_engine_that_does_not_fit_is_not_planned(run_file: Path) -> None:
     plan = planned(str(run_file), *adapter, "--gpu", "4090")
     (note,) = plan["notes"]
     assert note.startswith("rollout.engine: auto is planned as local, since vLLM does not fit alongside training: ")
-    assert "vLLM's share" not in plan["memory"]["phases"]["sampling"]["parts"]
+    assert "rollout server's share" not in plan["memory"]["phases"]["sampling"]["parts"]
     plan = planned(str(run_file), *adapter, "--gpu", "h100")
     assert plan["notes"] == ["rollout.engine: auto is planned as vllm, if it is installed"]
-    assert "vLLM's share" in plan["memory"]["phases"]["sampling"]["parts"]
+    assert "rollout server's share" in plan["memory"]["phases"]["sampling"]["parts"]
 
 
 def test_several_nodes_take_vllm_on_nodes_of_their_own(run_file: Path) -> None:

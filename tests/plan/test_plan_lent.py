@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.models import TensorSpec
 from cohort.plan.hardware import Hardware, hardware
-from cohort.plan.memory import SLEEPING_VLLM_BYTES, WORKSPACE_VLLM_BYTES
+from cohort.plan.memory import SLEEPING_SERVER_BYTES, WORKSPACE_SERVER_BYTES
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, shape_from_config
 from cohort.ranks.collectives import SINGLE_PROCESS
@@ -56,7 +56,7 @@ def test_a_server_that_wakes_on_the_same_gpu_is_in_the_plan_of_publishing():
         planned(PRESETS["qwen2.5-7b"], *SHARED, "model.adapter={}"),
         planned(PRESETS["qwen2.5-7b"], "rollout.engine=vllm", "rollout.urls=[http://elsewhere:8000]"),
     )
-    share = int(0.45 * ONE.gpu_memory_bytes) - SLEEPING_VLLM_BYTES
-    assert shared["vLLM's share"] == share
-    assert adapter["vLLM's share"] == share - adapter["vLLM's base"] - WORKSPACE_VLLM_BYTES  # these never leave
-    assert "weight transfer buffer" not in adapter and not apart.keys() & {"vLLM's share", "weight transfer buffer"}
+    share = int(0.45 * ONE.gpu_memory_bytes) - SLEEPING_SERVER_BYTES
+    assert shared["rollout server's share"] == share
+    assert adapter["rollout server's share"] == share - adapter["rollout server's base"] - WORKSPACE_SERVER_BYTES  # these never leave
+    assert "weight transfer buffer" not in adapter and not apart.keys() & {"rollout server's share", "weight transfer buffer"}

@@ -58,7 +58,7 @@ def workload(shape: ModelShape, **changes: Any) -> Workload:
         shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
-        awake_vllm_bytes=0,
+        awake_server_bytes=0,
     )
     return replace(base, **changes)
 
@@ -87,7 +87,7 @@ _works = st.builds(
     shared_prefix_tokens=st.integers(0, 4000),
     sampled_sequences=st.integers(0, 256),
     sampled_tokens=st.integers(0, 100_000),
-    awake_vllm_bytes=st.sampled_from([0, 40 * 10**9]),
+    awake_server_bytes=st.sampled_from([0, 40 * 10**9]),
     weight_transfer_bytes=st.sampled_from([0, 10**9]),
     framework_bytes=st.sampled_from([None, 600_000_000]),
     reference_on_host=st.booleans(),

@@ -192,7 +192,7 @@ def test_the_base_is_part_of_the_plan():
     plan = predict_run(config, preset_shape("7b"), hardware)
     rows = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
     base = 2 * (7_615_616_512 + 32 * rows * 28)
-    assert {phase["vLLM's base"] for phase in plan.memory.phases.values()} == {base}
+    assert {phase["rollout server's base"] for phase in plan.memory.phases.values()} == {base}
     assert plan.layout.keeps_base and plan.as_json()["layout"]["keeps_base"]
     assert plan.layout.reason == (
         "GPU 0 trains and samples in turn, vLLM keeping its base model (15.4 GB per GPU) and freeing its KV cache "

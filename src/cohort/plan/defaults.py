@@ -36,7 +36,7 @@ def copied_weight_rows(num_ids: int, width: int, tile_elements: int) -> int:
     return max(1, min(num_ids, tile_elements // width))
 
 
-BUCKET_BYTES = 256 << 20  # of weights transferred to vLLM at a time; a larger tensor goes alone
+BUCKET_BYTES = 256 << 20  # of weights transferred to servers at a time; a larger tensor goes alone
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 _OWN_GPU_UTILIZATION = 0.9
 _SHARED_GPU_UTILIZATION = 0.45

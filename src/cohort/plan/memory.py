@@ -38,8 +38,8 @@ PHASES: Mapping[Phase, str] = {  # display names
 
 CUDA_BYTES = 10**9  # assumed if unmeasured: context, library workspaces, fragmentation
 NCCL_BYTES = 5 * 10**8  # assumed: communication buffers
-SLEEPING_VLLM_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps on a shared GPU
-WORKSPACE_VLLM_BYTES = 10**9  # assumed: what it frees only with its base model: workspaces, CUDA graphs
+SLEEPING_SERVER_BYTES = 15 * 10**8  # assumed: what a sleeping rollout server keeps on a shared GPU
+WORKSPACE_SERVER_BYTES = 10**9  # assumed: what it frees only with its base model: workspaces, CUDA graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def _persistent(workload: Workload) -> dict[str, int]:
     if workload.reward_model_bytes:
         parts["reward model"] = workload.reward_model_bytes
     if workload.kept_base_bytes:
-        parts["vLLM's base"] = workload.kept_base_bytes
+        parts["rollout server's base"] = workload.kept_base_bytes
     if workload.on_gpu:
         context = CUDA_BYTES if workload.framework_bytes is None else workload.framework_bytes
         parts["framework"] = context + NCCL_BYTES * (workload.processes > 1) + _server_framework_bytes(workload)
@@ -190,21 +190,21 @@ def _forward_only(workload: Workload) -> dict[str, int]:
 
 
 def _awake_server(workload: Workload) -> dict[str, int]:
-    """Memory of a vLLM server on the same GPU, which wakes up before PyTorch has freed the memory of publishing."""
-    if not workload.awake_vllm_bytes:
+    """Memory of a rollout server on the same GPU, which wakes up before PyTorch has freed the memory of publishing."""
+    if not workload.awake_server_bytes:
         return {}
     kept_bytes = _server_framework_bytes(workload) + workload.kept_base_bytes
-    return {"vLLM's share": max(0, workload.awake_vllm_bytes - kept_bytes)}
+    return {"rollout server's share": max(0, workload.awake_server_bytes - kept_bytes)}
 
 
 def _server_framework_bytes(workload: Workload) -> int:
-    """Memory that a vLLM server on the same GPU never frees, without its base model."""
-    return SLEEPING_VLLM_BYTES * (workload.awake_vllm_bytes > 0) + WORKSPACE_VLLM_BYTES * (workload.kept_base_bytes > 0)
+    """Memory that a rollout server on the same GPU never frees, without its base model."""
+    return SLEEPING_SERVER_BYTES * (workload.awake_server_bytes > 0) + WORKSPACE_SERVER_BYTES * (workload.kept_base_bytes > 0)
 
 
 def _sampling(workload: Workload) -> dict[str, int]:
-    """Memory of the local sampler, or of a vLLM server on the same GPU."""
-    if workload.awake_vllm_bytes:
+    """Memory of the local sampler, or of a rollout server on the same GPU."""
+    if workload.awake_server_bytes:
         return _awake_server(workload)
     if not workload.sampled_sequences:
         return {}

@@ -11,8 +11,8 @@ from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, pl
 from cohort.plan.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
-    SLEEPING_VLLM_BYTES,
-    WORKSPACE_VLLM_BYTES,
+    SLEEPING_SERVER_BYTES,
+    WORKSPACE_SERVER_BYTES,
     MemoryPlan,
     checkpointed_activations,
     host_bytes,
@@ -246,7 +246,7 @@ def largest_number(fits: Callable[[int], bool], low: int, high: int, *, toleranc
 
 def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) -> PlannedValue:
     """Origin of a part of the memory table."""
-    if part == "vLLM's share":
+    if part == "rollout server's share":
         return PlannedValue(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
     if part != "framework":
         how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
@@ -260,8 +260,8 @@ def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) ->
         for what, bytes_, is_there in (
             ("for CUDA", CUDA_BYTES, True),
             ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
-            ("for a sleeping vLLM", SLEEPING_VLLM_BYTES, workload.awake_vllm_bytes > 0),
-            ("for the workspaces of one that keeps its base", WORKSPACE_VLLM_BYTES, workload.kept_base_bytes > 0),
+            ("for a sleeping server", SLEEPING_SERVER_BYTES, workload.awake_server_bytes > 0),
+            ("for the workspaces of one that keeps its base", WORKSPACE_SERVER_BYTES, workload.kept_base_bytes > 0),
         )
         if is_there
     ]

@@ -15,7 +15,7 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
 
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
-  B is bounded by `rollout.max_num_seqs` and by a vLLM server's KV cache. Prompts are prefilled once per group.
+  B is bounded by `rollout.max_num_seqs` and by a server's KV cache. Prompts are prefilled once per group.
 - Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
   max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
   engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.

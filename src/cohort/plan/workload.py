@@ -34,7 +34,7 @@ class Workload:
     shared_prefix_tokens: int  # prompt of a split group, whose activations stay meanwhile
     sampled_sequences: int  # completions that this process decodes at a time; 0 with servers
     sampled_tokens: int  # tokens in their KV cache, prompts included
-    awake_vllm_bytes: int  # taken by a server on the same GPU while it samples; 0 without
+    awake_server_bytes: int  # taken by a server on the same GPU while it samples; 0 without
     weight_transfer_bytes: int = 0  # buffer for weight transfer to that server; 0 without
     kept_base_bytes: int = 0  # base model that the server keeps on the GPU during training; 0: it sleeps
     framework_bytes: int | None = None  # None: not measured
@@ -149,9 +149,9 @@ def process_workload(
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
-    awake_vllm_bytes = weight_transfer_bytes = 0
+    awake_server_bytes = weight_transfer_bytes = 0
     if rollout.uses_servers and shared:
-        awake_vllm_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
+        awake_server_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
         weight_transfer_bytes = _weight_transfer_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
     sampled, sampled_tokens = (0, 0) if rollout.uses_servers else _decode_batch(config, micro_batches)
     workload = Workload(
@@ -168,7 +168,7 @@ def process_workload(
         shared_prefix_tokens=micro_batches.shared_prefix_tokens,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
-        awake_vllm_bytes=awake_vllm_bytes,
+        awake_server_bytes=awake_server_bytes,
         weight_transfer_bytes=weight_transfer_bytes,
         kept_base_bytes=served_base_bytes(config, shape) if keeps_base else 0,
         on_gpu=hardware.on_gpu,
