@@ -13,8 +13,8 @@ from cohort.config import AdapterConfig, ModelConfig
 from cohort.metrics.resources import flops_of
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
-from cohort.plan.flops import ModelFlops, model_flops
 from cohort.plan.hardware import peak_flops
+from cohort.plan.timing import ModelFlops, model_flops
 from selection import examples
 from tiny import VOCAB_SIZE, make_model
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from cohort.config import Adamw8bitConfig
 from cohort.errors import UserError
-from cohort.plan.advice import advise, replan
+from cohort.plan.advice import advise, largest, replan
 from cohort.plan.hardware import hardware
-from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
 from plans import EIGHT, config

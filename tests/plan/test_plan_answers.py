@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
+from cohort.plan.advice import explain_no_limit, largest
 from cohort.plan.hardware import hardware
-from cohort.plan.limits import explain_no_limit, largest
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape

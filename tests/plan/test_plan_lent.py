@@ -58,5 +58,10 @@ def test_a_server_that_wakes_on_the_same_gpu_is_in_the_plan_of_publishing():
     )
     share = int(0.45 * ONE.gpu_memory_bytes) - SLEEPING_SERVER_BYTES
     assert shared["rollout server's share"] == share
-    assert adapter["rollout server's share"] == share - adapter["rollout server's base"] - WORKSPACE_SERVER_BYTES  # these never leave
-    assert "weight transfer buffer" not in adapter and not apart.keys() & {"rollout server's share", "weight transfer buffer"}
+    assert (
+        adapter["rollout server's share"] == share - adapter["rollout server's base"] - WORKSPACE_SERVER_BYTES
+    )  # these never leave
+    assert "weight transfer buffer" not in adapter and not apart.keys() & {
+        "rollout server's share",
+        "weight transfer buffer",
+    }

@@ -94,8 +94,13 @@ def test_runs_that_do_not_say_it(run: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join(rows[:2]))
     with pytest.raises(UserError, match=r"metrics.jsonl has 1 steps; 2 are needed"):
         read_pace(run)
-    (run / "metrics.jsonl").write_text("\n".join([*rows, "{"]))
-    with pytest.raises(UserError, match=r"has a line that is no JSON"):
+    (run / "metrics.jsonl").write_text("\n".join([rows[0], "{", *rows[1:]]))
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 is no JSON"):
+        read_pace(run)
+    (run / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 9']))  # cut by a kill
+    read_pace(run)
+    (run / "metrics.jsonl").write_text("\n".join(rows).replace("time/rollout_s", "time/other_s"))
+    with pytest.raises(UserError, match=r"has steps without 'time/rollout_s'"):
         read_pace(run)
     (run / "metrics.jsonl").write_text("\n".join(rows))
     text = (run / "config.yaml").read_text().replace("engine: local", "engine: vllm, max_staleness: 1")

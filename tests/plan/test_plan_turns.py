@@ -3,9 +3,8 @@
 import pytest
 
 from cohort.plan import schedule_run
-from cohort.plan.advice import advise
+from cohort.plan.advice import advise, explain_no_limit, largest
 from cohort.plan.hardware import hardware
-from cohort.plan.limits import explain_no_limit, largest
 from cohort.plan.predict import predict_run
 from cohort.plan.schedule import max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import preset_shape

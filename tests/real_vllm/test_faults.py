@@ -16,8 +16,7 @@ import torch
 from cohort.models.saving import stream_weights, weight_specs
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.root_cause import root_cause
-from cohort.rollout.engines.vllm.server import ServerProcess
+from cohort.rollout.engines.vllm.server import ServerProcess, root_cause
 from fake_vllm import Impostor
 from serving import (
     SECRET,

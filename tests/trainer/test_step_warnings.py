@@ -7,7 +7,7 @@ import pytest
 
 from cohort.config import config_from_dict
 from cohort.health.reward_health import RewardWatch
-from cohort.trainer.step_warnings import StepWarnings
+from cohort.trainer.step_metrics import StepWarnings
 from cohort.trainer.worker import Worker
 
 FINE = {

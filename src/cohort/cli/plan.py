@@ -15,11 +15,10 @@ from cohort.cli.options import Debug, Overrides
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
-from cohort.plan.advice import Advice, advise
+from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
 from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import Hardware, hardware, local_cpu
 from cohort.plan.like import pace_notes, read_pace
-from cohort.plan.limits import Limit, explain_no_limit, largest
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.rollout_engine import plan_engine

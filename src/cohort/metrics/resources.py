@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import torch
 
-from cohort.plan.flops import ModelFlops, model_flops
 from cohort.plan.hardware import peak_flops
+from cohort.plan.timing import ModelFlops, model_flops
 
 
 class PhaseClock:

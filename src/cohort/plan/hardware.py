@@ -48,9 +48,9 @@ class Hardware:
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 _DATA_SHEETS: Mapping[str, Mapping[str, float]] = _TABLES["data_sheets"]
-# Driver's name and memory available to a process.
 _NOT_IN_NAMES = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?")  # of GPUs with one form in the table
 _SIZE_TOLERANCE = 0.15  # of the memory in a name, which is more than a process gets
+# Driver's name and memory available to a process.
 GPUS: dict[str, tuple[str, int]] = {key: (gpu["name"], gpu["memory_bytes"]) for key, gpu in _TABLES["gpus"].items()}
 
 

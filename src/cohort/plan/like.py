@@ -87,7 +87,15 @@ def _steps(run: Path) -> list[dict[str, Any]]:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"--like: {run}/metrics.jsonl cannot be read: {error.strerror}") from error
-    try:
-        return [row for row in map(json.loads, lines) if "step_time" in row]
-    except ValueError as error:
-        raise UserError(f"--like: {run}/metrics.jsonl has a line that is no JSON: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):  # a kill may have cut the last one
+                raise UserError(f"--like: {run}/metrics.jsonl, line {number} is no JSON: {error}") from error
+    steps = [row for row in rows if "step_time" in row]
+    for column in ("time/rollout_s", "time/train_s"):
+        if any(column not in row for row in steps):
+            raise UserError(f"--like: {run}/metrics.jsonl has steps without {column!r}; use a run of this version")
+    return steps

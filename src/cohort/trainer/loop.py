@@ -25,8 +25,7 @@ from cohort.trainer.collect_groups import StepGroups
 from cohort.trainer.evaluation import evaluate
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import RunComponents, find_auto_budget
-from cohort.trainer.step_metrics import PerformanceMetrics
-from cohort.trainer.step_warnings import StepWarnings
+from cohort.trainer.step_metrics import PerformanceMetrics, StepWarnings
 from cohort.trainer.update import Updater
 from cohort.trainer.worker import run_forward_only, with_first_pass
 

@@ -123,7 +123,9 @@ def compare_memory(plan: Plan, peaks: Mapping[int, float], reserved: Mapping[int
         return None
     parts = plan.memory.phases[plan.memory.peak_phase]
     framework = parts.get("framework", 0)
-    outside = framework + parts.get("rollout server's base", 0) if plan.hardware.on_gpu else 0  # not PyTorch's in this process
+    outside = (
+        framework + parts.get("rollout server's base", 0) if plan.hardware.on_gpu else 0
+    )  # not PyTorch's in this process
     measured, predicted = max(peaks.values()), plan.memory.peak_bytes - outside
     before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before loading the model)"
     if reserved:

@@ -21,12 +21,12 @@ from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
-from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import (
     POLICY_NAME,
     ServerProcess,
     check_version,
     check_vllm,
+    root_cause,
     server_options,
     vllm_python,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cohort.rollout.engines.vllm.root_cause import root_cause
+from cohort.rollout.engines.vllm.server import root_cause
 
 CORE = "(EngineCore pid=277) ERROR 11-22 11:24:58 [core.py:1512] "
 API = "(APIServer pid=200) ERROR 11-22 11:24:58 [async_llm.py:906] "
