@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "learner"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from forked import start_server

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -248,6 +250,27 @@ def test_handlers_are_as_before(config, tmp_path):
     train(changed(of_its_own(config, tmp_path), train={"steps": 1}))
     assert before == {number: signal.getsignal(number) for number in before}
     assert signal.set_wakeup_fd(-1) == -1
+
+
+FORKS = """
+import os, signal
+from cohort.ranks import stopping
+with stopping.handle_signals("run", grace_s=60, resume_hint=str):
+    for _ in range(200):
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert stopping.requested() is None
+"""
+
+
+def test_a_signal_to_a_child_that_was_just_forked_is_the_childs():
+    """As when a pool of processes ends at once: the child has this process's pipe until it has forgotten it."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 SLOW_REWARD = """

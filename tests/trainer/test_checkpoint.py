@@ -315,7 +315,7 @@ def test_a_full_disk_is_told_by_the_name_that_the_folder_was_to_have():
 FULL_ON_ONE_RANK = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[2], sys.argv[2] + "/helpers"]
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/../helpers"]
 import torch
 from test_checkpoint import TOKENIZER, make_policy, state
 from cohort.trainer.checkpoint import save_checkpoint

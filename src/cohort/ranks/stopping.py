@@ -296,6 +296,19 @@ class _SignalWatcher:
             os._exit(128 + self.number)
 
 
+_fork = threading.local()  # `mask`: the forking thread's signal mask
+
+
+def _block_signals() -> None:
+    """Hold back signals to a process that is being forked: until it forgets this one's pipe, it would write to it."""
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _watch is not None else None
+
+
+def _unblock_signals() -> None:
+    if _fork.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
 def _forget_in_child() -> None:
     """Restore default signal handling in forked processes, such as those of multiprocessing."""
     global _watch
@@ -307,9 +320,10 @@ def _forget_in_child() -> None:
         for end in _watch.pipe:  # the run waits at its end until nobody can write to it, and a child may live longer
             os.close(end)
         _watch = None
+    _unblock_signals()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
