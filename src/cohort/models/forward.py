@@ -1,13 +1,11 @@
 """Forward pass of micro-batches through a transformers model and its language-model head.
 
-The forward pass of the prompt keeps its graph. Each micro-batch starts from detached copies of its keys and values, and
-leaves gradients on them. Then one backward pass of the prompt takes the sum of these gradients. By the chain rule, the
-result is the gradient of one micro-batch with all completions.
+A prompt that several micro-batches share is computed once, and its forward pass keeps its graph. Each micro-batch
+starts from detached copies of its keys and values, and leaves gradients on them. Then one backward pass of the prompt
+takes the sum of these gradients. By the chain rule, the result is the gradient of one micro-batch with all completions.
 
-P tokens of the prompt, H hidden size.
-
-S tokens of the row, B sequences of a padded batch, L the longest, T loss tokens, H hidden size, V vocabulary, R LoRA
-rank.
+P tokens of the prompt, S of the row, B sequences of a padded batch, L the longest, T loss tokens, H hidden size,
+V vocabulary, R LoRA rank.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 PyTorch's pinned allocator rounds each tensor up to a power of two. Here memory is registered with the driver in one
 piece, or in blocks, and split into tensors.
 
-Forward, backward and samplers use the copy. The optimizer updates the master weights, and these are saved. So nothing
-is rounded twice, and small updates are not lost.
+Master weights have a copy in the compute dtype on the device, which forward, backward and samplers use. The optimizer
+updates the master weights, and these are saved. So nothing is rounded twice, and small updates are not lost.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Decode with the cache of transformers: one with repeatable rows, and what a model's own cache can hold.
 
-N rows, K key/value heads, S positions, D head dimension.
-
-P prompts, N completions, R of them in flight, S positions, V outputs per position.
+P prompts, N rows or completions, R of them in flight, K key/value heads, S positions, D head dimension, V outputs per
+position.
 """
 
 import inspect

@@ -1,8 +1,6 @@
 """Memory of forward and backward in closed form: activations, gathered weights, LM head, and the peak.
 
 Symbols as in `cohort.plan.workload`.
-
-Symbols as in `cohort.plan.workload`.
 """
 
 from collections.abc import Iterator, Sequence

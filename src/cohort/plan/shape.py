@@ -3,9 +3,9 @@
 Supports decoders with attention and a gated MLP or mixture of experts per layer. Parameter counts are exact; tests
 compare them with the models that transformers builds.
 
-A target matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an unknown name all
-linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`. Adapting a weight
-[out, in] at rank r adds r (in + out) parameters.
+A target of an adapter matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an
+unknown name all linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`.
+Adapting a weight [out, in] at rank r adds r (in + out) parameters.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Split a machine's GPUs between training and rollout servers, so that both fit.
 
 Explicit numbers are kept, and `auto` gets the remaining GPUs. If both sides are `auto`, take the split with the
-shortest predicted step (`cohort.plan.timing`) among those that fit (`cohort.plan.split`).
+shortest predicted step (`cohort.plan.timing`) among those that fit.
 """
 
 import math

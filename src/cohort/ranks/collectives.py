@@ -1,4 +1,4 @@
-"""The ranks of a run and their collectives of host-side objects. `rendezvous.py` connects them.
+"""The ranks of a run and their collectives of host-side objects. `join.py` connects them.
 
 Model tensors go through FSDP2's own collectives. Everything else is small (calls, completions, sequences, counts) and
 goes over gloo, on GPUs too. Every wait has a deadline, and errors name the ranks that did not answer.

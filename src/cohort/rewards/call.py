@@ -1,6 +1,7 @@
 """Call reward functions under deadlines: a function that hangs is an error and never hangs the run.
 
-A function that segfaults, aborts or calls `os._exit` ends the run without an error message.
+A function that segfaults, aborts or calls `os._exit` ends the run without an error message, so a file names the
+function that is running, and the next start reads it.
 
 Sync functions run one after another in the main thread of the process, where signals, contexts and connections of their
 file work, with no event loop running. Async functions run concurrently in one event loop that lives as long as the

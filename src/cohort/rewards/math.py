@@ -1,9 +1,9 @@
 """Rewards by math-verify: `math`, and `trl.accuracy` and its kin. A child process grades answers, with a deadline each.
 
-Answers are parsed and compared by math-verify in a separate process (see `math_client`): symbolic mathematics on model
+Answers are parsed and compared by math-verify in a separate process (`math_worker.py`): symbolic mathematics on model
 output can take forever, and math-verify's own timeouts only work in a main thread.
 
-They differ from `math` in what counts as an answer: LaTeX only, a box first, reasoning included.
+`trl.accuracy` and its kin differ from `math` in what counts as an answer: LaTeX only, a box first, reasoning included.
 """
 
 import contextlib

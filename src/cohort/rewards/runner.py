@@ -1,7 +1,5 @@
 """Score groups with every reward function, validate the results and combine them.
 
-N completions.
-
 P prompts, G generations per prompt, N completions of the step, R rewards.
 """
 

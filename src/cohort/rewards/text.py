@@ -1,7 +1,7 @@
 """Rewards for what a completion says and for its form: exact answers, patterns, tags, repetition.
 
-Appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373). Both are shaping only: a
-completion that no other reward scores stays unscored.
+The penalties for repetition are from Appendix C.2 of "Demystifying Long Chain-of-Thought Reasoning in LLMs"
+(arXiv:2502.03373). Both are shaping only: a completion that no other reward scores stays unscored.
 """
 
 import importlib.util

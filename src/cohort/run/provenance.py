@@ -1,6 +1,6 @@
 """Where a run comes from: its command and commit without secrets, and the versions of packages.
 
-Rather hides too much than too little: a value shown as `***` costs a look into the file.
+Redaction hides too much rather than too little: a value shown as `***` costs a look into the file.
 """
 
 import os

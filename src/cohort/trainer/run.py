@@ -1,6 +1,6 @@
 """A run from start to finish: read inputs, check memory, build the workers, train."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -93,10 +93,7 @@ def train(
                 display.notify(warning)
             log.begin(steps_done=steps_done, num_steps=inputs.schedule.num_steps, files=files)
             if config.run.view:
-                try:
-                    console.notify(start_page(folder.path))  # not in events.jsonl: the address holds a secret
-                except OSError as error:
-                    console.notify(f"run.view: {error}")
+                _start_page(folder.path, console.notify)  # not in events.jsonl: the address holds a secret
             run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
             if plan is not None:
                 folder.write_plan(plan.as_json())
@@ -115,6 +112,14 @@ def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]
     crash = marker.last_crash()
     notes = inputs.notes(config.rollout.max_prompt_tokens)
     return [*filter(None, (crash, describe_lost_updates(config))), *untested_versions(), *notes]
+
+
+def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
+    """Start the page that shows the run. The run goes on without it."""
+    try:
+        notify(start_page(run_dir))
+    except OSError as error:
+        notify(f"run.view: {error}")
 
 
 @contextmanager

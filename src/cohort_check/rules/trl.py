@@ -13,7 +13,6 @@ from typing import Any
 from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Settings
 from cohort_check.rules import common
-from cohort_check.rules import common as keys
 from cohort_check.rules.common import (
     EVALUATION,
     BatchSizes,
@@ -190,7 +189,7 @@ _NEW_NAMES = {  # of keys whose help does not say it while they are there
     "use_liger_loss": "use_liger_kernel",
     "vllm_max_model_len": "vllm_max_model_length",
 }
-_OF_THE_COMMAND = keys.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
+_OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
 _PURELY_QUANTIZED = (
     "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
     "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
@@ -204,7 +203,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     name, reason = choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    known, mode = keys.known_keys("trl", number), sampling_mode(settings, number)
+    known, mode = common.known_keys("trl", number), sampling_mode(settings, number)
     batch = read_batch(
         settings,
         TrlBatch(),
@@ -243,7 +242,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
 
 def trl_default(key: str, version: Version) -> Any:
     """The default of a key of this version; None if it has none, or is not there."""
-    return keys.known_keys("trl", version).get(key, {}).get("default")
+    return common.known_keys("trl", version).get(key, {}).get("default")
 
 
 def sampling_mode(settings: Settings, version: Version) -> str:
@@ -258,8 +257,8 @@ def sampling_mode(settings: Settings, version: Version) -> str:
 
 def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
     """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
-    known = dict(keys.known_keys("trl", version))
-    known |= keys.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
+    known = dict(common.known_keys("trl", version))
+    known |= common.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
     for key, said in launch.settings.items():
         if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
             continue
@@ -277,11 +276,11 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
 
 
-def _unknown(key: str, said: Setting, launch: Launch, known: keys.Keys, version: Version) -> Finding:
-    entries = [table[key] for table in keys.key_tables("trl").values() if key in table]
+def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, version: Version) -> Finding:
+    entries = [table[key] for table in common.key_tables("trl").values() if key in table]
     deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
     new = next(deprecated, _NEW_NAMES.get(key, ""))
-    text, nearest = keys.unknown_key("trl", version, key, known, new)
+    text, nearest = common.unknown_key("trl", version, key, known, new)
     in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
     if any(entry["of"] == "TrainingArguments" for entry in entries):
         fate = "is dropped silently" if in_recipe else "stops the run"

@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cohort.errors import UserError
 from cohort_view import config_info, groups, heldout, machine, series, tokens
-from cohort_view import machine as now
 from cohort_view.completions import KINDS, completions_name, steps_on_disk
 from cohort_view.run import ViewedRun
 from cohort_view.search import search
@@ -174,11 +173,11 @@ def _stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
 
 
 def _runs(asked: Asked) -> Any:
-    return now.runs(asked.all_runs(), asked.root())
+    return machine.runs(asked.all_runs(), asked.root())
 
 
 def _now(asked: Asked) -> Any:
-    return now.now(asked.run())
+    return machine.now(asked.run())
 
 
 def _metrics(asked: Asked) -> Any:

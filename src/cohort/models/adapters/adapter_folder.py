@@ -1,7 +1,7 @@
 """Adapter specs: resolve target modules, read and validate adapters saved by peft, and recognize their base model.
 
-Names and shapes cannot tell, since they are the same in every fine-tuned copy of a model. A fingerprint depends on the
-weights and not on their path or sharding, so a model that is moved, copied or re-sharded keeps it.
+Names and shapes do not tell an adapter's base model: they are the same in every fine-tuned copy. A fingerprint depends
+on the weights and not on their path or sharding, so a model that is moved, copied or re-sharded keeps it.
 
 Everything here works on a meta-device model, so errors are found before any weights are loaded.
 """

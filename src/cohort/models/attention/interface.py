@@ -1,6 +1,7 @@
 """Register our attention with transformers, and choose its backend.
 
-An unsupported GPU or driver, or a missing C compiler, then costs speed and not the run.
+Kernels that are compiled at run time are tried out first: an unsupported GPU or driver, or a missing C compiler, costs
+speed and not the run.
 
 The attention metadata is a keyword argument of the model that its layers pass on to attention. (A context variable
 would not work: gradient checkpointing reruns layers in backward.)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cohort.plan import defaults as tiles
+from cohort.plan import defaults
 
 
 class Operands(NamedTuple):
@@ -157,21 +157,21 @@ def tile_shape(operands: Operands, tile_elements: int) -> tuple[int, int]:
 
     At most `tile_elements` logits, and at most that many weights if they are cast.
     """
-    t, v = tiles.tile_shape(len(operands.hidden), len(operands.weight), tile_elements)
+    t, v = defaults.tile_shape(len(operands.hidden), len(operands.weight), tile_elements)
     return t, min(v, weight_rows(operands, tile_elements))
 
 
 def weight_rows(operands: Operands, tile_elements: int) -> int:
     """Token ids whose weights may be multiplied at a time; a cast copy counts as a tile."""
     num_ids, width = operands.weight.shape
-    return tiles.copied_weight_rows(num_ids, width, tile_elements) if operands.casts_weight else num_ids
+    return defaults.copied_weight_rows(num_ids, width, tile_elements) if operands.casts_weight else num_ids
 
 
 def gradient_rows(operands: Operands, tile_elements: int) -> int:
     """Token ids whose gradients may be computed at a time; a copy in another dtype counts as a tile."""
     num_ids, width = operands.weight.shape
     copies = operands.casts_weight or operands.hidden.dtype != operands.dtype
-    return tiles.copied_weight_rows(num_ids, width, tile_elements) if copies else num_ids
+    return defaults.copied_weight_rows(num_ids, width, tile_elements) if copies else num_ids
 
 
 def chunk_slices(count: int, size: int) -> Iterator[slice]:

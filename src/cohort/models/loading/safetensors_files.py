@@ -5,7 +5,7 @@ A file is the length of its header in 8 bytes, the header in JSON, and the tenso
 not through a memory map, so reading takes no page-cache memory of the process, and a file that shrinks meanwhile is an
 error, not a crash.
 
-The mappings and operations are those of transformers (`transformers.conversion_mapping`). For example, checkpoints of
+Conversions are those of transformers (`transformers.conversion_mapping`). For example, checkpoints of
 mixture-of-experts models have one tensor per expert, and the model has one for all: row n is made from the tensors of
 expert n, so no rank reads experts that it does not keep.
 """

@@ -1,9 +1,8 @@
 """Sample with PyTorch in the training process, from the training weights, on any device.
 
-N rows, V vocabulary.
-
 A request's context is prefilled once. Completions that have ended leave the batch and others join it.
-N completions.
+
+N completions, or rows of a batch; V vocabulary.
 """
 
 from collections import deque
