@@ -77,7 +77,7 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cohort.trainer.run.build_run", interrupt)
-    monkeypatch.setattr("cohort.trainer.without_training.load_policy", interrupt)
+    monkeypatch.setattr("cohort.trainer.open_run.load_policy", interrupt)
     path = set_up(tmp_path)
     assert cohort("train", path) == Ended(code=130, out="", err="interrupted\n")
     ended = cohort(

@@ -9,8 +9,8 @@ from typing import Protocol
 from cohort.config import Config
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine
+from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import ParityGate
-from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.worker import Worker, sample
 
 

@@ -19,10 +19,10 @@ from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteSe
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.run.folder import LOGS
+from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import make_parity_gate
 from cohort.trainer.placement import server_placement
 from cohort.trainer.rollout_engines import StartedEngine
-from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.worker import Worker, keep_ranks_alive
 
 # Opens a channel to the server at a URL; publishes a version of the weights over channels. See `ServerEngine`.

@@ -33,7 +33,7 @@ from cohort.rollout.engines.vllm.server import (
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
 from cohort.run.folder import ADAPTERS
 from cohort.run.provenance import newer_than_tested
-from cohort.trainer.run_inputs import Inputs
+from cohort.trainer.inputs import Inputs
 from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 

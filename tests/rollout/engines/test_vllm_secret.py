@@ -30,7 +30,7 @@ from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.trainer import vllm_setup
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from fake_vllm import SECRET, Impostor, ThreadServer
 from runs import changed, make_inputs
 from vllm_runs import assert_right, make_client, run_with
@@ -352,7 +352,7 @@ def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def secret_of(**rollout: Any) -> Secret | None:
         config = config_from_dict(changed(raw, rollout=rollout))
-        return vllm_setup.VllmSetup(config, read_inputs(config)).secret
+        return vllm_setup.VllmSetup(config, build_inputs(config)).secret
 
     elsewhere = {"urls": ["http://a:1"]}
     first, second = secret_of(), secret_of()
