@@ -20,6 +20,7 @@ from cohort.run.folder import REWARD_MARKER, RunFolder, free_folder
 from cohort.run.provenance import untested_versions
 from cohort.run.result import RunResult
 from cohort.trainer.build import WorkerSpec, build_worker
+from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.checkpointer import find_checkpoint
 from cohort.trainer.inputs import Inputs, describe_lost_updates
 from cohort.trainer.loop import Trainer
@@ -94,11 +95,7 @@ def train(
         check_disk_space(config, worker, folder.path)
         for note in worker.policy.notes():
             display.notify(note)
-        steps_done, files = state.steps_done if state else 0, user_files(config)
-        folder.rewind(steps_done, display.notify)
-        for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
-            display.notify(warning)
-        log.begin(steps_done=steps_done, num_steps=schedule.num_steps, files=files)
+        _begin(log, folder, config, state, num_steps=schedule.num_steps, notify=display.notify)
         if config.run.view:
             _start_page(folder.path, console.notify)  # not in events.jsonl: the address holds a secret
         components = build_run(run, WorkerGroup(worker, ranks), state, setup=setup, folder=folder.path)
@@ -116,6 +113,23 @@ def _finished_before(folder: RunFolder, summary: dict[str, Any], notify: Callabl
     notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
     notify(f"for a new run, use another folder: run.dir={free_folder(folder.path)}")
     return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
+
+
+def _begin(
+    log: RunLog,
+    folder: RunFolder,
+    config: Config,
+    state: TrainerState | None,
+    *,
+    num_steps: int,
+    notify: Callable[[str], None],
+) -> None:
+    """Remove what later steps left in the folder, and begin the log."""
+    steps_done, files = state.steps_done if state else 0, user_files(config)
+    folder.rewind(steps_done, notify)
+    for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
+        notify(warning)
+    log.begin(steps_done=steps_done, num_steps=num_steps, files=files)
 
 
 def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]:
