@@ -43,9 +43,11 @@ def name_callable(function: Callable[..., Any]) -> NamedObject:
         found = reduce(getattr, name.split("."), sys.modules.get(str(module)))
     except AttributeError:  # defined in a function, or deleted
         found = None
-    if found is not function or (module == "__main__" and file is None):  # in a notebook
-        return NamedObject(_UNNAMED + str(getattr(function, "__name__", type(function).__name__)), function)
-    return NamedObject(f"{os.path.abspath(file) if module == '__main__' and file else module}:{name}", function)
+    if found is function and module != "__main__":
+        return NamedObject(f"{module}:{name}", function)
+    if found is function and file is not None and os.path.isfile(file):  # a script, not a notebook or a console
+        return NamedObject(f"{os.path.abspath(file)}:{name}", function)
+    return NamedObject(_UNNAMED + str(getattr(function, "__name__", type(function).__name__)), function)
 
 
 def name_rows(rows: Any) -> NamedObject:
