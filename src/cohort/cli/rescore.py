@@ -219,7 +219,7 @@ def _groups(settings: Config, rows: Sequence[Row], dataset: Mapping[int, Row]) -
     members: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         if "prompt_id" in row:
-            key = (row.get("step"), row.get("group"), row["prompt_id"])
+            key: tuple[Any, ...] = (row.get("step"), row.get("group"), row["prompt_id"])
         else:
             key = (None, json.dumps([row.get("prompt"), _own_columns(row)], sort_keys=True, default=str))
         members.setdefault(key, []).append(i)
