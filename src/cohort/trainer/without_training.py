@@ -38,6 +38,7 @@ from cohort.trainer.run_inputs import (
     rollout_options,
 )
 from cohort.trainer.setup import open_engine, rank_device
+from cohort.trainer.worker import TrainingWorkers
 
 
 def evaluate_model(
@@ -152,4 +153,4 @@ def _started_engine(config: Config, inputs: Inputs, notify: Callable[[str], None
         device = rank_device(config, SINGLE_PROCESS)
         worker = build_worker(config, SINGLE_PROCESS, spec, device=device, tokenizer=inputs.tokenizer)
         workers = WorkerGroup(worker, SINGLE_PROCESS)
-        yield setup.start(workers, folder=spec.folder, notify=notify).engine
+        yield setup.start(TrainingWorkers(workers), folder=spec.folder, notify=notify).engine

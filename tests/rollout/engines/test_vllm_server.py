@@ -163,7 +163,7 @@ import os, signal, sys, time
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
-inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_API_KEY")
+inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
              if name in os.environ] + [name for name in os.environ if name.startswith("TORCHELASTIC")]
 print("port", sys.argv[1], inherited, flush=True)
 {then}
@@ -227,7 +227,6 @@ def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monk
     monkeypatch.setenv("RANK", "0")  # of torchrun; a server has no rank
     for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE"):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", "1")
-    monkeypatch.setenv("VLLM_API_KEY", "mine")  # it would be demanded in place of the secret
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # of training; weights that sleep lie otherwise
         monkeypatch.setenv(name, "expandable_segments:True")
     process = standin("time.sleep(600)")

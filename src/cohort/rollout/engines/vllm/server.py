@@ -15,13 +15,13 @@ from cohort.errors import UserError
 from cohort.plan.defaults import server_memory_utilization, serving_dtype
 from cohort.rollout.engines.servers.process import GuardedServer
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.run.provenance import TESTED, release
+from cohort.run.provenance import release
 
 POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
-_OLDEST, _NEWEST = (version.rpartition(".")[0] for version in TESTED["vllm"])
+_OLDEST, _NEWEST = (version.rpartition(".")[0] for version in VllmRolloutConfig.tested_versions["vllm"])
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={_NEWEST}.*')"
 
 
@@ -70,6 +70,7 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     }
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # enables the weight endpoints
+        "VLLM_API_KEY": "",  # a key of the user's environment would be demanded in place of the secret
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONPATH": str(WORKER_FOLDER),
@@ -200,7 +201,7 @@ class ServerProcess(GuardedServer):
 
 def vllm_python(named: str | None) -> str:
     """Return the Python of vLLM's environment, given the value of `rollout.vllm_python`."""
-    return named or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable
+    return named or os.environ.get(VllmRolloutConfig.python_variable) or sys.executable
 
 
 def server_options(config: Config, *, gpus: str, shared: bool = False) -> ServerOptions:

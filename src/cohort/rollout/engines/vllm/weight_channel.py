@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cohort.models import TensorSpec
+from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
@@ -119,7 +120,7 @@ class WeightChannel:
             self._open_without_nccl(failure)
         self._nccl_connected |= self.transport == "nccl"
 
-    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
+    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, IpcHandle] | None = None) -> None:
         """Begin an update. The server's requests are paused until `finish` or `abort`.
 
         Args:
@@ -273,7 +274,7 @@ class WeightChannel:
             f"NCCL_DEBUG=WARN to see why: {failure}"
         )
 
-    def _prepare_transfer(self, handles: Mapping[str, Any]) -> WeightTransfer:
+    def _prepare_transfer(self, handles: Mapping[str, IpcHandle]) -> WeightTransfer:
         """Prepare the chosen transport, or another one if the GPU's memory cannot be shared."""
         transfer = self._transfer
         assert transfer is not None, "the channel is open"
@@ -390,7 +391,7 @@ def send_to_servers(
     weights: Iterable[tuple[str, Tensor]],
     specs: Sequence[TensorSpec],
     version: int,
-    handles: Mapping[str, Any] | None = None,
+    handles: Mapping[str, IpcHandle] | None = None,
 ) -> dict[WeightChannel, ServerError]:
     """Send one stream of weights to several servers simultaneously.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from cohort.models import TensorSpec
-from cohort.rollout.engines.servers.cuda_ipc import Bucket, make_buckets
+from cohort.rollout.engines.servers.cuda_ipc import Bucket, IpcHandle, make_buckets
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.worker.cohort_weight_group import WeightGroup, in_thread, result_within
@@ -25,7 +25,7 @@ class WeightTransfer(Protocol):
 
     transport: Transport
 
-    def prepare(self, handles: Mapping[str, Any]) -> None:
+    def prepare(self, handles: Mapping[str, IpcHandle]) -> None:
         """Set up and test the connection before the server pauses.
 
         Args:
@@ -74,7 +74,7 @@ class GroupTransfer:
         self._received: Future[None] | None = None
         self._sent: Future[None] | None = None
 
-    def prepare(self, handles: Mapping[str, Any]) -> None:
+    def prepare(self, handles: Mapping[str, IpcHandle]) -> None:
         """Do nothing: the group was tested when it was connected."""
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
@@ -115,7 +115,7 @@ class IpcTransfer:
         self._posted: Bucket = {}
         self._read: Future[None] | None = None
 
-    def prepare(self, handles: Mapping[str, Any]) -> None:
+    def prepare(self, handles: Mapping[str, IpcHandle]) -> None:
         """Have the workers open the shared buffers and compare their first bytes."""
         self._api.init_weight_transfer({"ipc_handles": dict(handles)})
 
