@@ -16,6 +16,7 @@ import pytest
 from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.handles import ServerError
+from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
@@ -67,12 +68,12 @@ def test_the_command_on_a_cpu():
         "--kv-cache-memory-bytes": str(2**28),
         "--no-enable-chunked-prefill": None,
         "--max-num-batched-tokens": "2048",
-        "--middleware": "cohort_vllm_auth.RequireSecret",
+        "--middleware": "cohort_server_auth.RequireSecret",
     }
     long, _ = flags(device="cpu", max_model_len=5000)
     assert long["--max-num-batched-tokens"] == "5000"  # a prompt is computed at once
     assert environment["OMP_NUM_THREADS"] == "1" and environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert environment["PYTHONPATH"] == str(WORKER_FOLDER)
+    assert environment["PYTHONPATH"] == f"{SERVER_SIDE}:{WORKER_FOLDER}"
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
@@ -131,8 +132,8 @@ def test_the_secret_is_demanded_before_the_users_middleware():
     given = [value for flag, value in pairwise(command) if flag == "--middleware"]
     assert given == [
         "mine.Middleware",
-        "cohort_vllm_auth.RequireWholeWeights",
-        "cohort_vllm_auth.RequireSecret",
+        "cohort_vllm_middleware.RequireWholeWeights",
+        "cohort_server_auth.RequireSecret",
     ]  # vLLM wraps one around the other
 
 

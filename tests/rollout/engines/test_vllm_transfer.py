@@ -18,11 +18,12 @@ from cohort.models import TensorSpec
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout.engines.servers import cuda_ipc
+from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm import weight_channel
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.trainer.worker import TrainingWorkers
 from fake_vllm import SECRET, ThreadServer
 from waiting import PATIENCE_S

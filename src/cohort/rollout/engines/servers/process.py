@@ -14,6 +14,7 @@ from typing import IO
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, Secret
 
+SERVER_SIDE = Path(__file__).parent / "server_side"  # modules for servers, which lack Cohort
 STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _MAX_LOG_BYTES = 4 << 20
 # Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support

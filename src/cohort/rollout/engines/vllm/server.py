@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import server_memory_utilization, serving_dtype
-from cohort.rollout.engines.servers.process import GuardedServer
+from cohort.rollout.engines.servers.process import SERVER_SIDE, GuardedServer
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.run.provenance import release
 
@@ -73,7 +73,7 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
         "VLLM_API_KEY": "",  # a key of the user's environment would be demanded in place of the secret
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "PYTHONPATH": str(WORKER_FOLDER),
+        "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{WORKER_FOLDER}",
         "PYTHONUNBUFFERED": "1",
     }
     if options.device == "cpu":
@@ -102,8 +102,9 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     for key, value in arguments.items():
         command += _option(key, value)
     # repeated options add up, and the last one sees requests first
-    for name in ("RequireWholeWeights", "RequireSecret"):  # vLLM wraps the last around the others
-        command += ["--middleware", f"cohort_vllm_auth.{name}"]
+    # vLLM wraps the last around the others
+    for name in ("cohort_vllm_middleware.RequireWholeWeights", "cohort_server_auth.RequireSecret"):
+        command += ["--middleware", name]
     return command, environment
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.models import Policy, end_token_ids, weight_specs
-from cohort.rollout.engines.servers.channels import Channel, Channels
+from cohort.rollout.engines.servers.channels import Channel, Channels, send_to_servers
 from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import Client, ServerError
 from cohort.rollout.engines.servers.secret import Secret
@@ -31,7 +31,7 @@ from cohort.rollout.engines.vllm.server import (
     server_options,
     vllm_python,
 )
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.run.folder import ADAPTERS
 from cohort.run.provenance import newer_than_tested
 
