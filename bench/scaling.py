@@ -37,7 +37,7 @@ from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ForwardOnlyOutputs
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.trainer.build import WorkerSpec, build_worker
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from cohort.trainer.worker import Worker, pack_batches, sample
 
 PROMPTS, STEPS = 16, 6
@@ -122,7 +122,7 @@ def start(folder: Path, processes: int, prompts: int) -> tuple[list[subprocess.P
 def run_rank(config: Config, out: Path) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(backend="gloo", timeout_s=120, command_timeout_s=120)
-    inputs = read_inputs(config) if ranks.is_rank0 else None
+    inputs = build_inputs(config) if ranks.is_rank0 else None
     spec = WorkerSpec(
         folder=Path(config.run.dir),
         num_steps=STEPS,

@@ -40,7 +40,7 @@ from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.servers import server_engine as engine_module
 from cohort.trainer.build import WorkerSpec, build_worker
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from cohort.trainer.setup import open_engine, rank_device
 from cohort.trainer.worker import TrainingWorkers
 from harness import ModelShape, machine, markdown, write_model
@@ -185,7 +185,7 @@ def started(
 ) -> Iterator[tuple[RolloutCollector, Any, list[Prompt]]]:
     """A server of a random model, the trainer's parts, and random prompts."""
     config = random_run(folder, shape, device, max_tokens)
-    inputs = read_inputs(config)
+    inputs = build_inputs(config)
     setup = open_engine(config, inputs)
     longest = inputs.longest_sequence_tokens
     spec = WorkerSpec(

@@ -128,4 +128,4 @@ def no_weights(monkeypatch) -> None:
         raise AssertionError("weights were about to be loaded")
 
     monkeypatch.setattr("cohort.trainer.run.build_run", refuse)
-    monkeypatch.setattr("cohort.trainer.without_training.load_policy", refuse)
+    monkeypatch.setattr("cohort.trainer.open_run.load_policy", refuse)

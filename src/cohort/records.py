@@ -60,7 +60,7 @@ class TurnStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Model calls of one group member and how they ended. A plain prompt has one call.
+    """Model calls of one trajectory of a group, and how they ended. A plain prompt has one call.
 
     C tokens sampled by the policy, over all trained calls.
     """

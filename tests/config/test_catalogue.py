@@ -42,6 +42,8 @@ import cohort
 from cohort.config import AlgorithmConfig, config_from_dict, to_yaml
 from cohort.cli.algorithms import describe_component
 from cohort.errors import UserError
+from algorithm_tables import with_tables
+from config_page import render
 
 def of(**keys):
     try:
@@ -62,7 +64,7 @@ found = {
     "no effect": of(pull=0.25),
     "other keys": of(policy_loss="tether", clip_low=0.1),
     "misspelt": of(policy_loss="tether", pul=0.25),
-    "keys": docs.render(),
+    "keys": render(),
     "page": with_tables(open(sys.argv[1], encoding="utf-8").read()),
     "described": describe_component("policy_loss", "tether"),
 }
@@ -88,7 +90,11 @@ def with_a_loss_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, root / "docs" / "algorithms.md"],
-        env=os.environ | {"PYTHONPATH": f"{package.parent}:{root / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{package.parent}:{root / 'tests' / 'helpers'}:{root / 'tools' / 'docs'}",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

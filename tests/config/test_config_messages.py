@@ -187,7 +187,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"train": {"steps": True}}, "train: steps: True: must be a number"),
         ({"rewards": [{"use": "math", "weight": False}]}, "rewards.0: weight: False: must be a number"),
         ({"algorithm": {"beta": True}}, "algorithm: beta: True: must be a number"),
-        ({"data": {"path": 5}}, "data.path: 5: input should be a valid string"),
+        ({"data": {"path": 5}}, "data.path: 5: must be a path, or rows: a list of dicts"),
         ({"rewards": {"use": "math"}}, "rewards: {'use': 'math'}: must be a list, such as [{use: math}]"),
         ({"rewards": ["math"]}, "rewards.0: 'math': a section is a mapping of keys: use, weight, name, args"),
         ({"rewards": []}, "rewards: []: at least one reward is needed, such as [{use: math}]"),

@@ -2,16 +2,16 @@
 
 from functools import cache
 
-from cohort.config import RewardConfig
-from cohort.rewards import load_reward
+from cohort.rewards.load_rewards import BUILTINS, RewardContext
 from cohort.rewards.math import MathWorker
+from cohort.sandbox import SharedSandbox
 
 math_worker = cache(MathWorker)  # it takes a second to start
 
 
-def load_builtin(name, **options):
+def load_builtin(name, *, sandbox=None):
     """A built-in reward for completions of up to 100 tokens; all that grade answers share one worker process."""
-    function = load_reward(RewardConfig(use=name), field="use", max_completion_tokens=100, **options)
+    function = BUILTINS[name](RewardContext(max_completion_tokens=100, sandbox=sandbox or SharedSandbox()))
     grader = getattr(function, "grader", getattr(function, "_grader", None))
     if grader is not None:
         grader.worker = math_worker()

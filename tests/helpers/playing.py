@@ -15,7 +15,8 @@ from cohort.config import config_from_dict
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout import CallKey, RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.environments.build import Environments
-from cohort.trainer.run_inputs import read_environments, rollout_options
+from cohort.trainer.open_run import collector_options
+from cohort.trainer.parts import Parts
 from tiny import make_model
 
 TEMPLATE = (
@@ -105,7 +106,7 @@ def turns_config(folder: Path, **rollout: Any) -> Any:
 
 def load(folder: Path, **rollout: Any) -> Environments:
     """The environments of a configuration; files are relative to `folder`."""
-    environments = read_environments(turns_config(folder, **rollout), turns_tokenizer())
+    environments = Parts(turns_config(folder, **rollout), tokenizer=turns_tokenizer()).environments
     assert environments is not None
     return environments
 
@@ -121,7 +122,7 @@ def play(
 ) -> list[RolloutGroup]:
     """Roll out one group per row, whose column `prompt` is the prompt."""
     config = turns_config(folder, **rollout)
-    environments = read_environments(config, turns_tokenizer())
+    environments = Parts(config, tokenizer=turns_tokenizer()).environments
     model = script if isinstance(script, ScriptedModel) else ScriptedModel(script)
     prompts = [
         Prompt(
@@ -133,7 +134,7 @@ def play(
         )
         for n, row in enumerate(rows)
     ]
-    options = rollout_options(config, environments)
+    options = collector_options(config, environments)
     with closing(RolloutCollector(model, turns_tokenizer(), **options)) as collector:
         groups = collector.collect(
             prompts, SamplingParams.for_training(config.rollout), StepKey(purpose="train", seed=0, step=step)

@@ -15,7 +15,7 @@ from cohort.rewards.completion_text import completion_text
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.text import ExactSetReward, RegexReward
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from commands import set_up
 from reward_samples import MESSAGES, group, reward
 from tiny import copy_task_rows, write_jsonl
@@ -371,9 +371,9 @@ def test_answers_are_checked_at_the_start(tmp_path, settings, rows, words):
     write_jsonl(tmp_path / "data.jsonl", [{"question": copy_task_rows(1)[0]["question"], **row} for row in rows])
     config = load_config(set_up(tmp_path, rewards=[settings]))
     if words is None:
-        read_inputs(config)
+        build_inputs(config)
         return
     with pytest.raises(UserError) as caught:
-        read_inputs(config)
+        build_inputs(config)
     for word in words:
         assert word in str(caught.value)

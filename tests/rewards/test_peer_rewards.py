@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError
-from cohort.rewards import build_rewards, load_reward
+from cohort.rewards import build_rewards
 from cohort.rewards.function import keyword_parameters
-from cohort.rewards.load_rewards import BUILTINS
+from cohort.rewards.load_rewards import BUILTINS, RewardContext
+from cohort.sandbox import SharedSandbox
 from selection import slow
 
 TABLE = json.loads(Path(__file__).with_name("peer_rewards.json").read_text(encoding="utf-8"))
@@ -31,8 +32,8 @@ CASES = [pytest.param(case, id=f"{case['use']}-{i}") for i, case in enumerate(TA
 GRADED = ("accuracy", "cosine", "len", "reasoning_accuracy")  # each case starts a worker for math-verify
 
 
-def load(use):
-    return load_reward(RewardConfig(use=use), field="use", max_completion_tokens=8)
+def load(use, **options):
+    return BUILTINS[use](RewardContext(max_completion_tokens=8, sandbox=SharedSandbox(), **options))
 
 
 def call(function, **inputs):
@@ -189,7 +190,7 @@ def test_penalties_only_shape_and_have_the_name_of_their_source():
 def test_what_was_not_graded_is_not_scored():
     """A worker that does not answer in time; Open-R1's 1.0 is for gold answers that cannot be parsed, and no more."""
     for use in ("open_r1.accuracy", "open_r1.cosine", "open_r1.len", "trl.accuracy", "trl.cosine"):
-        f = load_reward(RewardConfig(use=use, timeout_s=1e-9), field="use", max_completion_tokens=8)
+        f = load(use, timeout_s=1e-9)
         args = {"max_len": 4} if use == "trl.cosine" else {}
         inputs = {"completions": ["$1$", "$12$"], "completion_ids": [[1], [2]], "solution": ["$1$", "$1$"]}
         assert call(f, **inputs, **args) == [None, None]

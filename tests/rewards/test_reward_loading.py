@@ -63,7 +63,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def load(use):
-    return load_reward(RewardConfig(use=use), field="rewards[3].use", max_completion_tokens=8)
+    return load_reward(RewardConfig(use=use), field="rewards[3].use")
 
 
 def load_error(use):
@@ -74,7 +74,11 @@ def load_error(use):
 
 
 def test_builtins_files_and_modules_load(folder):
-    assert [type(load(use)) for use in ("math", "exact", "format")] == [MathReward, ExactReward, FormatReward]
+    built = build_rewards(
+        [RewardConfig(use=use) for use in ("math", "exact", "format")], columns=["answer"], max_completion_tokens=8
+    )
+    assert [type(reward.function) for reward in built] == [MathReward, ExactReward, FormatReward]
+    assert load("math") is None
     assert load("my_rewards.py:brevity")(["a"]) == [2.0]
     assert load(f"{folder}/my_rewards.py:judge")(["a"]) == [1.0]  # loaded once
     assert load("os.path:join") is os.path.join

@@ -15,7 +15,7 @@ from cohort.config import config_from_dict
 from cohort.display import RunLog, StepReport
 from cohort.errors import TrainingError
 from cohort.processes.page import PageStartError
-from cohort.trainer.run_inputs import user_files
+from cohort.trainer.parts import user_files
 from commands import set_up
 from configs import MINIMAL
 from runs import changed, make_inputs, metric, stop_after, train

@@ -13,7 +13,7 @@ from cohort.config.hardware import SandboxConfig
 from cohort.sandbox import Sandbox, SharedSandbox
 from cohort.sandbox import choose as shared
 from cohort.sandbox.process import Limits, ProcessResult
-from cohort.trainer.run_inputs import Inputs, read_inputs
+from cohort.trainer.inputs import Inputs, build_inputs
 from playing import save_turns_model
 from runs import Notes, metric
 from tiny import write_jsonl
@@ -78,7 +78,7 @@ def settings(folder: Path, use: str, *, tools: tuple[str, ...] = ("python",), un
 
 
 def inputs(folder: Path, use: str, **options) -> Inputs:
-    return read_inputs(config_from_dict(settings(folder, use, **options), base_dir=folder))
+    return build_inputs(config_from_dict(settings(folder, use, **options), base_dir=folder))
 
 
 def test_the_tool_alone_names_the_sandbox_and_warns(tmp_path, opened):

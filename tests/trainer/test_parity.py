@@ -23,8 +23,8 @@ from cohort.rollout.engines.servers import setup as servers_setup
 from cohort.rollout.engines.servers.placement import Placement
 from cohort.rollout.engines.setup import StartedEngine
 from cohort.rollout.engines.vllm import setup as vllm_setup
+from cohort.trainer.inputs import Inputs, build_inputs
 from cohort.trainer.parity import check_parity, make_parity_gate, probe_prompts, probe_sampling
-from cohort.trainer.run_inputs import Inputs, read_inputs
 from cohort.trainer.setup import open_engine
 from cohort.trainer.worker import Worker, sample
 from engines import generate
@@ -141,7 +141,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(*overrides: str) -> tuple[Config, Inputs]:
         config = config_from_dict(raw, overrides)
-        return config, read_inputs(config)
+        return config, build_inputs(config)
 
     return make
 
@@ -164,7 +164,7 @@ def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkey
 
 def test_the_local_engine_has_no_servers(tmp_path: Path):
     config = config_from_dict(make_inputs(tmp_path))
-    assert isinstance(open_engine(config, read_inputs(config)), LocalSetup)
+    assert isinstance(open_engine(config, build_inputs(config)), LocalSetup)
 
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
 from cohort.plan.state_memory import matrix_bytes
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from runs import changed, make_inputs, metric, stop_after, train
 from tiny import make_tokenizer, save_model_folder
 
@@ -148,10 +148,10 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 def test_what_does_not_go_with_the_model(tmp_path: Path):
     config = run_config(tmp_path, model={"adapter": {"rank": 2, "dora": True}, "quantization": "int8"})
     with pytest.raises(UserError, match=r"model.quantization: int8 .*dora: true.* use dora: false"):
-        read_inputs(config_from_dict(config))
+        build_inputs(config_from_dict(config))
     path = save_model_folder(tmp_path / "done")
     own = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**own, "quantization_config": {"quant_method": "awq"}}))
     make_tokenizer().save_pretrained(path)
     with pytest.raises(UserError, match=r"is already quantized \(quantization_config in config.json: awq\)"):
-        read_inputs(config_from_dict(changed(config, model={"path": str(path), "quantization": None})))
+        build_inputs(config_from_dict(changed(config, model={"path": str(path), "quantization": None})))

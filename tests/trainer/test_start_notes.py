@@ -3,7 +3,7 @@
 import pytest
 
 from cohort.config import config_from_dict
-from cohort.trainer.run_inputs import describe_lost_updates
+from cohort.trainer.inputs import describe_lost_updates
 from configs import MINIMAL
 
 SMALL = ["model.dtype=bfloat16", "train.learning_rate=1e-6"]

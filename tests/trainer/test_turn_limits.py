@@ -9,7 +9,7 @@ import cohort.trainer.build
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.rollout.engines.vllm.server import server_options
-from cohort.trainer.run_inputs import Inputs, read_inputs
+from cohort.trainer.inputs import Inputs, build_inputs
 from runs import train
 from selection import slow
 from test_turn_runs import config, folder, sampled
@@ -21,7 +21,7 @@ __all__ = ["folder"]  # a fixture
 def inputs(folder: Path, **sections: Any) -> Inputs:
     """The inputs of a run with prompts of 600 tokens, 3 turns of 6 and 400 tokens after the prompt."""
     rollout = {"environment": f"{folder}/e.py:Game", **sections.pop("rollout", {})}
-    return read_inputs(config_from_dict(config(folder, rollout=rollout, **sections)))
+    return build_inputs(config_from_dict(config(folder, rollout=rollout, **sections)))
 
 
 def test_the_longest_sequence_is_a_whole_trajectory(folder: Path):

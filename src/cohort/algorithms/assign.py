@@ -60,10 +60,10 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
     sequences: list[TrainSequence] = []
     num_trajectories = 0
     for g, group in enumerate(groups):
-        members = [_join_calls(trajectory) for trajectory in group.trajectories]
-        prefix = _shared_prefix(group.prompt.token_ids, members)
-        for number, member in enumerate(members, start=num_trajectories):
-            for tokens in member:
+        trajectories = [_join_calls(trajectory) for trajectory in group.trajectories]
+        prefix = _shared_prefix(group.prompt.token_ids, trajectories)
+        for number, joined in enumerate(trajectories, start=num_trajectories):
+            for tokens in joined:
                 zeros = np.zeros(len(tokens.token_ids))
                 sequences.append(
                     TrainSequence(
@@ -78,7 +78,7 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
                         trajectory=number,
                     )
                 )
-        num_trajectories += len(members)
+        num_trajectories += len(trajectories)
     return sequences
 
 
@@ -95,17 +95,17 @@ def _begins_with(sequence: TokenSequence, prefix: IntArray) -> bool:
     return starts_with(sequence.token_ids, prefix) and not sequence.loss_mask[: len(prefix)].any()
 
 
-def _shared_prefix(prompt_ids: IntArray, members: Sequence[Sequence[TokenSequence]]) -> IntArray:
-    """Return the tokens that a group computes once: the prompt, or what the members' first contexts begin with.
+def _shared_prefix(prompt_ids: IntArray, trajectories: Sequence[Sequence[TokenSequence]]) -> IntArray:
+    """Return the tokens that a group computes once: the prompt, or what the trajectories' first contexts begin with.
 
     Environments and agents write their first contexts themselves: the prompt of the row need not be a prefix of them.
     """
-    contexts = [member[0].token_ids[: int(np.argmax(member[0].loss_mask))] for member in members if member]
+    contexts = [joined[0].token_ids[: int(np.argmax(joined[0].loss_mask))] for joined in trajectories if joined]
     common = contexts[0] if contexts else prompt_ids
     for context in contexts[1:]:
         length = min(len(common), len(context))
         common = common[: int(np.argmin(np.append(common[:length] == context[:length], False)))]
-    has_prompt = any(_begins_with(sequence, prompt_ids) for member in members for sequence in member)
+    has_prompt = any(_begins_with(sequence, prompt_ids) for joined in trajectories for sequence in joined)
     return prompt_ids if has_prompt and len(prompt_ids) >= len(common) else common
 
 

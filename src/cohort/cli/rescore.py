@@ -13,10 +13,11 @@ from cohort.config import Config
 from cohort.data import read_content, read_rows
 from cohort.errors import UserError
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
-from cohort.rewards import RewardRunner, build_rewards
+from cohort.rewards import RewardRunner
 from cohort.rewards.completion_text import completion_text, excerpt
 from cohort.run.completions import prompt_text
-from cohort.sandbox import SharedSandbox
+from cohort.trainer.inputs import build_reward_functions
+from cohort.trainer.open_run import OpenRun, open_run
 
 # Columns of a completions file that are not of the dataset.
 _RECORDED = frozenset(
@@ -117,18 +118,18 @@ def rescore(
     if not rows or "completion" not in rows[0]:
         raise UserError(f"--completions: {str(completions)!r} has no column 'completion'")
     _check_rows(rows)
-    groups, order = _groups(settings, rows, _dataset(settings, completions, rows))
-    sandbox = SharedSandbox(settings.sandbox)
-    runner, chosen = _runner(settings, groups, only, sandbox)
-    runner.on_progress = on_progress
-    scored = runner.score(groups, require_scores=False)
+    with open_run(settings) as run:
+        groups, order = _groups(settings, rows, _dataset(run, completions, rows))
+        runner, chosen = _runner(run, groups, only)
+        runner.on_progress = on_progress
+        scored = runner.score(groups, require_scores=False)
     parts = {name: np.empty(len(rows)) for name in chosen}
     for name, values in parts.items():
         values[order] = np.concatenate([group.reward_parts[name] for group in scored])
     return Rescored(
         completions=len(rows),
         prompts=len(groups),
-        notes=tuple(sandbox.notes),
+        notes=tuple(run.parts.sandbox.notes),
         rewards=tuple(_values(scored, parts, runner.seconds)),
         disagreements=tuple(_disagreements(rows, parts, examples)),
     )
@@ -178,15 +179,16 @@ _RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 _OPTIONAL = [key for key in _RULES if key != "completion"]
 
 
-def _dataset(settings: Config, completions: Path, rows: Sequence[Row]) -> Mapping[int, Row]:
+def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[int, Row]:
     """Return the rows of the dataset by number; none if the file has the dataset's columns itself."""
     if "prompt_id" not in rows[0]:
         return {}
+    settings = run.config
     is_eval = completions.name.startswith("eval-") and settings.eval is not None
     section, field = (settings.eval, "eval.path") if is_eval else (settings.data, "data.path")
     if section is None or section.path is None:  # an environment brought the rows
         return {}
-    known = dict(enumerate(read_rows(section.path, field=field, split=section.split, name=section.name)))
+    known = dict(enumerate(run.parts.eval_rows if is_eval else run.parts.rows))
     missing = next((row["prompt_id"] for row in rows if row["prompt_id"] not in known), None)
     if missing is not None:
         raise UserError(
@@ -265,24 +267,14 @@ def _trajectory(row: Row) -> Trajectory:
     return replace(trajectory, messages=tuple(json.loads(turns)), observation=row.get("observation") or "")
 
 
-def _runner(
-    settings: Config, groups: Sequence[RolloutGroup], only: Sequence[str], sandbox: SharedSandbox
-) -> tuple[RewardRunner, list[str]]:
+def _runner(run: OpenRun, groups: Sequence[RolloutGroup], only: Sequence[str]) -> tuple[RewardRunner, list[str]]:
     """Return the rewards to compute, and the names of those to show: gates before them may be more."""
-    columns = sorted({column for group in groups for column in group.prompt.columns} | {settings.data.prompt})
-    functions = build_rewards(
-        settings.rewards,
-        columns=columns,
-        max_completion_tokens=settings.rollout.max_trained_tokens,
-        sandbox=sandbox,
-        device=settings.hardware.device,
-        run_folder=Path(settings.run.dir),
-        only=only,
-        ask_servers_first=False,
-    )
+    prompt = run.config.data.prompt
+    columns = sorted({column for group in groups for column in group.prompt.columns} | {prompt})
+    functions = build_reward_functions(run.config, run.parts, columns, only=only, ask_servers_first=False)
     shown = [f.name for f in functions if not only or f.name in only]
     weighted = [f if f.name in shown else replace(f, weight=0.0) for f in functions]
-    return RewardRunner(weighted, columns=columns, prompt_column=settings.data.prompt), shown
+    return RewardRunner(weighted, columns=columns, prompt_column=prompt), shown
 
 
 def _values(

@@ -78,15 +78,15 @@ def show(sampled: "SampledRows", console: "Console", *, max_lines: int | None) -
 
     console.print(f"{TRAINED} trained   {MASKED} masked: seen by the model, not trained", style="dim")
     for group in sampled.groups:
-        for member, trajectory in enumerate(group.trajectories):
-            number = f", trajectory {member + 1}" if len(group.trajectories) > 1 else ""
+        for index, trajectory in enumerate(group.trajectories):
+            number = f", trajectory {index + 1}" if len(group.trajectories) > 1 else ""
             console.rule(f"row {group.prompt.id + 1}{number}", align="left", style="bold")
             for style, text in trajectory_lines(trajectory, sampled.decode, width=console.width, max_lines=max_lines):
                 console.print(text, style=_STYLES[style], soft_wrap=True)
             if trajectory.error is not None:
                 console.print(trajectory.error, style="red", soft_wrap=True)
             console.print(end_line(trajectory), style="bold", soft_wrap=True)
-            console.print(reward_line(group, member, sampled.weights), style="bold", soft_wrap=True)
+            console.print(reward_line(group, index, sampled.weights), style="bold", soft_wrap=True)
     console.rule(style="bold")
     for line in _summary(sampled.groups):
         console.print(line, soft_wrap=True)
@@ -115,13 +115,13 @@ def as_json(sampled: "SampledRows") -> list[dict[str, Any]]:
     return [
         {
             "row": group.prompt.id,
-            "index": member,
+            "index": index,
             "prompt": group.prompt.content,
             "messages": list(trajectory.messages),
             "end": trajectory.end,
             "error": trajectory.error,
-            "reward": _finite(group.rewards[member]),
-            "rewards": {name: _finite(part[member]) for name, part in group.reward_parts.items()},
+            "reward": _finite(group.rewards[index]),
+            "rewards": {name: _finite(part[index]) for name, part in group.reward_parts.items()},
             "step_rewards": list(trajectory.step_rewards),
             "metrics": dict(trajectory.metrics),
             "stats": None if trajectory.stats is None else asdict(trajectory.stats),
@@ -141,7 +141,7 @@ def as_json(sampled: "SampledRows") -> list[dict[str, Any]]:
             ],
         }
         for group in sampled.groups
-        for member, trajectory in enumerate(group.trajectories)
+        for index, trajectory in enumerate(group.trajectories)
     ]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_serializer, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, parameters
+from cohort.config.objects import name_callable
 from cohort.config.section import Section, find_function
 from cohort.errors import did_you_mean
 
@@ -111,7 +112,7 @@ class CustomFunction:
 
     def to_config(self) -> Any:
         """Return the value as written in a configuration."""
-        return {"use": self.use, "args": dict(self.args)} if self.args else self.use
+        return {"use": str(self.use), "args": dict(self.args)} if self.args else str(self.use)
 
 
 class _Components(Section):
@@ -253,8 +254,12 @@ class AlgorithmConfig(_WithParameters):
     @classmethod
     def _parse_component(cls, value: Any, info: ValidationInfo) -> str | CustomFunction:
         known = COMPONENTS[str(info.field_name)]
+        if callable(value):
+            return CustomFunction(name_callable(value))
         if isinstance(value, dict):
             use, args = value.get("use"), value.get("args", {})
+            if callable(use):
+                return CustomFunction(name_callable(use), args)
             is_own = isinstance(use, str) and ":" in use and value.keys() <= {"use", "args"}
             if not is_own or not _is_keyword_arguments(args):
                 raise ValueError(f"{value!r:.80}: must be {_OWN}; one of {', '.join(known)} is given by its name alone")

@@ -5,13 +5,22 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cohort.config.section import FunctionPath, InputPath, Section, find_argument_paths
+from cohort.config.objects import is_unnamed
+from cohort.config.section import DataPath, FunctionPath, Section, find_argument_paths
+
+
+def _refuse_choice_of_split(section: "DataConfig | EvalConfig", field: str) -> None:
+    for key in ("split", "name"):
+        if section.path is None:
+            section.refuse(key, "no path", f"remove it, or set {field}")
+        elif is_unnamed(section.path):
+            section.refuse(key, "rows that are a Python object", f"remove it, or give a path as {field}")
 
 
 class DataConfig(Section):
     """The training prompts."""
 
-    path: InputPath | None = Field(
+    path: DataPath | None = Field(
         None,
         description="JSONL, JSON, Parquet or CSV file, a folder of such files or one saved by `datasets`, or a "
         "`datasets` id. Only runs with `rollout.environment` or `rollout.agent` can do without data.",
@@ -39,8 +48,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_chat_keys(self) -> Self:
-        for key in ("split", "name") if self.path is None else ():
-            self.refuse(key, "no path", "remove it, or set data.path")
+        _refuse_choice_of_split(self, "data.path")
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
@@ -84,7 +92,9 @@ class RewardConfig(Section):
     @classmethod
     def _collect_args(cls, values: Any) -> Any:
         """Move arguments of a built-in reward that are written beside `use` into `args`."""
-        if not isinstance(values, dict) or ":" in str(values.get("use", ":")):
+        if callable(values):
+            return {"use": values}
+        if not isinstance(values, dict) or callable(values.get("use")) or ":" in str(values.get("use", ":")):
             return values
         keys = list(cls.model_fields)
         # a key like one of ours is a misspelling of it
@@ -108,6 +118,11 @@ class RewardConfig(Section):
                 f"isolate: true is for functions of your own, such as my_rewards.py:score, and {self.use!r} is built "
                 "in; remove it"
             )
+        if self.isolate and is_unnamed(self.use):
+            raise ValueError(
+                f"isolate: true needs a function that another process can import, and {self.use!r} is not one: define "
+                "it at the top level of a file, or remove isolate"
+            )
         for key in ("scale", "clip"):
             given = getattr(self, key)
             if isinstance(given, tuple) and not given[0] < given[1]:
@@ -120,7 +135,7 @@ class RewardConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out prompts, with its own sampling."""
 
-    path: InputPath | None = Field(
+    path: DataPath | None = Field(
         None,
         description="Held-out data; same formats as `data.path`. Environments that need no data can do without, for "
         "`max_prompts` trajectories.",
@@ -147,8 +162,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _check_greedy(self) -> Self:
-        for key in ("split", "name") if self.path is None else ():
-            self.refuse(key, "no path", "remove it, or set eval.path")
+        _refuse_choice_of_split(self, "eval.path")
         if self.temperature == 0:
             if self.num_samples > 1:
                 raise ValueError(

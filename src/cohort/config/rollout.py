@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from cohort.config.objects import is_unnamed
 from cohort.config.section import FunctionPath, KeptPath, PythonPath, Section, must_be, number_or
 
 # Keys that have no effect on prompts with a single completion.
@@ -56,6 +57,10 @@ class ToolSpec(Section):
             if not isinstance(value, bool):
                 raise ValueError(f"args.state: must be true or false, not {value!r}")
         return self
+
+
+def _as_spec(entry: Any) -> Any:
+    return {"use": entry} if isinstance(entry, str) or callable(entry) else entry
 
 
 class TurnsConfig(Section):
@@ -125,16 +130,14 @@ class TurnsConfig(Section):
     def _read_tools(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             return value
-        return [{"use": entry} if isinstance(entry, str) else entry for entry in value]
+        return [_as_spec(entry) for entry in value]
 
     @field_validator("environment", mode="before")
     @classmethod
     def _read_environment(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"use": value}
         if isinstance(value, dict) and "use" not in value:
-            return {name: {"use": entry} if isinstance(entry, str) else entry for name, entry in value.items()}
-        return value
+            return {name: _as_spec(entry) for name, entry in value.items()}
+        return _as_spec(value)
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -142,6 +145,12 @@ class TurnsConfig(Section):
             raise ValueError("agent and environment both play a row; remove one of the two")
         if self.agent is not None and self.tools:
             raise ValueError("tools has no effect with agent, which brings its own tools; remove one of the two")
+        uses = [*(tool.use for tool in self.tools), *(spec.use for spec in self.environments.values()), self.agent]
+        if self.isolate and (unnamed := next(filter(is_unnamed, uses), None)) is not None:
+            raise ValueError(
+                f"isolate: true needs functions and classes that another process can import, and {unnamed!r} is not "
+                f"one: define it at the top level of a file, or remove isolate"
+            )
         if self.environment == {}:
             raise ValueError("environment: {} names no environment; add one such as {game: my_env.py:Game}")
         for key in () if self.has_turns else _TURN_KEYS:

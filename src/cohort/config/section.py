@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
+from cohort.config.objects import ALLOW_CALLABLE, ALLOW_ROWS
+
 
 class Section(BaseModel):
     """A frozen configuration section; unknown keys are errors."""
@@ -158,5 +160,6 @@ def _find_python(path: str, info: ValidationInfo) -> str:
 
 InputPath = Annotated[str, Field(min_length=1), AfterValidator(_find)]
 KeptPath = Annotated[str, Field(min_length=1), AfterValidator(_find_or_place)]
-FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function)]
+DataPath = Annotated[str, Field(min_length=1), AfterValidator(_find), ALLOW_ROWS]
+FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function), ALLOW_CALLABLE]
 PythonPath = Annotated[str, AfterValidator(_find_python)]

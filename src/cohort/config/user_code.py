@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cohort.config.objects import NamedObject, is_unnamed
 from cohort.errors import UserError, suggest
 
 _PACKAGE = Path(__file__).parents[1]
@@ -43,6 +44,10 @@ def load_function(use: str, *, field: str) -> Callable[..., Any]:
 
 def load_callable(use: str, *, field: str) -> Callable[..., Any]:
     """Return the function or class named by `use`. Arguments and errors are those of `load_function`."""
+    if isinstance(use, NamedObject):
+        return use.value
+    if is_unnamed(use):
+        raise UserError(f"{field}: {use!r} was a Python object when the run started; run it from Python again")
     where, _, path = use.rpartition(":")
     is_file = where.endswith(".py") or "/" in where
     found: Any = _module_of_file(where, use, field) if is_file else _module(where, use, field)

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
 from cohort.errors import UserError, did_you_mean, suggest
 
@@ -63,6 +64,10 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
 
 
 def _read(path: str, split: str, name: str | None) -> list[Row]:
+    if isinstance(path, NamedObject):
+        return _read_object(path.value)
+    if is_unnamed(path):
+        raise _UnreadableError("was a Python object when the run started; run it from Python again, or write a file")
     if not path.strip():
         raise _UnreadableError(f"is empty; use {_what_works()}")
     try:
@@ -86,6 +91,17 @@ def _read(path: str, split: str, name: str | None) -> list[Row]:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
         raise _UnreadableError(f"is a single file, where {option} has no effect; leave it out, or use a folder or id")
     return _read_file(found)
+
+
+def _read_object(rows: Iterable[Any]) -> list[Row]:
+    found = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise _UnreadableError(
+                f'row {number} is {row!r:.60}, which is not a dict of columns, such as {{"prompt": "2 + 2 = ?"}}'
+            )
+        found.append(dict(row))
+    return found
 
 
 def _what_works() -> str:

@@ -134,11 +134,11 @@ def end_line(trajectory: Trajectory) -> str:
     return "; ".join(parts)
 
 
-def reward_line(group: ScoredGroup, member: int, weights: Mapping[str, float]) -> str:
-    """Show the reward of a group's member, its parts with their weights, and metrics of the environment."""
-    reward, trajectory = group.rewards[member], group.trajectories[member]
+def reward_line(group: ScoredGroup, index: int, weights: Mapping[str, float]) -> str:
+    """Show the reward of a trajectory, its parts with their weights, and metrics of the environment."""
+    reward, trajectory = group.rewards[index], group.trajectories[index]
     parts = [
-        f"{name} {_number(part[member])}" + ("" if weights.get(name, 1.0) == 1.0 else f" (weight {weights[name]:g})")
+        f"{name} {_number(part[index])}" + ("" if weights.get(name, 1.0) == 1.0 else f" (weight {weights[name]:g})")
         for name, part in group.reward_parts.items()
     ]
     line = f"reward: {_number(reward)}" + (f" = {', '.join(parts)}" if parts and not np.isnan(reward) else "")

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cohort.config import Config, config_from_dict, load_config
+from cohort.config.objects import unnamed_objects
 from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import environment_variables, run_processes
@@ -30,7 +31,9 @@ def train(
     this process becomes one rank.
 
     Args:
-        config: a `Config`, an equivalent nested mapping, or the path of a YAML file.
+        config: a `Config`, an equivalent nested mapping, or the path of a YAML file. In the first two, functions and
+            classes may be given instead of their paths, and rows (a list of dicts, a `datasets.Dataset` or an iterator)
+            instead of the path of data.
         resume: whether the run must exist already.
         display: receives progress; by default the console. Only for runs in this process, which on a machine with
             several GPUs requires `hardware.processes: 1`.
@@ -68,7 +71,9 @@ def train(
         with environment_variables(placement), handle_signals("run"):
             return train_here(config, resume=resume, display=display)
     plural = "es" * (num_processes > 1)
-    _refuse_display(display, f"{num_processes} process{plural} and {config.hardware.max_restarts} restarts")
+    others = f"{num_processes} process{plural} and {config.hardware.max_restarts} restarts"
+    _refuse_display(display, others)
+    _refuse_objects(config, others)
     with handle_signals("launcher"):
         run_processes(config, num_processes=num_processes, split=split, resume=resume, notify=notify)
     return _result(run_dir)
@@ -98,6 +103,20 @@ def _refuse_display(display: Display | None, processes: str) -> None:
         raise UserError(
             f"display: only works with a run in this process, but this one has {processes}; use "
             f"hardware.processes: 1 and hardware.max_restarts: 0, or no display"
+        )
+
+
+def _refuse_objects(config: Config, processes: str) -> None:
+    """Refuse objects that only this process has.
+
+    Raises:
+        UserError: there is one.
+    """
+    for field, name in unnamed_objects(config):
+        instead = "a path" if field.endswith("path") else "a function or class at the top level of a file"
+        raise UserError(
+            f"{field}: {str(name)!r} exists in this process only, but the run has {processes}; use {instead}, or "
+            f"hardware.processes: 1 and hardware.max_restarts: 0"
         )
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,9 @@ _BUDGET_SHARE = 0.8  # share of the deadline after which rewards that grade answ
 class RewardContext:
     """What a built-in reward knows of its run when it is created."""
 
-    timeout_s: float  # deadline of one call
     max_completion_tokens: int
     sandbox: SharedSandbox
+    timeout_s: float = 300.0  # deadline of one call
     device: str = "auto"  # `hardware.device`
     run_folder: Path | None = None  # may not exist yet
     ask_servers_first: bool = True  # check that a judge's server answers; False: once a reply is not in its cache
@@ -127,105 +126,24 @@ BUILTINS: Mapping[str, Callable[[RewardContext], Callable[..., Any]]] = {
 _MAX_COLUMNS = 10  # in messages
 
 
-def build_rewards(
-    configs: Sequence[RewardConfig],
-    *,
-    columns: Collection[str],
-    max_completion_tokens: int,
-    sandbox: SharedSandbox | None = None,
-    device: str = "auto",
-    run_folder: Path | None = None,
-    given: Sequence[str] = (),
-    only: Collection[str] = (),
-    ask_servers_first: bool = True,
-) -> tuple[RewardFunction, ...]:
-    """Load and check a run's reward functions. Imports neither torch nor transformers.
+LoadedReward = Callable[..., Any] | None  # a function of the user's; None for a built-in reward
 
-    Args:
-        configs: the `rewards` section.
-        columns: names of the dataset's columns, including the prompt column.
-        max_completion_tokens: maximum sampled tokens of a completion, or of a trajectory of several turns.
-        sandbox: the run's, for the code reward. Default: one of its own.
-        device: `hardware.device`, for reward models.
-        run_folder: the run's folder, for replies of judges; it may not exist yet.
-        given: names of the rewards that environments give; they follow the others, with weight 1.
-        only: names of the rewards that `cohort reward --only` wants; gates before them are loaded too. Default: all.
-        ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
+
+def load_rewards(configs: Sequence[RewardConfig]) -> tuple[LoadedReward, ...]:
+    """Load the user's reward functions, one per entry of `rewards`; None for built-in ones.
 
     Raises:
-        UserError: a function fails to load, cannot be called with the dataset's columns, or has the name of an
-            environment; or all rewards are shaping only.
+        UserError: no such built-in, file, module or name; an import error; or the object is not callable.
     """
-    rewards = []
-    load = partial(
-        load_reward,
-        max_completion_tokens=max_completion_tokens,
-        sandbox=sandbox,
-        device=device,
-        run_folder=run_folder,
-        ask_servers_first=ask_servers_first,
-    )
-    # of built-in ones the name is known, and making them may start a sandbox
-    own = {i: load(c, field=f"rewards[{i}].use") for i, c in enumerate(configs) if c.use not in BUILTINS}
-    names = unique_names([c.name or (name_of(own[i]) if i in own else c.use) for i, c in enumerate(configs)])
-    wanted = _with_gates(configs, names, only) if only else range(len(configs))
-    for i in wanted:
-        config, field = configs[i], f"rewards[{i}]"
-        function = own[i] if i in own else load(config, field=f"{field}.use")
-        reward = RewardFunction(
-            name=names[i],
-            function=function,
-            weight=config.weight,
-            args=config.args,
-            timeout_s=getattr(function, "deadline_s", config.timeout_s) if config.isolate else config.timeout_s,
-            shapes=bool(getattr(function, "shapes", False)),
-            gate=config.gate,
-            scale=config.scale,
-            clip=config.clip,
-            where=config.where,
-        )
-        check_columns(reward, columns, field=field)
-        if reward.name in given:
-            raise UserError(f"{field}.name: the environment gives a reward {reward.name!r}; use another name")
-        rewards.append(reward)
-    rewards += [RewardFunction(name=name, function=EnvironmentReward(name)) for name in given]
-    if rewards and not only and all(reward.shapes for reward in rewards):
-        raise UserError(
-            f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
-            f"add one, such as {{use: math}}"
-        )
-    return tuple(rewards)
+    return tuple(load_reward(config, field=f"rewards[{i}].use") for i, config in enumerate(configs))
 
 
-def _with_gates(configs: Sequence[RewardConfig], names: Sequence[str], only: Collection[str]) -> list[int]:
-    """Return the numbers of some rewards and of the gates that they are behind."""
-    for name in only:
-        if name not in names:
-            raise UserError(f"--only: there is no reward {name!r}{suggest(name, names, 'Rewards')}")
-    last = max(names.index(name) for name in only)
-    return [i for i, config in enumerate(configs) if names[i] in only or (config.gate and i < last)]
-
-
-def load_reward(
-    config: RewardConfig,
-    *,
-    field: str,
-    max_completion_tokens: int,
-    sandbox: SharedSandbox | None = None,
-    device: str = "auto",
-    run_folder: Path | None = None,
-    ask_servers_first: bool = True,
-) -> Callable[..., Any]:
-    """Return the callable that `config.use` names.
+def load_reward(config: RewardConfig, *, field: str) -> LoadedReward:
+    """Load the function that `config.use` names in a file, a module or a child process; None for a built-in reward.
 
     Args:
-        config: settings of the reward. Rewards that grade answers keep within their `timeout_s`.
+        config: settings of the reward.
         field: name of `use` in messages.
-        max_completion_tokens: maximum sampled tokens of a completion or trajectory, for the overlong reward.
-        sandbox: the run's, for the code reward. Default: one of its own.
-        device: `hardware.device`, for reward models.
-        run_folder: the run's folder, for replies of judges; it may not exist yet.
-        ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
 
     Raises:
         UserError: no such built-in, file, module or name; an import error; or the object is not callable.
@@ -238,15 +156,7 @@ def load_reward(
     if ":" in use:
         return load_function(use, field=field)
     if use in BUILTINS:
-        context = RewardContext(
-            timeout_s=config.timeout_s,
-            max_completion_tokens=max_completion_tokens,
-            sandbox=sandbox or SharedSandbox(),
-            device=device,
-            run_folder=run_folder,
-            ask_servers_first=ask_servers_first,
-        )
-        return BUILTINS[use](context)
+        return None
     if use.endswith(".py"):
         raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
     raise UserError(
@@ -255,18 +165,95 @@ def load_reward(
     )
 
 
-def read_trajectories(configs: Sequence[RewardConfig]) -> bool:
-    """Return whether a user's reward function names `trajectories` or `environments` among its parameters.
+def build_rewards(
+    configs: Sequence[RewardConfig],
+    *,
+    columns: Collection[str],
+    max_completion_tokens: int,
+    functions: Sequence[LoadedReward] | None = None,
+    sandbox: SharedSandbox | None = None,
+    device: str = "auto",
+    run_folder: Path | None = None,
+    given: Sequence[str] = (),
+    only: Collection[str] = (),
+    ask_servers_first: bool = True,
+) -> tuple[RewardFunction, ...]:
+    """Combine a run's reward functions with their settings, and check them. Imports neither torch nor transformers.
+
+    Args:
+        configs: the `rewards` section.
+        columns: names of the dataset's columns, including the prompt column.
+        max_completion_tokens: maximum sampled tokens of a completion, or of a trajectory of several turns.
+        functions: the user's functions, from `load_rewards`. Default: load them.
+        sandbox: the run's, for the code reward. Default: one of its own.
+        device: `hardware.device`, for reward models.
+        run_folder: the run's folder, for replies of judges; it may not exist yet.
+        given: names of the rewards that environments give; they follow the others, with weight 1.
+        only: names of the rewards that `cohort reward --only` wants; gates before them are made too. Default: all.
+        ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
 
     Raises:
-        UserError: a function fails to load.
+        UserError: a function fails to load, cannot be called with the dataset's columns, or has the name of an
+            environment; or all rewards are shaping only.
     """
-    for i, config in enumerate(configs):
-        if ":" not in config.use or config.isolate:  # isolated functions cannot take them
-            continue
-        function = load_function(config.use, field=f"rewards[{i}].use")
+    own = load_rewards(configs) if functions is None else functions
+    context = RewardContext(
+        max_completion_tokens=max_completion_tokens,
+        sandbox=sandbox or SharedSandbox(),
+        device=device,
+        run_folder=run_folder,
+        ask_servers_first=ask_servers_first,
+    )
+    # of built-in ones the name is known, and making them may start a sandbox
+    names = unique_names([c.name or (c.use if f is None else name_of(f)) for c, f in zip(configs, own, strict=True)])
+    wanted = _with_gates(configs, names, only) if only else range(len(configs))
+    rewards = []
+    for i in wanted:
+        reward = _with_settings(own[i], configs[i], context, name=names[i])
+        check_columns(reward, columns, field=f"rewards[{i}]")
+        if reward.name in given:
+            raise UserError(f"rewards[{i}].name: the environment gives a reward {reward.name!r}; use another name")
+        rewards.append(reward)
+    rewards += [RewardFunction(name=name, function=EnvironmentReward(name)) for name in given]
+    if rewards and not only and all(reward.shapes for reward in rewards):
+        raise UserError(
+            f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
+            f"add one, such as {{use: math}}"
+        )
+    return tuple(rewards)
+
+
+def _with_settings(loaded: LoadedReward, config: RewardConfig, context: RewardContext, *, name: str) -> RewardFunction:
+    """Return a function, or the built-in reward in its place, with its settings."""
+    function = BUILTINS[config.use](replace(context, timeout_s=config.timeout_s)) if loaded is None else loaded
+    return RewardFunction(
+        name=name,
+        function=function,
+        weight=config.weight,
+        args=config.args,
+        timeout_s=getattr(function, "deadline_s", config.timeout_s) if config.isolate else config.timeout_s,
+        shapes=bool(getattr(function, "shapes", False)),
+        gate=config.gate,
+        scale=config.scale,
+        clip=config.clip,
+        where=config.where,
+    )
+
+
+def _with_gates(configs: Sequence[RewardConfig], names: Sequence[str], only: Collection[str]) -> list[int]:
+    """Return the numbers of some rewards and of the gates that they are behind."""
+    for name in only:
+        if name not in names:
+            raise UserError(f"--only: there is no reward {name!r}{suggest(name, names, 'Rewards')}")
+    last = max(names.index(name) for name in only)
+    return [i for i, config in enumerate(configs) if names[i] in only or (config.gate and i < last)]
+
+
+def read_trajectories(functions: Sequence[LoadedReward]) -> bool:
+    """Return whether a user's reward function names `trajectories` or `environments` among its parameters."""
+    for function in functions:
         with suppress(ValueError):  # no signature, which `check_columns` refuses
-            if keyword_parameters(function).names.intersection(ON_REQUEST):
+            if function is not None and keyword_parameters(function).names.intersection(ON_REQUEST):
                 return True
     return False
 

@@ -211,18 +211,18 @@ class RewardRunner:
                 completion was scored although required.
             TrainingError: infrastructure broke all trajectories although a score is required.
         """
-        members = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        if not members:
+        trajectories = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+        if not trajectories:
             return [ScoredGroup(prompt=g.prompt, trajectories=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
-        scorable = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
+        scorable = [(prompt, trajectory) for prompt, trajectory in trajectories if not trajectory.is_broken]
         if require_scores and not scorable:
-            ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
-            first = next((f"; the first error:\n\n{first_paragraph(t.error)}" for _, t in members if t.error), "")
-            raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}{first}")
+            ends = " or ".join(sorted({trajectory.end for _, trajectory in trajectories}))
+            first = next((f"; the first error:\n\n{first_paragraph(t.error)}" for _, t in trajectories if t.error), "")
+            raise TrainingError(f"rollout: all {len(trajectories)} trajectories{_in(during)} ended with {ends}{first}")
         scorable_parts = self._score_parts(scorable, during)
-        parts = {name: _for_members(members, part) for name, part in scorable_parts.items()}
-        rewards_N = _for_members(members, self._weighted_sum(scorable_parts, require_scores=require_scores))
-        details = {name: _details_for_members(members, values) for name, values in self._details.items()}
+        parts = {name: _align(trajectories, part) for name, part in scorable_parts.items()}
+        rewards_N = _align(trajectories, self._weighted_sum(scorable_parts, require_scores=require_scores))
+        details = {name: _align_details(trajectories, values) for name, values in self._details.items()}
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -486,19 +486,19 @@ def _in(during: str) -> str:
     return during and f" in {during}"
 
 
-def _for_members(members: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
-    """Align values of the unbroken trajectories with all members; NaN for broken ones."""
-    aligned_N = np.full(len(members), UNSCORED)
-    aligned_N[[not trajectory.is_broken for _, trajectory in members]] = values
+def _align(trajectories: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
+    """Align values of the unbroken trajectories with all; NaN for broken ones."""
+    aligned_N = np.full(len(trajectories), UNSCORED)
+    aligned_N[[not trajectory.is_broken for _, trajectory in trajectories]] = values
     return aligned_N
 
 
-def _details_for_members(
-    members: Sequence[tuple[Prompt, Trajectory]], values: Sequence[str | None]
+def _align_details(
+    trajectories: Sequence[tuple[Prompt, Trajectory]], values: Sequence[str | None]
 ) -> tuple[str | None, ...]:
-    """Align details of the unbroken trajectories with all members; None for broken ones."""
+    """Align details of the unbroken trajectories with all; None for broken ones."""
     of_scorable = iter(values)
-    return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in members)
+    return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in trajectories)
 
 
 def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:

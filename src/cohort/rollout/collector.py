@@ -1,4 +1,4 @@
-"""Collect groups: run one coroutine per group member on an event loop in a thread of its own.
+"""Collect groups: run one coroutine per trajectory on an event loop in a thread of its own.
 
 The event loop only runs while the training loop waits for groups; an engine's own threads and processes run all the
 time. When no coroutine can run, the engine works on all waiting calls, in the training thread.
@@ -24,7 +24,7 @@ _TICK_S = 0.5  # maximum wait between checks whether the run should stop
 _CLOSE_TIMEOUT_S = 10.0  # for cancelled coroutines to clean up
 
 
-# Coroutine function that produces the trajectory of one group member, from `generate`, the tokenizer, the prompt, the
+# Coroutine function that produces one trajectory of a group, from `generate`, the tokenizer, the prompt, the
 # sampling parameters, and the key of its first call. Later calls use `replace(key, turn=...)`.
 RolloutFunction = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
 
@@ -48,7 +48,7 @@ class RolloutCollector:
         Args:
             engine: answers model calls; closed with the collector.
             tokenizer: passed to the rollout function.
-            rollout_function: produces the trajectory of one member of a group.
+            rollout_function: produces one trajectory of a group.
             release: frees the environment of a trajectory that has been scored, or was dropped.
             close_environments: called when the collector is closed.
             counts: returns events since its last call, by name, for the metrics.
@@ -120,11 +120,11 @@ class RolloutCollector:
         key: StepKey,
         rollout_function: RolloutFunction = answer_prompt,
     ) -> RolloutGroup:
-        """Roll out all members of one prompt's group concurrently. Default: with a single model call each."""
+        """Roll out all trajectories of one prompt's group concurrently. Default: with a single model call each."""
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
         coroutines = (rollout_function(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
-        members = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
-        return RolloutGroup(prompt=prompt, trajectories=tuple(members))
+        trajectories = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
+        return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
 
     def release(self, groups: Iterable[RolloutGroup | ScoredGroup]) -> None:
         """Free the environments of groups that have been scored, or were dropped."""

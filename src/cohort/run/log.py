@@ -299,7 +299,8 @@ class MetricsWriter:
         """Close the file and the loggers."""
         with contextlib.suppress(OSError):  # all lines are flushed; a full disk was reported then
             self._file.close()
-        for _, close in self._loggers:
+        loggers, self._loggers = self._loggers, []
+        for _, close in loggers:
             close()
 
 

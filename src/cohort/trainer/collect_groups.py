@@ -59,7 +59,7 @@ class GroupCollector:
     reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
-        """Collect the groups of a step in order of completion: P, less those of which too few members are intact.
+        """Collect the groups of a step in order of completion: P, less those of which too few trajectories are intact.
 
         Args:
             step: number of steps done.
@@ -116,18 +116,18 @@ class GroupCollector:
         Raises:
             TrainingError: more than `max_failed_ratio` of them; the message has the first reasons.
         """
-        members = [trajectory for group in groups for trajectory in group.trajectories]
-        num_broken = sum(trajectory.is_broken for trajectory in members)
-        if num_broken > self.max_failed_ratio * len(members):
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        num_broken = sum(trajectory.is_broken for trajectory in trajectories)
+        if num_broken > self.max_failed_ratio * len(trajectories):
             raise TrainingError(
-                f"rollout.max_failed_ratio: {self.max_failed_ratio:g}: {num_broken} of {len(members)} trajectories "
-                f"failed{self._first_errors(groups)}"
+                f"rollout.max_failed_ratio: {self.max_failed_ratio:g}: {num_broken} of {len(trajectories)} "
+                f"trajectories failed{self._first_errors(groups)}"
             )
 
     def _first_errors(self, groups: Sequence[RolloutGroup | ScoredGroup]) -> str:
         """Return the first reasons of broken trajectories, as the end of a message. The log folder has tracebacks."""
-        members = [trajectory for group in groups for trajectory in group.trajectories]
-        errors = list(dict.fromkeys(member.error or member.end for member in members if member.is_broken))
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        errors = list(dict.fromkeys(t.error or t.end for t in trajectories if t.is_broken))
         reasons = list(dict.fromkeys(first_paragraph(error) for error in errors))
         more = f"\n... and {len(reasons) - _MAX_ERRORS} other errors" if len(reasons) > _MAX_ERRORS else ""
         if (folder := self.rewards.log_folder) is not None and errors != reasons:
@@ -171,7 +171,7 @@ _ERRORS_FILE = "environment.txt"  # in the log folder
 
 
 def _is_comparable(group: ScoredGroup) -> bool:
-    """Whether infrastructure left enough members to compare: two, or the only one."""
+    """Whether infrastructure left enough trajectories to compare: two, or the only one."""
     num_intact = sum(not trajectory.is_broken for trajectory in group.trajectories)
     return num_intact >= min(2, len(group.trajectories))
 

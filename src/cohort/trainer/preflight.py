@@ -13,7 +13,7 @@ from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
 from cohort.rollout.engines.setup import EngineSetup
-from cohort.trainer.run_inputs import Inputs
+from cohort.trainer.inputs import Inputs
 
 _MARGIN = 1.1  # predictions are accurate to about 10 %
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,9 @@ from cohort.rollout.engines.setup import EngineInputs, EngineSetup
 from cohort.run.files import DAMAGED
 from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.collect_groups import GroupCollector, build_group_collector
+from cohort.trainer.inputs import Inputs
+from cohort.trainer.open_run import OpenRun
 from cohort.trainer.parity import ParityGate, make_parity_gate
-from cohort.trainer.run_inputs import Inputs, rollout_options
 from cohort.trainer.worker import TrainingWorkers, Worker, keep_ranks_alive
 
 
@@ -98,51 +98,34 @@ class RunComponents:
 
 
 def build_run(
-    config: Config,
-    inputs: Inputs,
-    workers: WorkerGroup[Worker],
-    state: TrainerState | None,
-    *,
-    setup: EngineSetup,
-    folder: Path,
-    notify: Callable[[str], None],
+    run: OpenRun, workers: WorkerGroup[Worker], state: TrainerState | None, *, setup: EngineSetup, folder: Path
 ) -> RunComponents:
     """Start the rollout engine and restore the data order and pending prompts.
 
     Args:
-        config: configuration of the run.
-        inputs: data, tokenizer, rewards and schedule of the run.
+        run: closes the engine.
         workers: workers of all ranks.
         state: state of the checkpoint to resume from; None for a new run.
         setup: setup of the rollout engine.
         folder: run folder.
-        notify: shows a message to the user.
 
     Raises:
         UserError: the data do not match the model or the checkpoint.
         TrainingError: the rollout engine cannot be started.
     """
+    config, inputs = run.config, run.inputs
     check_vocabulary(
         workers.local.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())]
     )
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)
-    with ExitStack() as on_failure:
-        started = setup.start(TrainingWorkers(workers), folder=folder, notify=notify)
-        keep_ranks = partial(keep_ranks_alive, workers)
-        collector = RolloutCollector(
-            started.engine,
-            inputs.tokenizer,
-            while_waiting=keep_ranks,
-            **rollout_options(config, inputs.environments, notify=notify),
-        )
-        on_failure.callback(collector.close)
-        parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
-        group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
-        if state is not None:
-            group_collector.prefetcher.restore(state.pending)
-        on_failure.pop_all()
+    started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
+    collector = run.collector(started.engine, while_waiting=partial(keep_ranks_alive, workers))
+    parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
+    group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
+    if state is not None:
+        group_collector.prefetcher.restore(state.pending)
     return RunComponents(
         inputs=inputs,
         workers=workers,

@@ -1,7 +1,6 @@
 """Evaluate a model (`cohort eval`) or sample a few trajectories (`cohort rollout`) without training."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,34 +8,15 @@ from typing import Any
 
 from cohort.config import Config
 from cohort.data import PromptStream
-from cohort.models import (
-    LoadRequest,
-    check_vocabulary,
-    end_token_ids,
-    load_policy,
-    load_tokenizer,
-    resolve_device,
-    with_base,
-)
 from cohort.plan.rollout_engine import set_engine
-from cohort.processes.this_process import resume_gc
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ScoredGroup
-from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler, SamplingParams, StepKey
-from cohort.sandbox import SharedSandbox
+from cohort.rollout import RolloutEngine, SamplingParams, StepKey
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.evaluation import EvalResult, evaluate
-from cohort.trainer.run_inputs import (
-    Inputs,
-    column_names,
-    read_environments,
-    read_eval_rows,
-    read_evaluation,
-    read_inputs,
-    read_rewards,
-    rollout_options,
-)
+from cohort.trainer.inputs import build_evaluation, build_reward_runner, column_names
+from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.setup import open_engine, rank_device
 from cohort.trainer.worker import TrainingWorkers
 
@@ -57,26 +37,14 @@ def evaluate_model(
     Raises:
         UserError: the configuration, the data or a reward is invalid.
     """
-    config = config.model_copy(update={"model": with_base(config.model)})
-    resume_gc()
     assert config.eval is not None, "config.eval is required"
-    device = resolve_device(config.hardware.device)
-    tokenizer = load_tokenizer(config.model)
-    sandbox = SharedSandbox(config.sandbox)
-    environments = read_environments(config, tokenizer, sandbox)
-    rows = read_eval_rows(config, config.eval, environments)
-    # rewards get prompts under the name of the training column
-    rewards = read_rewards(config, [*column_names(rows), config.data.prompt], environments, sandbox)
-    for note in sandbox.notes:
-        notify(note)
-    evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards, environments)
-    policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
-    check_vocabulary(policy, evaluation.prompts)
-    ends = end_token_ids(policy, tokenizer)
-    seqs = config.rollout.max_num_seqs
-    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=seqs, tokenizer=tokenizer)
-    options = rollout_options(config, environments)
-    with closing(RolloutCollector(LocalEngine(sampler.sample), tokenizer, **options)) as collector:
+    with open_run(config, notify=notify) as run:
+        # rewards get prompts under the name of the training column
+        rewards = build_reward_runner(config, run.parts, [*column_names(run.parts.eval_rows), config.data.prompt])
+        for note in run.parts.sandbox.notes:
+            notify(note)
+        evaluation = build_evaluation(config, config.eval, run.parts, rewards)
+        collector = run.collector(run.untrained_engine(evaluation.prompts))
         return evaluate(evaluation, collector, rewards, on_progress=on_progress)
 
 
@@ -111,46 +79,33 @@ def sample_rows(
         TrainingError: the rollout engine failed.
     """
     config = set_engine(config, "local")
-    resume_gc()
-    inputs = read_inputs(config)
-    for note in inputs.sandbox.notes:
-        notify(note)
-    sampling = replace(SamplingParams.for_training(config.rollout), num_generations=generations)
-    prompts = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle).take(rows)
-    options = rollout_options(config, inputs.environments, notify=notify)
-    with (
-        _started_engine(config, inputs, notify) as engine,
-        closing(RolloutCollector(engine, inputs.tokenizer, **options)) as collector,
-    ):
-        key = StepKey(purpose="train", seed=config.train.seed, step=0)
-        groups = collector.collect(prompts, sampling, key)
+    with open_run(config, notify=notify) as run:
+        inputs = run.inputs
+        for note in inputs.sandbox.notes:
+            notify(note)
+        sampling = replace(SamplingParams.for_training(config.rollout), num_generations=generations)
+        prompts = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle).take(rows)
+        collector = run.collector(
+            _server_engine(run) if config.rollout.uses_servers else run.untrained_engine(inputs.prompts.prompts)
+        )
+        groups = collector.collect(prompts, sampling, StepKey(purpose="train", seed=config.train.seed, step=0))
         scored = inputs.rewards.score(groups, require_scores=False)
         collector.release(groups)
-    return SampledRows(groups=scored, weights=inputs.rewards.weights, tokenizer=inputs.tokenizer)
+        return SampledRows(groups=scored, weights=inputs.rewards.weights, tokenizer=inputs.tokenizer)
 
 
-@contextmanager
-def _started_engine(config: Config, inputs: Inputs, notify: Callable[[str], None]) -> Iterator[RolloutEngine]:
-    """Start the run's rollout engine, which the collector closes. Servers get the weights from a worker."""
-    if not config.rollout.uses_servers:
-        model, device = with_base(config.model), resolve_device(config.hardware.device)
-        policy = load_policy(LoadRequest(model, device=device, tokenizer=inputs.tokenizer, trainable=False))
-        check_vocabulary(policy, inputs.prompts.prompts)
-        ends = end_token_ids(policy, inputs.tokenizer)
-        seqs = config.rollout.max_num_seqs
-        sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=seqs, tokenizer=inputs.tokenizer)
-        yield LocalEngine(sampler.sample)
-        return
+def _server_engine(run: OpenRun) -> RolloutEngine:
+    """Start the run's servers, which get the weights from a worker."""
+    config, inputs = run.config, run.inputs
     setup = open_engine(config, inputs)
-    with TemporaryDirectory(prefix="cohort-rollout-") as folder:
-        spec = WorkerSpec(
-            folder=Path(folder),
-            num_steps=inputs.schedule.num_steps,
-            checkpoint=None,
-            micro_batch_tokens=inputs.longest_sequence_tokens,
-            longest_sequence_tokens=inputs.longest_sequence_tokens,
-        )
-        device = rank_device(config, SINGLE_PROCESS)
-        worker = build_worker(config, SINGLE_PROCESS, spec, device=device, tokenizer=inputs.tokenizer)
-        workers = WorkerGroup(worker, SINGLE_PROCESS)
-        yield setup.start(TrainingWorkers(workers), folder=spec.folder, notify=notify).engine
+    spec = WorkerSpec(
+        folder=Path(run.enter(TemporaryDirectory(prefix="cohort-rollout-"))),
+        num_steps=inputs.schedule.num_steps,
+        checkpoint=None,
+        micro_batch_tokens=inputs.longest_sequence_tokens,
+        longest_sequence_tokens=inputs.longest_sequence_tokens,
+    )
+    device = rank_device(config, SINGLE_PROCESS)
+    worker = build_worker(config, SINGLE_PROCESS, spec, device=device, tokenizer=inputs.tokenizer)
+    workers = TrainingWorkers(WorkerGroup(worker, SINGLE_PROCESS))
+    return setup.start(workers, folder=spec.folder, notify=run.notify).engine

@@ -17,7 +17,7 @@ from cohort.rollout.engines.servers.placement import PLACEMENT, Placement
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from cohort.trainer.setup import open_engine
 from configs import MINIMAL
 from fake_vllm import SECRET, ThreadServer
@@ -34,7 +34,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
     def servers(**adapter: Any) -> vllm_setup.VllmSetup:
         config = config_from_dict(changed(raw, model={"adapter": adapter}))
-        return open_engine(config, read_inputs(config))
+        return open_engine(config, build_inputs(config))
 
     return servers
 
@@ -89,7 +89,7 @@ def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path
     raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
     config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
     with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
-        open_engine(config, read_inputs(config))
+        open_engine(config, build_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
@@ -176,7 +176,7 @@ def test_the_plan_decides_what_servers_keep(tmp_path: Path, monkeypatch: pytest.
         for keeps in (True, False):
             placed = Placement(gpus=("0",), shared=True, keeps_base=keeps, reason="")
             monkeypatch.setenv(PLACEMENT, placed.environment()[PLACEMENT])
-            setup = open_engine(config, read_inputs(config))
+            setup = open_engine(config, build_inputs(config))
             setup.secret = Secret(SECRET)
             server.fakes[0].calls.clear()
             channels = setup.make_channels(processes, folder=tmp_path, notify=print)

@@ -31,7 +31,7 @@ from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
-from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.inputs import build_inputs
 from cohort.trainer.setup import open_engine
 from fake_vllm import SECRET, Impostor, ThreadServer
 from runs import changed, make_inputs
@@ -353,7 +353,7 @@ def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def secret_of(**rollout: Any) -> Secret | None:
         config = config_from_dict(changed(raw, rollout=rollout))
-        return open_engine(config, read_inputs(config)).secret
+        return open_engine(config, build_inputs(config)).secret
 
     elsewhere = {"urls": ["http://a:1"]}
     first, second = secret_of(), secret_of()

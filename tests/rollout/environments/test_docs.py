@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from cohort.config import config_from_dict
-from cohort.trainer.run_inputs import read_environments
+from cohort.trainer.parts import Parts
 from playing import call, play, turns_tokenizer
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -24,7 +24,7 @@ def write_examples(page: str, folder: Path) -> list[dict[str, Any]]:
 def test_the_tool_of_the_page(tmp_path: Path):
     raw, sandboxed = write_examples("tools.md", tmp_path)
     assert [tool.use for tool in config_from_dict({**raw, **sandboxed}).rollout.tools] == ["python"]
-    environments = read_environments(config_from_dict(raw, base_dir=tmp_path), turns_tokenizer())
+    environments = Parts(config_from_dict(raw, base_dir=tmp_path), tokenizer=turns_tokenizer()).environments
     assert environments is not None and len(environments.schemas) == 1
     texts = [call("stock", '{"item": "apples"}') + call("stock", '{"item": "plums"}'), "3"]
     (group,) = play(

@@ -254,14 +254,15 @@ def test_instances_are_reused_after_release_only(folder: Path):
 
     from cohort.records import Prompt
     from cohort.rollout import RolloutCollector, SamplingParams, StepKey
-    from cohort.trainer.run_inputs import read_environments, rollout_options
+    from cohort.trainer.open_run import collector_options
+    from cohort.trainer.parts import Parts
     from playing import turns_config
 
     config = turns_config(folder, environment="e.py:Counter")
-    environments = read_environments(config, turns_tokenizer())
+    environments = Parts(config, tokenizer=turns_tokenizer()).environments
     prompts = [Prompt(id=n, epoch=0, content="Count", token_ids=[1], columns={}) for n in range(3)]
     sampling, key = SamplingParams.for_training(config.rollout), StepKey(purpose="train", seed=0, step=0)
-    options = rollout_options(config, environments)
+    options = collector_options(config, environments)
     with closing(RolloutCollector(ScriptedModel(replies(ADD, ".")), turns_tokenizer(), **options)) as collector:
         counter = module(folder).Counter
         groups = collector.collect(prompts[:1], sampling, key)

@@ -1,1 +1,1 @@
-"""Environments: programs that roll out one member of a group with the model of its trajectory."""
+"""Environments: programs that roll out one trajectory of a group with the model of its trajectory."""

@@ -56,7 +56,7 @@ class Program(Protocol):
 
 
 class TrajectoryRunner:
-    """Runs a program for one member of a group: the rollout function for several turns."""
+    """Runs a program for one trajectory of a group: the rollout function for several turns."""
 
     def __init__(
         self,

@@ -1,0 +1,265 @@
+"""Build the inputs of a run from its parts: prompts, rewards and evaluation, checked before any weights are loaded."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.algorithms import check_custom_functions
+from cohort.config import Config, EvalConfig
+from cohort.data import PromptRenderer, PromptSet, build_prompts, describe_lost_text
+from cohort.learner import WorstCaseShard, check_weights
+from cohort.models import (
+    AdapterSpec,
+    check_adapter,
+    check_dropout,
+    check_lengths,
+    check_model_folder,
+    check_router_loss,
+    trained_weights,
+)
+from cohort.plan import RunSchedule, schedule_run
+from cohort.records import Prompt
+from cohort.rewards import RewardFunction, RewardRunner, build_rewards, check_columns
+from cohort.rollout import SamplingParams
+from cohort.rollout.environments.build import Environments
+from cohort.rollout.environments.programs import COLUMN
+from cohort.run.log import check_loggers
+from cohort.sandbox import SharedSandbox
+from cohort.trainer.evaluation import Evaluation, pick_success_reward
+from cohort.trainer.parts import Parts, Rows
+
+_BFLOAT16_RATE = 1e-5  # lowest learning rate that changes bfloat16 weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Inputs of a run that are available without its weights."""
+
+    tokenizer: Any
+    prompts: PromptSet
+    rewards: RewardRunner
+    evaluation: Evaluation | None
+    adapter: AdapterSpec | None  # None: all weights are trained
+    schedule: RunSchedule
+    environments: Environments | None  # None: single completions
+    max_prompt_tokens: int
+    sandbox: SharedSandbox
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest training prompt, or of what an environment may make of it."""
+        return _longest_prompt_tokens(self.prompts.prompts, self.environments, self.max_prompt_tokens)
+
+    def worst_case_shard(self, dp_size: int) -> WorstCaseShard:
+        """A rank's largest possible share of a step on `dp_size` ranks."""
+        return WorstCaseShard(
+            prompt_tokens=self.longest_prompt_tokens,
+            completion_tokens=self.schedule.max_new_tokens,
+            num_generations=self.schedule.num_generations,
+            num_sequences=math.ceil(self.schedule.completions_per_step / dp_size),
+        )
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Input tokens of the longest possible sequence in training or evaluation."""
+        longest = self.longest_prompt_tokens + self.schedule.max_new_tokens
+        if self.evaluation is not None:
+            prompt = _longest_prompt_tokens(self.evaluation.prompts, self.environments, self.max_prompt_tokens)
+            limit = self.evaluation.sampling.max_completion_tokens  # of a model call
+            longest = max(longest, prompt + (self.schedule.max_new_tokens if self.environments else limit))
+        return longest - 1  # the last token is never an input
+
+    def notes(self, max_prompt_tokens: int) -> list[str]:
+        """Messages for the user about prompts, the sandbox and the rewards."""
+        counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
+        if self.evaluation is not None:
+            counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
+        dropped_prompts = [
+            f"dropped {dropped} {kind} prompts over rollout.max_prompt_tokens={max_prompt_tokens}, {left} left"
+            for kind, dropped, left in counts
+            if dropped
+        ]
+        lost_text = describe_lost_text(self.tokenizer, self.prompts.prompts)
+        return [*dropped_prompts, *filter(None, [lost_text]), *self.sandbox.notes, *self.rewards.notes()]
+
+
+def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
+    """Check that the parts of a run work together, and build its prompts, rewards and evaluation.
+
+    Args:
+        config: configuration of the run.
+        parts: objects of the run. Default: those that the configuration names.
+
+    Raises:
+        UserError: a part is missing or invalid.
+    """
+    parts = parts or Parts(config)
+    check_loggers(config.run.log)
+    environments, field = parts.environments, "data.path"
+    check_custom_functions(
+        config.algorithm,
+        num_generations=config.rollout.num_generations,
+        num_rewards=len(config.rewards) + len(environments.rewards if environments else ()),
+        gradients_in_forward=config.train.gradients_in_forward,
+    )
+    _check_environment_columns(parts.rows, environments, field=field)
+    rewards = build_reward_runner(config, parts, column_names(parts.rows))
+    if config.eval is not None:
+        # rewards get held-out prompts under the name of the training column
+        _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
+    tokenizer, adapter = parts.tokenizer, _check_model(config)
+    prompts = _build_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
+    rewards.check_rows(prompts.prompts, field=field)
+    check_lengths(
+        config.model,
+        _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
+        max_new_tokens=config.rollout.max_new_tokens,
+        field=config.rollout.max_new_tokens_key,
+    )
+    return Inputs(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rewards=rewards,
+        evaluation=None if config.eval is None else build_evaluation(config, config.eval, parts, rewards),
+        adapter=adapter,
+        schedule=schedule_run(config, num_prompts=len(prompts.prompts)),
+        environments=environments,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        sandbox=parts.sandbox,
+    )
+
+
+def _check_model(config: Config) -> AdapterSpec | None:
+    """Check the settings against the model's files, without its weights. Return the adapter to train, if any."""
+    if config.critic is not None and config.critic.path is not None:
+        check_model_folder(config.critic.path, field="critic.path")
+    adapter = check_adapter(config.model)
+    check_weights(config.optim, trained_weights(config.model))
+    check_router_loss(config.model, config.train.router_aux_loss_coef)
+    check_dropout(config.model)
+    return adapter
+
+
+def describe_lost_updates(config: Config) -> str | None:
+    """Return a warning if the weights' dtype rounds away most updates."""
+    rate, rounds = config.train.learning_rate, getattr(config.optim, "stochastic_rounding", False)
+    if config.model.dtype != "bfloat16" or config.model.adapter is not None or rounds or rate >= _BFLOAT16_RATE:
+        return None
+    stochastic = "optim.stochastic_rounding: true, " if hasattr(config.optim, "stochastic_rounding") else ""
+    return (
+        f"warning: model.dtype: bfloat16 rounds away most updates at train.learning_rate: {rate:g}, so that little is "
+        f"learned; use model.dtype: float32 (matrix products are bfloat16 on GPUs all the same), {stochastic}or a "
+        f"learning rate of at least {_BFLOAT16_RATE:g} (docs/memory.md)"
+    )
+
+
+def _longest_prompt_tokens(prompts: Sequence[Prompt], environments: Environments | None, max_prompt_tokens: int) -> int:
+    """Return the length of the longest prompt; environments may make any prompt that long."""
+    if environments is not None and not environments.plays_prompt:
+        return max_prompt_tokens
+    return max(len(p.token_ids) for p in prompts)
+
+
+def build_reward_runner(config: Config, parts: Parts, columns: Sequence[str]) -> RewardRunner:
+    """Return the rewards of a run, those of its environments included.
+
+    Raises:
+        UserError: a reward cannot be called with these columns of the data.
+    """
+    given = parts.environments.rewards if parts.environments is not None else ()
+    functions = build_reward_functions(config, parts, columns, given=given)
+    return RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
+
+
+def build_reward_functions(
+    config: Config, parts: Parts, columns: Sequence[str], **options: Any
+) -> tuple[RewardFunction, ...]:
+    """Return the functions of the `rewards` section with their settings. `options` are those of `build_rewards`.
+
+    Raises:
+        UserError: a function cannot be called with these columns of the data.
+    """
+    return build_rewards(
+        config.rewards,
+        columns=columns,
+        functions=parts.rewards,
+        max_completion_tokens=config.rollout.max_trained_tokens,
+        sandbox=parts.sandbox,
+        device=config.hardware.device,
+        run_folder=Path(config.run.dir),
+        **options,
+    )
+
+
+def _build_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, field: str) -> PromptSet:
+    environments, data = parts.environments, config.data
+    renderer = PromptRenderer(
+        parts.tokenizer,
+        prompt_column=column,
+        system_prompt=data.system_prompt,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        tools=environments.schemas if environments else None,
+    )
+    return build_prompts(
+        rows,
+        renderer,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        field=field,
+        optional=environments is not None and not environments.plays_prompt,
+    )
+
+
+def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards: RewardRunner) -> Evaluation:
+    """Build the held-out prompts and the settings of their evaluation.
+
+    Raises:
+        UserError: a prompt or a setting is invalid, or prompts and completions do not fit into the model's context.
+    """
+    _check_environment_columns(parts.eval_rows, parts.environments, field="eval.path")
+    rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
+    prompts = _build_prompts(config, parts, rows, column=column, field="eval.path")
+    rewards.check_rows(prompts.prompts, field="eval.path")
+    check_lengths(
+        config.model,
+        _longest_prompt_tokens(prompts.prompts, parts.environments, config.rollout.max_prompt_tokens),
+        max_new_tokens=config.eval_max_new_tokens,
+        field=config.rollout.max_new_tokens_key if config.rollout.has_turns else "eval.max_completion_tokens",
+    )
+    return Evaluation(
+        prompts=prompts.prompts,
+        num_dropped_overlong=prompts.num_dropped_overlong,
+        sampling=SamplingParams(
+            num_generations=settings.num_samples,
+            max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop=config.rollout.stop,
+        ),
+        seed=config.train.seed,
+        success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
+        success_threshold=settings.success_threshold,
+        # servers queue requests themselves
+        prompts_at_a_time=len(prompts.prompts)
+        if config.rollout.uses_servers
+        else max(1, config.rollout.max_num_seqs // settings.num_samples),
+    )
+
+
+def column_names(rows: Rows) -> list[str]:
+    """Return the sorted column names of all rows."""
+    return sorted({column for row in rows for column in row})
+
+
+def _check_environment_columns(rows: Rows, environments: Environments | None, *, field: str) -> None:
+    if environments is not None:
+        environments.check_columns(column_names(rows), [row.get(COLUMN) for row in rows], field=field)
+
+
+def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
+    for i, function in enumerate(rewards.functions):
+        check_columns(function, columns, field=f"eval.path, rewards[{i}]")

@@ -1,0 +1,106 @@
+"""Open what a command needs of a run, and close it in order: `train`, `eval`, `rollout` and `reward`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import cached_property
+from typing import Any, TypeVar
+
+from cohort.config import Config
+from cohort.models import LoadRequest, check_vocabulary, end_token_ids, load_policy, resolve_device, with_base
+from cohort.processes.this_process import resume_gc
+from cohort.records import Prompt
+from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler
+from cohort.rollout.environments.build import Environments
+from cohort.trainer.inputs import Inputs, build_inputs
+from cohort.trainer.parts import Parts
+
+T = TypeVar("T")
+
+
+class OpenRun:
+    """A run whose parts are loaded and opened as a command asks for them."""
+
+    def __init__(self, config: Config, parts: Parts, notify: Callable[[str], None], on_close: ExitStack):
+        """See `open_run`."""
+        self.config = config
+        self.parts = parts
+        self.notify = notify
+        self._on_close = on_close
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """Prompts, rewards and evaluation of the training run.
+
+        Raises:
+            UserError: a part is missing or invalid.
+        """
+        return build_inputs(self.config, self.parts)
+
+    def enter(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that closes with the run, before everything that was opened earlier."""
+        return self._on_close.enter_context(context)
+
+    def collector(self, engine: RolloutEngine, *, while_waiting: Callable[[], None] = lambda: None) -> RolloutCollector:
+        """Return what samples groups with an engine. It closes the engine and the environments.
+
+        Args:
+            engine: has the weights to sample with.
+            while_waiting: called now and then while samples are awaited.
+        """
+        options = collector_options(self.config, self.parts.environments, notify=self.notify)
+        collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
+        return self.enter(closing(collector))
+
+    def untrained_engine(self, prompts: Sequence[Prompt]) -> LocalEngine:
+        """Load the model, which may be an adapter, and return an engine that samples from it in this process.
+
+        Raises:
+            UserError: the model is not supported, or has no embeddings for a token of `prompts`.
+        """
+        config, tokenizer = self.config, self.parts.tokenizer
+        device = resolve_device(config.hardware.device)
+        request = LoadRequest(with_base(config.model), device=device, tokenizer=tokenizer, trainable=False)
+        policy = load_policy(request)
+        check_vocabulary(policy, prompts)
+        sampler = Sampler(
+            policy,
+            end_token_ids=end_token_ids(policy, tokenizer),
+            max_num_seqs=config.rollout.max_num_seqs,
+            tokenizer=tokenizer,
+        )
+        return LocalEngine(sampler.sample)
+
+
+@contextmanager
+def open_run(
+    config: Config, parts: Parts | None = None, *, notify: Callable[[str], None] = lambda text: None
+) -> Iterator[OpenRun]:
+    """Open a run; what its user opens closes with it, the last one first.
+
+    Args:
+        config: configuration of the run.
+        parts: objects of the run. Default: those that the configuration names.
+        notify: shows a message to the user.
+    """
+    resume_gc()
+    with ExitStack() as on_close:
+        yield OpenRun(config, Parts(config) if parts is None else parts, notify, on_close)
+
+
+def collector_options(
+    config: Config, environments: Environments | None, *, notify: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Return the arguments of `RolloutCollector` that play trajectories of several turns; none for single ones."""
+    if environments is None:
+        return {}
+    wanted = config.rollout.step_rewards
+    runner = environments.runner(
+        config.rollout,
+        prompt_column=config.data.prompt,
+        step_rewards_per_token=wanted == "per_token" or (wanted == "auto" and config.algorithm.takes_token_rewards),
+    )
+    options = {"rollout_function": runner, "release": runner.release, "close_environments": runner.close}
+    if environments.agent is not None:
+        environments.agent.notify = notify
+        options["counts"] = environments.agent.counts
+    return options

@@ -1,0 +1,158 @@
+"""The objects that a run is made of, loaded from what its configuration names."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cohort.config import Config
+from cohort.config.algorithm import CustomFunction
+from cohort.config.user_code import is_user_code
+from cohort.data import read_rows
+from cohort.errors import UserError
+from cohort.models import load_tokenizer
+from cohort.rewards import LoadedReward, load_rewards, read_trajectories
+from cohort.rollout.environments.build import Environments, load_environments
+from cohort.run.log import EVENTS
+from cohort.sandbox import SharedSandbox
+
+Rows = list[dict[str, Any]]
+_NUM_ROWS = 1024  # of an environment that brings its own
+
+
+class Parts:
+    """Tokenizer, rows, reward functions and environments of a run, each loaded when it is first used.
+
+    Nothing else reads the paths of data and functions in the configuration, where Python objects may stand in their
+    place. Weights are loaded by every rank, from `model.path`.
+    """
+
+    def __init__(self, config: Config, *, tokenizer: Any = None):
+        """Load nothing yet.
+
+        Args:
+            config: configuration of the run.
+            tokenizer: used instead of the one in `model.path`.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self.sandbox = SharedSandbox(config.sandbox)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            UserError: the model has none that can be loaded.
+        """
+        return load_tokenizer(self._config.model) if self._tokenizer is None else self._tokenizer
+
+    @cached_property
+    def rewards(self) -> tuple[LoadedReward, ...]:
+        """The user's reward functions, one per entry of `rewards`; None for built-in ones.
+
+        Raises:
+            UserError: a function cannot be loaded.
+        """
+        return load_rewards(self._config.rewards)
+
+    @cached_property
+    def environments(self) -> Environments | None:
+        """The run's tools, environments or agent; None for single completions.
+
+        Raises:
+            UserError: something cannot be loaded, or the model's chat template has no tools.
+        """
+        config = self._config
+        if not config.rollout.has_turns:
+            return None
+        return load_environments(
+            config.rollout,
+            tokenizer=self.tokenizer,
+            apply_chat_template=config.data.apply_chat_template,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+            prompt_column=config.data.prompt,
+            system_prompt=config.data.system_prompt,
+            rewards_read_instances=read_trajectories(self.rewards),
+            sandbox=self.sandbox,
+        )
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Rows of the training data, or those that an environment brings, or one without columns.
+
+        Raises:
+            UserError: the data cannot be read, or are missing without `train.steps`.
+        """
+        config, data = self._config, self._config.data
+        if data.path is not None:
+            return read_rows(data.path, field="data.path", split=data.split, name=data.name)
+        assert self.environments is not None, "checked in the configuration"
+        brought = self.environments.rows(_NUM_ROWS, seed=config.train.seed)
+        if brought is None and config.train.steps is None:
+            raise UserError("train.steps: missing; a run without data.path needs it")
+        return brought or [{}]
+
+    @cached_property
+    def eval_rows(self) -> Rows:
+        """Rows of the held-out data, or those that an environment brings, or some without columns; none without `eval`.
+
+        Raises:
+            UserError: the data cannot be read.
+        """
+        settings = self._config.eval
+        if settings is None:
+            return []
+        if settings.path is not None:
+            return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
+        assert self.environments is not None and settings.max_prompts is not None, "checked in the configuration"
+        brought = self.environments.rows(settings.max_prompts, seed=self._config.train.seed + 1)
+        return brought or [{}] * settings.max_prompts
+
+
+def user_files(config: Config) -> dict[str, str]:
+    """Return file -> SHA-256 of the files with the run's own rewards, tools, environments, agent and algorithm.
+
+    Of functions named by module, only those that this process has loaded are found; installed packages are left out.
+    """
+    hashes = {}
+    for use in _uses(config):
+        where = use.rpartition(":")[0]
+        file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+        if file and is_user_code(file):
+            with suppress(OSError):  # an error when the function is loaded
+                hashes[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashes
+
+
+def _uses(config: Config) -> Iterator[str]:
+    yield from (reward.use for reward in config.rewards)
+    yield from (tool.use for tool in config.rollout.tools)
+    yield from (spec.use for spec in config.rollout.environments.values())
+    yield config.rollout.agent or ""
+    yield from (choice.use for choice in dict(config.algorithm).values() if isinstance(choice, CustomFunction))
+
+
+def changed_files(folder: Path, files: Mapping[str, str], *, steps_done: int) -> list[str]:
+    """Return a warning for each file that is another than when the run last started.
+
+    Args:
+        folder: run folder, whose last start is compared.
+        files: hashes of the files now.
+        steps_done: steps of the checkpoint from which the run resumes.
+    """
+    before: Mapping[str, str] = {}
+    with suppress(OSError):
+        for line in (folder / EVENTS).read_bytes().splitlines():
+            with suppress(ValueError, AttributeError):  # a line that was cut off
+                before = json.loads(line).get("files", before)
+    return [
+        f"warning: {file} has changed since the run last started: from step {steps_done + 1} on, its functions may "
+        f"mean something else than in the steps before"
+        for file, found in files.items()
+        if before.get(file, found) != found
+    ]
