@@ -59,8 +59,6 @@ class StreamChannel(Channel, Protocol):
 
 # An engine's kind of channel. Covariant, since it shows in no method of `Channels` but the constructor.
 C = TypeVar("C", bound=Channel, covariant=True)
-
-
 S = TypeVar("S", bound=StreamChannel)
 
 
