@@ -21,6 +21,8 @@ from cohort.ranks import stopping
 from cohort.ranks.join import started_by_torchrun
 from cohort.records import RolloutGroup
 from cohort.rollout import SamplingParams, StepKey
+from cohort.rollout.engines.auto import choose_engine
+from cohort.rollout.engines.servers.placement import num_gpus, place, split_machine
 from cohort.run.files import resume_hint
 from cohort.run.history import History
 from cohort.run.log import StepReport
@@ -30,7 +32,6 @@ from cohort.trainer.inputs import render_prompts
 from cohort.trainer.loop import TrainingLoop
 from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.parts import Parts
-from cohort.trainer.placement import choose_engine, num_gpus, place, split_machine
 from cohort.trainer.run import open_training, reporting_stop
 
 Settings = Mapping[str, Any] | Section

@@ -17,11 +17,11 @@ from cohort.ranks import stopping
 from cohort.ranks.collectives import PeerError, Rank0Failed, Ranks
 from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.ranks.worker_group import WorkerGroup
+from cohort.rollout.engines.auto import choose_engine
 from cohort.run.files import resume_hint
 from cohort.run.result import EXIT_STATUS_FILE, ExitStatus
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.checkpointer import ChecksumTask
-from cohort.trainer.placement import choose_engine
 from cohort.trainer.run import train
 from cohort.trainer.setup import rank_device
 

@@ -1,4 +1,4 @@
-"""Generate a Slurm batch script: one torchrun per training node, and vLLM servers on rollout nodes."""
+"""Generate a Slurm batch script: one torchrun per training node, and servers on rollout nodes."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.config import Config, ServersConfig
+from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.rollout_engine import plan_engine, set_engine
 from cohort.plan.split import count_processes, split_gpus
@@ -22,11 +23,12 @@ _PAUSE_S = 10  # between the end of a server and its next start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutNodes:
-    """The last nodes of an allocation, which only run vLLM servers."""
+    """The last nodes of an allocation, which only run rollout servers."""
 
     num_nodes: int
     servers_per_node: int
     gpus_per_server: int
+    server_name: str
 
     @property
     def num_servers(self) -> int:
@@ -37,7 +39,7 @@ class RolloutNodes:
         """Return a comment line that describes the nodes."""
         each = f"{gpus_per_node} GPUs" if gpus_per_node else "no GPUs"
         return (
-            f"Rollout nodes: {self.num_nodes}, with {each} and {self.servers_per_node} vLLM servers each: "
+            f"Rollout nodes: {self.num_nodes}, with {each} and {self.servers_per_node} {self.server_name}s each: "
             f"{self.num_servers} servers."
         )
 
@@ -59,7 +61,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
         if num_nodes > 0:
             raise UserError(
                 f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}, which samples on the training "
-                f"nodes; use 0, or rollout.engine=vllm"
+                f"nodes; use 0, or rollout.engine={AutoRolloutConfig.prefers}"
             )
         return None
     if num_nodes == 0:
@@ -73,7 +75,8 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     if not rollout.has_serve_command:
         raise UserError(
             f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine} is not supported, since `cohort "
-            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine=vllm"
+            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine="
+            f"{AutoRolloutConfig.prefers}"
         )
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
@@ -102,6 +105,7 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
         num_nodes=num_nodes,
         servers_per_node=gpus_per_node // size if gpus_per_node else 1,
         gpus_per_server=size if gpus_per_node else 0,
+        server_name=rollout.server_name,
     )
     if rollout.servers not in ("auto", nodes.num_servers):
         raise UserError(
@@ -139,8 +143,8 @@ def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Se
 training_nodes=$(head -n {num_training_nodes} <<< "$nodes" | paste -sd,)
 rollout_nodes=$(tail -n {nodes.num_nodes} <<< "$nodes" | paste -sd,)
 
-# vLLM servers on the last nodes; they end with the job. A server that exits is restarted and gets the current weights
-# from the trainer, which gives up after rollout.max_server_failures.
+# {nodes.server_name}s on the last nodes; they end with the job. A server that exits is restarted and gets the current
+# weights from the trainer, which gives up after rollout.max_server_failures.
 # Whoever reaches these nodes' ports from {_FIRST_PORT} on needs this secret, which is new for every start of the job.
 secret_file="$run_dir/{SECRET_FILE}"
 trap 'rm -f -- "$probe" "$secret_file"' EXIT
@@ -199,7 +203,7 @@ class SlurmOptions:
     job_name: str = "cohort"
     max_restarts: int = 3  # of all ranks, after one failed
     min_nodes: int | None = None  # None: all nodes; fewer: a restart continues without lost nodes
-    rollout_nodes: int = 0  # nodes for vLLM servers, in addition to `nodes`
+    rollout_nodes: int = 0  # nodes for servers, in addition to `nodes`
     port: int = 29500
 
 
@@ -221,8 +225,8 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     gpus = _gpus_per_node(config, options)
     arguments = list(overrides)
     if options.rollout_nodes > 0 and config.rollout.engine == "auto":
-        config = set_engine(config, "vllm")
-        arguments.append("rollout.engine=vllm")
+        config = set_engine(config, AutoRolloutConfig.prefers)
+        arguments.append(f"rollout.engine={config.rollout.engine}")
     elif options.nodes > 1 and config.rollout.engine == "auto":
         config = set_engine(config, "local")  # fixed here, so that it does not depend on the nodes of a start
         arguments.append("rollout.engine=local")
@@ -230,7 +234,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     if _splits_its_gpus(config, options, gpus):
         _check_split(config, gpus)
         ranks_per_node = gpus
-        who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and vLLM."]
+        who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and servers."]
         launch = _launch_on_one_node([*arguments, f"hardware.max_restarts={options.max_restarts}"])
     else:
         ranks_per_node = count_processes(config, gpus)
@@ -409,7 +413,7 @@ srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"{end}
 def _launch_on_one_node(arguments: Sequence[str]) -> str:
     words = " ".join(map(shlex.quote, arguments))
     return f"""\
-# One process starts the others: one training process per training GPU, and the vLLM servers on the other GPUs, or on
+# One process starts the others: one training process per training GPU, and the rollout servers on the other GPUs, or on
 # the same ones. It restarts all of them if one fails.
 srun --kill-on-bad-exit=1 --cpu-bind=none cohort train "$config" {words}
 """

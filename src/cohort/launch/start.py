@@ -17,9 +17,10 @@ from cohort.launch.local import environment_variables, run_processes
 from cohort.plan.split import count_processes
 from cohort.ranks import stopping
 from cohort.ranks.join import started_by_torchrun
+from cohort.rollout.engines.auto import choose_engine
+from cohort.rollout.engines.servers.placement import num_gpus, place, split_machine
 from cohort.run.files import resume_hint
 from cohort.run.result import RunResult
-from cohort.trainer.placement import choose_engine, num_gpus, place, split_machine
 
 
 def train(

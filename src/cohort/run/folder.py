@@ -32,23 +32,16 @@ from cohort.run.files import (
 )
 from cohort.run.tokens import TokenRecords
 
-# Keys that may change when a run resumes: they affect neither what is learned nor in which order.
+# Keys that may change when a run resumes, beside those that the rollout engine names: they affect neither what is
+# learned nor in which order.
 _MAY_CHANGE = (
     "hardware.",
     "run.",
     "eval.every",
     "eval.before_training",
     "train.micro_batch_tokens",
-    "rollout.max_num_seqs",
     "optim.offload",
     "model.parameter_offload",
-    # limits of environments that hang or fail, which others never reach
-    *(f"rollout.{key}" for key in ("trajectory_timeout_s", "tool_timeout_s", "environment_retries")),
-    *(f"rollout.{key}" for key in ("max_failed_ratio", "isolate", "endpoint_host")),
-    # a restarted job has its servers on other machines
-    *(f"rollout.{key}" for key in ("urls", "urls.", "secret_file", "vllm_python", "servers", "tensor_parallel")),
-    *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
-    *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
     # where code is judged, and how much at a time
     *(f"sandbox.{key}" for key in ("backend", "url", "container", "confinement", "max_concurrent")),
 )
@@ -344,7 +337,7 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return the keys that make two configurations different runs, with both values."""
     # `algorithm` with all its keys: its dump leaves out what the name implies
     before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
-    allowed: tuple[str, ...] = _MAY_CHANGE
+    allowed: tuple[str, ...] = (*_MAY_CHANGE, *(f"rollout.{key}" for c in (old, new) for key in c.rollout.may_change))
     if old.train.lr_schedule == new.train.lr_schedule == "constant" and not old.train.warmup_ratio:
         allowed += _MAY_CHANGE_IF_CONSTANT_RATE
     return {

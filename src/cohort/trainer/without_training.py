@@ -18,6 +18,7 @@ from cohort.trainer.evaluation import EvalResult, evaluate
 from cohort.trainer.inputs import build_evaluation, build_reward_runner, column_names
 from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.setup import open_engine, rank_device
+from cohort.trainer.worker import TrainingWorkers
 
 
 def evaluate_model(
@@ -106,4 +107,5 @@ def _server_engine(run: OpenRun) -> RolloutEngine:
     )
     device = rank_device(config, SINGLE_PROCESS)
     worker = build_worker(config, SINGLE_PROCESS, spec, device=device, tokenizer=inputs.tokenizer)
-    return setup.start(WorkerGroup(worker, SINGLE_PROCESS), folder=spec.folder, notify=run.notify).engine
+    workers = TrainingWorkers(WorkerGroup(worker, SINGLE_PROCESS))
+    return setup.start(workers, folder=spec.folder, notify=run.notify).engine

@@ -5,19 +5,19 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
-from cohort.models import end_token_ids, weight_specs
-from cohort.plan.rollout_engine import vllm_sampling_limit
-from cohort.plan.shape import RequestedAdapter
-from cohort.ranks.worker_group import WorkerGroup
+from cohort.models import Policy, end_token_ids, weight_specs
+from cohort.rollout.engines.servers.channels import Channel, Channels, send_to_servers
+from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import Client, ServerError
 from cohort.rollout.engines.servers.secret import Secret
+from cohort.rollout.engines.servers.setup import ServersSetup
+from cohort.rollout.engines.setup import TrainingProcesses
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
@@ -27,35 +27,32 @@ from cohort.rollout.engines.vllm.server import (
     check_version,
     check_vllm,
     root_cause,
+    server_command,
     server_options,
     vllm_python,
 )
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.run.folder import ADAPTERS
 from cohort.run.provenance import newer_than_tested
-from cohort.trainer.inputs import Inputs
-from cohort.trainer.server_setup import Connect, Publish, ServersSetup
-from cohort.trainer.worker import Worker
 
 
 class VllmSetup(ServersSetup):
     """Set up sampling by vLLM servers."""
 
-    def __init__(self, config: Config, inputs: Inputs):
-        """Check that vLLM is installed and supports this run.
+    @classmethod
+    def find_program(cls, config: Config) -> str:
+        """Return the version of vLLM in its environment.
 
         Raises:
-            UserError: vLLM is missing, of an unsupported version, does not support this run, or has no GPU.
+            UserError: there is none, or an unsupported version.
         """
         assert isinstance(config.rollout, VllmRolloutConfig)
-        adapter = None
-        if (spec := inputs.adapter) is not None:
-            adapter = RequestedAdapter(rank=spec.rank, dora=spec.dora, targets=spec.modules)
-        if (reason := vllm_sampling_limit(config, adapter)) is not None:
-            raise UserError(f"{reason}, or rollout.engine: local")
-        super().__init__(config, inputs)
-        if self.placement is not None:
-            check_vllm(vllm_python(config.rollout.vllm_python))
+        return check_vllm(vllm_python(config.rollout.vllm_python))
+
+    @classmethod
+    def serve_command(cls, config: Config, *, gpus: str, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of a server, and the environment variables that it adds."""
+        return server_command(replace(server_options(config, gpus=gpus), host=host), port)
 
     def make_server(self, gpus: str, log_file: Path) -> ServerProcess:
         """Create the handle of a vLLM server."""
@@ -64,39 +61,36 @@ class VllmSetup(ServersSetup):
         options = replace(options, max_model_len=self.max_model_len)
         return ServerProcess(options, secret=self.secret, log_file=log_file)
 
-    def make_client(self, worker: Worker) -> Callable[[], Client]:
+    def make_client(self, policy: Policy) -> Callable[[], Client]:
         """Return a function that creates a client of vLLM's token endpoint."""
         return partial(
             GenerateClient,
-            end_token_ids=end_token_ids(worker.policy, self.inputs.tokenizer),
-            vocab_size=worker.policy.model.config.get_text_config().vocab_size,
+            end_token_ids=end_token_ids(policy, self.inputs.tokenizer),
+            vocab_size=policy.model.config.get_text_config().vocab_size,
             secret=self.secret,
             timeout_s=self.rollout.request_timeout_s,
         )
 
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
-    ) -> tuple[Connect, Publish]:
-        """Return functions that connect and publish: adapters if one is trained, else all weights."""
-        policy, notify_once = workers.local.policy, cache(notify)
-        if policy.adapter is not None:
-            save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
-            share = partial(send_adapter, save=save, folder=folder / ADAPTERS)
-            to_adapter = partial(
-                _connect_adapter, self.config, self.secret, keeps_base=self.keeps_base, notify=notify_once
+        self, processes: TrainingProcesses, *, folder: Path, notify: Callable[[str], None]
+    ) -> Channels[Channel]:
+        """Return channels for adapters if one is trained, else for all weights."""
+        notify_once = cache(notify)
+        if processes.policy.adapter is not None:
+            return Channels(
+                partial(_connect_adapter, self.config, self.secret, keeps_base=self.keeps_base, notify=notify_once),
+                partial(send_adapter, save=processes.save_adapter, folder=folder / ADAPTERS),
             )
-            return to_adapter, share
-        ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(
             _connect,
             self.config,
             self.secret,
-            policy.device,
+            processes.policy.device,
             sleeps=self.shares_gpus,
-            ipc_gpus=ipc_gpus,
+            ipc_gpus=processes.gpus() if self.shares_gpus else frozenset(),
             notify=notify_once,
         )
-        return connect, partial(_publish, workers, self.dtype, notify)
+        return Channels(connect, partial(_publish, processes, self.dtype, notify))
 
     def find_cause(self, log: str) -> str | None:
         """Return the exception that ended a server, from its log."""
@@ -173,7 +167,7 @@ def _check_version(api: VllmApi, url: str, notify: Callable[[str], None]) -> Non
 
 
 def _publish(
-    workers: WorkerGroup[Worker],
+    processes: TrainingProcesses,
     dtype: torch.dtype,
     notify: Callable[[str], None],
     channels: Sequence[WeightChannel],
@@ -181,13 +175,12 @@ def _publish(
 ) -> Mapping[WeightChannel, ServerError]:
     """Send the current weights to servers, and return those that failed. All ranks take part."""
     failed: dict[WeightChannel, ServerError] = {}
-    specs = weight_specs(workers.local.policy, dtype)
+    specs = weight_specs(processes.policy, dtype)
 
-    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
+    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, IpcHandle]) -> None:
         failed.update(send_to_servers(channels, weights, specs, version, handles))
 
-    share = any(channel.may_use_ipc for channel in channels)
-    workers.call_with_local(Worker.send_weights, send, dtype, share=share)
+    processes.send_weights(send, dtype, share=any(channel.may_use_ipc for channel in channels))
     _show_notes(channels, notify)
     return failed
 

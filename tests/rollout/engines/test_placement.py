@@ -16,9 +16,10 @@ from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.rollout.engines.auto import choose_engine
+from cohort.rollout.engines.servers import placement
+from cohort.rollout.engines.servers.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.run.result import EXIT_STATUS_FILE, ExitStatus
-from cohort.trainer import placement
-from cohort.trainer.placement import PLACEMENT, Placement, choose_engine, place, server_placement, split_machine
 from cohort.trainer.setup import rank_device
 from runs import changed, make_inputs
 
@@ -212,7 +213,7 @@ def test_auto_knows_the_model_and_the_gpus(gpus, monkeypatch, tmp_path):
     gpus(4)
     inputs = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"processes": "auto"})
     monkeypatch.setattr(placement, "_query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 1_000))
-    shape = placement._shape(inputs["model"]["path"])
+    shape = placement.model_shape(inputs["model"]["path"])
     assert shape is not None
     from transformers import AutoModelForCausalLM
 
@@ -265,7 +266,7 @@ def vllm(monkeypatch):
                 raise UserError(f"{python}: has no vLLM")
             return version
 
-        monkeypatch.setattr("cohort.trainer.placement.check_vllm", look)
+        monkeypatch.setattr("cohort.rollout.engines.vllm.setup.check_vllm", look)
 
     return make
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.rollout.engines.vllm.worker.cohort_server_proof import PROOF_CHARACTERS, PROOF_PATH, server_proof
+from cohort.rollout.engines.servers.server_side.cohort_server_proof import PROOF_CHARACTERS, PROOF_PATH, server_proof
 
 if TYPE_CHECKING:  # comes with httpx2
     from httpcore2 import AsyncNetworkStream, NetworkStream

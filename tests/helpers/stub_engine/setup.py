@@ -13,17 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.models import Policy
 from cohort.plan.defaults import server_memory_utilization
-from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import ModelCall
+from cohort.rollout.engines.servers.channels import Channel, Channels
+from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import Client, GenerateRequest, ServerError
-from cohort.trainer.server_setup import Connect, Publish, ServersSetup
-from cohort.trainer.worker import Worker
-from stub_engine.server import StubServer, serving
-from waiting import PATIENCE_S
+from cohort.rollout.engines.servers.setup import ServersSetup
+from cohort.rollout.engines.setup import TrainingProcesses
+
+from .server import StubServer, serving
+
+_TIMEOUT_S = 600.0
 
 
-def post(url: str, path: str, *, timeout_s: float = PATIENCE_S, **body: Any) -> Any:
+def post(url: str, path: str, *, timeout_s: float = _TIMEOUT_S, **body: Any) -> Any:
     try:
         with urlopen(Request(f"{url}/{path}", json.dumps(body).encode()), timeout=timeout_s) as answer:
             return json.load(answer)
@@ -85,11 +89,11 @@ class StubChannel:
 
 
 def publish(
-    workers: WorkerGroup[Worker], dtype: torch.dtype, channels: Sequence[StubChannel], version: int
+    processes: TrainingProcesses, dtype: torch.dtype, channels: Sequence[StubChannel], version: int
 ) -> dict[StubChannel, ServerError]:
     failed = {}
 
-    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
+    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, IpcHandle]) -> None:
         dtypes = {name: str(tensor.dtype) for name, tensor in weights}
         for channel in channels:
             try:
@@ -97,7 +101,7 @@ def publish(
             except ServerError as error:
                 failed[channel] = error
 
-    workers.call_with_local(Worker.send_weights, send, dtype)
+    processes.send_weights(send, dtype)
     return failed
 
 
@@ -133,10 +137,10 @@ class StubSetup(ServersSetup):
             gpu_memory_utilization=server_memory_utilization(self.rollout, shared=self.shares_gpus),
         )
 
-    def make_client(self, worker: Worker) -> Callable[[], Client]:
+    def make_client(self, policy: Policy) -> Callable[[], Client]:
         return partial(StubClient, self.rollout.request_timeout_s)
 
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
-    ) -> tuple[Connect, Publish]:
-        return StubChannel, partial(publish, workers, self.dtype)
+        self, processes: TrainingProcesses, *, folder: Path, notify: Callable[[str], None]
+    ) -> Channels[Channel]:
+        return Channels(StubChannel, partial(publish, processes, self.dtype))

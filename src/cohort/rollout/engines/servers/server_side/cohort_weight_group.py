@@ -1,4 +1,4 @@
-"""Process group of the trainer and one vLLM server's workers, used on both sides.
+"""Process group of the trainer and one server's workers, used on both sides.
 
 The server imports this file from its folder, so it depends on torch only. A collective may never return if the other
 side is gone or hangs. Collectives therefore run in daemon threads, and callers wait for them with timeouts.
@@ -31,8 +31,8 @@ class _NoWatchdog:
 
     A single group has no option for this: its constructor reads the variable, and `ProcessGroupNCCL.Options` only has a
     timeout. So the variable is set for the whole process, from `WeightGroup.connect` until the group is created or
-    aborted, even if creation hangs. No other NCCL group is created meanwhile: training ranks and vLLM's workers create
-    theirs before the rendezvous.
+    aborted, even if creation hangs. No other NCCL group is created meanwhile: training ranks and servers' workers
+    create theirs before the rendezvous.
     """
 
     variable = "TORCH_NCCL_BLOCKING_WAIT"

@@ -1,4 +1,4 @@
-"""Choose the rollout engine (`rollout.engine: auto`), and place rollout servers on this machine's GPUs."""
+"""Place rollout servers on this machine's GPUs."""
 
 import functools
 import json
@@ -6,21 +6,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from cohort.config import Config, load_config
+from cohort.config import Config
 from cohort.errors import UserError
-from cohort.plan import rollout_engine
 from cohort.plan.hardware import Hardware
-from cohort.plan.rollout_engine import set_engine, vllm_incompatibility
 from cohort.plan.shape import ModelShape, similar_shape, try_read_shape
 from cohort.plan.split import GpuSplit, split_gpus
-from cohort.rollout.engines.vllm.server import check_vllm, vllm_python
-from cohort.run.files import has_progress, is_run_folder
 
 PLACEMENT = "COHORT_SERVER_GPUS"  # environment variable: a Placement as JSON
 _QUERY_GPU_TIMEOUT_S = 120.0
@@ -73,29 +67,13 @@ def split_machine(config: Config) -> GpuSplit | None:
         return None
     num = num_gpus(config)
     decides = num > 1 and config.hardware.rollout_gpus == config.hardware.processes == "auto"
-    decides |= num > 0 and config.rollout.engine == "vllm" and config.model.adapter is not None
+    decides |= num > 0 and config.model.adapter is not None  # whether servers keep its base model
     return split_gpus(
         config,
         num_gpus=num,
-        shape=_shape(config.model.path) if decides else None,
-        hardware=_hardware(num) if decides else None,
+        shape=model_shape(config.model.path) if decides else None,
+        hardware=this_hardware(num) if decides else None,
     )
-
-
-def vllm_memory_shortfall(config: Config) -> str | None:
-    """Why vLLM does not fit alongside training on this machine according to the plan; None if it fits or is unknown.
-
-    Args:
-        config: configuration with `rollout.engine: auto` that vLLM supports.
-
-    Raises:
-        UserError: the configuration requires GPUs that this machine does not have.
-    """
-    started = os.environ.get("LOCAL_WORLD_SIZE")  # set by another launcher, which decides the number of processes
-    if started is not None:
-        config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"processes": int(started)})})
-    shape, hardware = _shape(config.model.path), _hardware(num_gpus(config))
-    return None if shape is None or hardware is None else rollout_engine.vllm_memory_shortfall(config, shape, hardware)
 
 
 def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
@@ -155,7 +133,7 @@ def _check_several_machines(config: Config, num_here: int) -> None:
     )
 
 
-def _shape(path: str) -> ModelShape | None:
+def model_shape(path: str) -> ModelShape | None:
     """Shape of the model; None if it is unknown and not on this machine yet."""
     known = try_read_shape(path)
     if known is not None:
@@ -174,7 +152,7 @@ def _shape(path: str) -> ModelShape | None:
     return try_read_shape(str(folder)) or similar_shape(config, name=path, num_parameters=number)
 
 
-def _hardware(num: int) -> Hardware | None:
+def this_hardware(num: int) -> Hardware | None:
     """GPUs of this machine; None if the driver does not answer."""
     gpu = _query_gpu()
     if gpu is None:
@@ -207,57 +185,3 @@ def _query_gpu() -> tuple[str, int] | None:
         return None
     name, memory_bytes = done.stdout.strip().splitlines()[-2:]
     return name, int(memory_bytes)
-
-
-def choose_engine(config: Config, notify: Callable[[str], None]) -> Config:
-    """Resolve `rollout.engine: auto`: the engine of the run in `run.dir`, else vLLM if possible.
-
-    Args:
-        config: configuration of the run.
-        notify: called with the choice and its reason, except on a machine without GPUs.
-
-    Raises:
-        UserError: the configuration is incompatible with the engine.
-    """
-    if config.rollout.engine != "auto":
-        return config
-    engine, why = _chosen(config)
-    if why is not None:
-        notify(f"rollout.engine: auto: {engine}, {why}")
-    return set_engine(config, engine)
-
-
-def _chosen(config: Config) -> tuple[str, str | None]:
-    """Name of the engine, and the reason in words."""
-    begun = _engine_of_run(Path(config.run.dir))
-    if num_gpus(config) == 0:
-        return begun or "local", None
-    if begun is not None:
-        return begun, "as when the run started"
-    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return "local", "since vLLM needs dedicated nodes or servers on several machines (rollout.urls)"
-    if (reason := vllm_incompatibility(config)) is not None:
-        return "local", f"since vLLM does not support this run: {reason}"
-    try:
-        version = check_vllm(vllm_python(None))
-    except UserError:
-        if config.hardware.rollout_gpus != "auto" or "COHORT_VLLM_PYTHON" in os.environ:
-            raise  # both request vLLM
-        return (
-            "local",
-            f"since {sys.executable} has no usable vLLM (set COHORT_VLLM_PYTHON to an environment that has)",
-        )
-    if (problem := vllm_memory_shortfall(config)) is not None:
-        return "local", f"since vLLM does not fit alongside training: {problem}"
-    return "vllm", f"since vLLM {version} is installed"
-
-
-def _engine_of_run(folder: Path) -> str | None:
-    """Engine that the run in `folder` started with; None without a readable run."""
-    if not is_run_folder(folder) or not has_progress(folder):
-        return None
-    try:
-        engine = load_config(folder / "config.yaml").rollout.engine
-    except UserError:
-        return None
-    return None if engine == "auto" else engine

@@ -1,33 +1,26 @@
 """Set up rollout engines that sample on servers, independent of the server program."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
-from cohort.models import resolve_device
+from cohort.models import AdapterSpec, Policy, resolve_device
 from cohort.plan.defaults import serving_dtype
-from cohort.ranks.worker_group import WorkerGroup
+from cohort.plan.rollout_engine import sampling_limit
+from cohort.plan.shape import RequestedAdapter
+from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteServer, ServerError, ServerHandle
+from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteServer, ServerHandle
+from cohort.rollout.engines.servers.placement import server_placement
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret
 from cohort.rollout.engines.servers.server_engine import ServerEngine
+from cohort.rollout.engines.setup import EngineInputs, StartedEngine, TrainingProcesses
 from cohort.run.folder import LOGS
-from cohort.trainer.inputs import Inputs
-from cohort.trainer.parity import make_parity_gate
-from cohort.trainer.placement import server_placement
-from cohort.trainer.rollout_engines import StartedEngine
-from cohort.trainer.worker import Worker, keep_ranks_alive
-
-# Opens a channel to the server at a URL; publishes a version of the weights over channels. See `ServerEngine`.
-Connect = Callable[[str], Any]
-Publish = Callable[[Sequence[Any], int], Mapping[Any, ServerError]]
 
 
 class ServersSetup(ABC):
@@ -36,15 +29,17 @@ class ServersSetup(ABC):
     Subclasses provide the server process, the client for completions, and the channels for weights.
     """
 
-    def __init__(self, config: Config, inputs: Inputs):
+    def __init__(self, inputs: EngineInputs):
         """Choose the servers' GPUs, dtype and secret.
 
         Raises:
-            UserError: there is no GPU for the servers, their GPUs do not allow sampling ahead, or the secret cannot be
-                read.
+            UserError: the servers do not support this run, there is no GPU for them, their GPUs do not allow sampling
+                ahead, the secret cannot be read, or the server program is missing.
         """
-        rollout = config.rollout
+        config, rollout = inputs.config, inputs.config.rollout
         assert isinstance(rollout, ServersConfig)
+        if (reason := sampling_limit(config, _requested(inputs.adapter), servers=type(rollout))) is not None:
+            raise UserError(f"{reason}, or rollout.engine: local")
         self.config = config
         self.inputs = inputs
         self.rollout: ServersConfig = rollout
@@ -62,6 +57,8 @@ class ServersSetup(ABC):
                 )
         self.dtype: torch.dtype = getattr(torch, serving_dtype(config, on_gpu=on_gpu))
         self.secret = _secret(rollout)
+        if self.placement is not None:
+            self.find_program(config)
 
     @property
     def shares_gpus(self) -> bool:
@@ -78,6 +75,27 @@ class ServersSetup(ABC):
         """Context length that the servers need. A smaller one leaves more room in the KV cache."""
         return self.inputs.longest_sequence_tokens + 1
 
+    @classmethod
+    def find_program(cls, config: Config) -> str:
+        """Find the server program that a run would start, and return its version; "" if it is part of the engine.
+
+        Raises:
+            UserError: it is missing, or of an unsupported version.
+        """
+        return ""
+
+    @classmethod
+    def serve_command(cls, config: Config, *, gpus: str, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of `cohort serve`'s server, and the environment variables that it adds.
+
+        Args:
+            config: configuration of the run, whose servers say `has_serve_command`.
+            gpus: CUDA_VISIBLE_DEVICES of the server; "" on CPU.
+            host: address to listen on.
+            port: port to listen on.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def make_server(self, gpus: str, log_file: Path) -> ServerHandle:
         """Create the handle of a server that the run starts and that demands `secret` of every request.
@@ -88,17 +106,17 @@ class ServersSetup(ABC):
         """
 
     @abstractmethod
-    def make_client(self, worker: Worker) -> Callable[[], Client]:
+    def make_client(self, policy: Policy) -> Callable[[], Client]:
         """Return a function that creates the servers' client; the fleet calls it in its own thread."""
 
     @abstractmethod
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
-    ) -> tuple[Connect, Publish]:
-        """Return a function that connects to a server, and one that publishes weights.
+        self, processes: TrainingProcesses, *, folder: Path, notify: Callable[[str], None]
+    ) -> Channels[Channel]:
+        """Return the channels through which weights are sent.
 
         Args:
-            workers: all of them take part in publishing.
+            processes: have the weights.
             folder: run folder.
             notify: shows a message to the user.
         """
@@ -107,7 +125,7 @@ class ServersSetup(ABC):
         """Return why a server exited, from its log; None if the log does not say."""
         return None
 
-    def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
+    def start(self, processes: TrainingProcesses, *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Start the servers and publish the weights to them.
 
         Raises:
@@ -115,37 +133,28 @@ class ServersSetup(ABC):
         """
         for text in self._announcements(folder / LOGS):
             notify(text)
-        connect, publish = self.make_channels(workers, folder=folder, notify=notify)
-        make_room: Callable[[], object] = partial(workers.call, Worker.empty_cache)
+        channels = self.make_channels(processes, folder=folder, notify=notify)
         if self.shares_gpus:
-            make_room()  # a server does not start unless its share of the GPU is free
+            processes.empty_cache()  # a server does not start unless its share of the GPU is free
         engine = ServerEngine(
-            self._start_fleet(workers.local, folder / LOGS),
-            connect=connect,
-            publish=publish,
+            self._start_fleet(processes.policy, folder / LOGS),
+            channels=channels,
             notify=notify,
-            while_waiting=partial(keep_ranks_alive, workers),
+            while_waiting=processes.keep_alive,
             sleeps=self.shares_gpus,
-            make_room=make_room,
+            make_room=processes.empty_cache,
         )
         try:
-            engine.update_weights(policy_version=workers.local.engine.updates_done)
+            engine.update_weights(policy_version=processes.num_updates)
             engine.release_gpus()  # free the memory of shared GPUs for training
         except BaseException:
             engine.close()
             raise
         return StartedEngine(
-            engine=engine,
-            gate=lambda collector: make_parity_gate(
-                self.config,
-                self.inputs.prompts.prompts,
-                workers,
-                sample_on_each=partial(engine.sample_on_each_server, collector),
-                servers_dtype=self.dtype,
-            ),
+            engine=engine, sample_on_each_server=engine.sample_on_each_server, servers_dtype=self.dtype
         )
 
-    def _start_fleet(self, worker: Worker, logs: Path) -> Fleet:
+    def _start_fleet(self, policy: Policy, logs: Path) -> Fleet:
         rollout = self.rollout
         gpus = () if self.placement is None else self.placement.gpus
         own = [
@@ -159,7 +168,7 @@ class ServersSetup(ABC):
         )
         return Fleet(
             [*own, *map(RemoteServer, rollout.urls)],
-            self.make_client(worker),
+            self.make_client(policy),
             limits,
             server_name=rollout.server_name,
             find_cause=self.find_cause,
@@ -174,6 +183,10 @@ class ServersSetup(ABC):
             yield self.placement.reason
             count = len(self.placement.gpus)
             yield f"starting {count} {name}{'s' if count > 1 else ''}; logs: {logs}/{self.config.rollout.engine}-*.log"
+
+
+def _requested(adapter: AdapterSpec | None) -> RequestedAdapter | None:
+    return None if adapter is None else RequestedAdapter(rank=adapter.rank, dora=adapter.dora, targets=adapter.modules)
 
 
 def _secret(rollout: ServersConfig) -> Secret | None:

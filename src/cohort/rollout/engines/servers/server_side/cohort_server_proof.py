@@ -1,7 +1,7 @@
 """How a server of a run proves that it knows the run's secret, without showing it. Used on both sides.
 
 The proof names the port on which the server was asked, so that a process on another port cannot pass on the proof of a
-real server as its own. Standard library only, since vLLM's environment does not have Cohort.
+real server as its own. Standard library only, since the server's environment does not have Cohort.
 """
 
 import hmac
