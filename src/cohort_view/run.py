@@ -232,15 +232,17 @@ class ViewedRun:
             self._problems.pop("events.jsonl", None)
             if change == "rewritten":
                 self.events, self.findings = [], None
-            events = list(self.events)
+            events, health = list(self.events), None
             inside(self.path, "events.jsonl")
             for block in self._events_file.blocks() if self._events_file.exists else ():
                 for row in parse_lines(block):
                     if row is not None and row.get("event") == HEALTH:
-                        self.findings = findings_in(row)
+                        health = row
                     elif row is not None:
                         events.append(_event(row))
             self.events = events
+            if health is not None:
+                self.findings = findings_in(health)
         except OSError as error:
             self._problems["events.jsonl"] = f"events.jsonl cannot be read: {_reason(error)}"
         return True

@@ -20,7 +20,7 @@ class Watched:
         self.changes: list[list[str]] = []
         self.warnings: list[tuple[int, str]] = []
         self.findings: list[list[Finding]] = []
-        self.monitor = HealthMonitor(RunFacts(), on_change=self._change, on_warning=self._warn, **past)
+        self.monitor = HealthMonitor(RunFacts(), on_change=self._change, on_notable=self._warn, **past)
 
     def _change(self, findings):
         self.findings.append(list(findings))
@@ -62,6 +62,14 @@ def test_a_resumed_run_repeats_nothing():
     assert (after.changes, after.warnings) == ([["malformed_calls", "too_early"]], [])  # 2 steps, not 3
     after.monitor.add(3, {**MALFORMED, "frac_unscored": 0.2})
     assert [text for _, text in after.warnings] == ["20% of completions are scored by no reward"]
+
+
+def test_some_information_is_shown_too():
+    watched = Watched()
+    for step in (1, 2):
+        watched.monitor.add(step, {**FINE, "turns/environment_s": 3.0, "turns/model_s": 0.2})
+    ((step, text),) = watched.warnings
+    assert (step, text[:64]) == (1, "A trajectory spends 3.0 s in tools and environments and 0.2 s in")
 
 
 def test_metrics_that_are_no_numbers():

@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def is_warning(self) -> bool:
-        """Whether something should be done."""
+        """Whether something goes wrong."""
         return self.level in ("bad", "warning")
 
     @property

@@ -6,18 +6,18 @@ from typing import Any, Literal
 from cohort.health.facts import RunFacts
 from cohort.health.findings import Finding
 from cohort.health.metrics_table import MetricsBuilder
-from cohort.health.rules import judge
+from cohort.health.rules import is_notable, judge
 
 
 class HealthMonitor:
-    """Follows a run's metrics, reports changed findings, and warns once about each."""
+    """Follows a run's metrics and reports changed findings, and those to show to the user once."""
 
     def __init__(
         self,
         facts: RunFacts,
         *,
         on_change: Callable[[Sequence[Finding]], None],
-        on_warning: Callable[[int, Finding], None],
+        on_notable: Callable[[int, Finding], None],
         rows: Sequence[Mapping[str, Any]] = (),
         past: Iterable[Sequence[Finding]] = (),
     ):
@@ -26,20 +26,20 @@ class HealthMonitor:
         Args:
             facts: what rules need to know of the run's configuration.
             on_change: called with all findings when their sentences are others than before.
-            on_warning: called with the step and a finding when it first becomes a warning, or bad.
+            on_notable: called with the step and a finding that the user should see, once.
             rows: of metrics.jsonl, before the run was resumed.
             past: the findings that were reported then.
         """
         self._facts = facts
         self._on_change = on_change
-        self._on_warning = on_warning
+        self._on_notable = on_notable
         self._metrics = MetricsBuilder()
         self._metrics.append(rows)
         self._findings: Sequence[Finding] = ()
-        self._warned: set[tuple[str, ...]] = set()
+        self._shown: set[tuple[str, ...]] = set()
         for findings in past:
             self._findings = findings
-            self._warned |= {finding.key for finding in findings if finding.is_warning}
+            self._shown |= {finding.key for finding in findings if is_notable(finding)}
 
     def add(self, step: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         """Add the metrics of a step, or of the evaluation after it, and report what they change."""
@@ -53,6 +53,6 @@ class HealthMonitor:
             self._findings = findings
             self._on_change(findings)
         for finding in findings:
-            if finding.is_warning and finding.key not in self._warned:
-                self._warned.add(finding.key)
-                self._on_warning(step, finding)
+            if is_notable(finding) and finding.key not in self._shown:
+                self._shown.add(finding.key)
+                self._on_notable(step, finding)

@@ -27,6 +27,7 @@ class Rule:
     evidence: tuple[str, ...]  # metrics that show it
     advice: str = ""
     explains: tuple[str, ...] = ()  # rules that have nothing to add if this one holds
+    is_notable: bool = False  # whether console and trackers show it as information, too
 
     def finding(self, name: str, sign: Sign, h: History) -> Finding:
         """Return what the rule of this name finds in a history, which shows its sign."""
@@ -61,6 +62,7 @@ RULES = {
         text="All rewards are {reward}, the maximum, in the last {num} steps: nothing is left to learn",
         advice="Use harder prompts, or stop here; see docs/rollouts.md#dynamic-sampling",
         evidence=("reward", "frac_reward_zero_std"),
+        is_notable=True,
         explains=(*_NOTHING_TO_LEARN, "all_equal"),
     ),
     "all_equal": Rule(
@@ -198,6 +200,7 @@ RULES = {
         "environments limit the rollout's speed",
         advice=f"Make slow calls faster, or lower rollout.tool_timeout_s; see {_TURNS}",
         evidence=("turns/environment_s", "turns/model_s"),
+        is_notable=True,
     ),
     "gradient_spikes": Rule(
         condition=policy.gradient_spikes,
@@ -223,6 +226,7 @@ RULES = {
         "signal",
         advice="Check that it can tell completions apart, or remove it; see docs/rewards.md#combining-rewards",
         evidence=("rewards/{reward}/mean", "rewards/{reward}/std"),
+        is_notable=True,
     ),
     "out_of_memory": Rule(
         condition=policy.out_of_memory,
@@ -270,6 +274,11 @@ RULES = {
         evidence=("reward",),
     ),
 }
+
+
+def is_notable(finding: Finding) -> bool:
+    """Whether console and trackers show a finding."""
+    return finding.is_warning or (finding.rule in RULES and RULES[finding.rule].is_notable)
 
 
 def judge(table: MetricsTable, facts: RunFacts) -> list[Finding]:

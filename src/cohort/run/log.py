@@ -65,7 +65,7 @@ class Display:
         """An evaluation is done."""
 
     def health(self, findings: Sequence[Finding]) -> None:
-        """What the rules find in the run's metrics has changed; warnings among it come by `notify` too, once."""
+        """What the rules find has changed. What the user should see comes by `notify` too, once."""
 
     def close(self) -> None:
         """The run has ended, for whatever reason."""
@@ -358,7 +358,7 @@ def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
     run.define_metric("*", step_metric="step")
 
     def alert(step: int, finding: Finding) -> None:
-        level = "ERROR" if finding.level == "bad" else "WARN"
+        level = {"bad": "ERROR", "warning": "WARN"}.get(finding.level, "INFO")
         run.alert(title=finding.rule, text=f"step {step}: {finding.sentence}", level=level)
 
     return _Logger(lambda step, metrics: run.log({"step": step, **metrics}), alert, run.finish)

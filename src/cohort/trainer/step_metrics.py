@@ -134,7 +134,7 @@ def health_monitor(
         folder: its folder.
         steps_done: steps after which it starts or resumes.
         logprob_tolerance: largest difference of logprobs that rounding explains, in nats.
-        notify: shows a warning.
+        notify: shows a finding on the console.
         on_change: called with all findings when they have changed.
         alert: shows a finding in trackers.
     """
@@ -150,10 +150,10 @@ def health_monitor(
         logprob_tolerance=logprob_tolerance,
     )
 
-    def warn(step: int, finding: Finding) -> None:
-        notify(f"warning: step {step}: {finding.sentence}")
+    def show(step: int, finding: Finding) -> None:
+        notify(f"{'warning: ' if finding.is_warning else ''}step {step}: {finding.sentence}")
         alert(step, finding)
 
     events = read_events(folder.path, HEALTH) if steps_done else []
     rows = folder.metrics() if steps_done else []
-    return HealthMonitor(facts, on_change=on_change, on_warning=warn, rows=rows, past=map(findings_in, events))
+    return HealthMonitor(facts, on_change=on_change, on_notable=show, rows=rows, past=map(findings_in, events))
