@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cohort.health.explain import Explanation, GroupsSummary, explain_step, maximum_reward
 from cohort_view.completions import (
     ParquetRows,
     StepIndex,
@@ -29,15 +30,12 @@ from cohort_view.completions import (
     step_index,
     steps_on_disk,
 )
-from cohort_view.health import explain_step, maximum_reward
 from cohort_view.records import (
     CompletionRow,
-    Explanation,
     FloatArray,
     Group,
     GroupCompletion,
     GroupRow,
-    GroupsSummary,
     Step,
     StepFile,
     StepList,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from cohort.health.metrics_table import MetricsTable
 from cohort.metrics.catalogue import describe
 from cohort.run.files import checkpoints
-from cohort_view.metrics_table import MetricsTable
 from cohort_view.records import (
     Curve,
     Curves,

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cohort.health.explain import Explanation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
@@ -21,40 +23,6 @@ class StepList:
     steps: Sequence[StepFile]
     first: int | None
     last: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """A fact that an explanation rests on."""
-
-    text: str
-    metric: str | None = None
-    value: float | None = None
-    link: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a step learned something, or nothing."""
-
-    learned: bool
-    text: str
-    facts: Sequence[Fact] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupsSummary:
-    """A step's groups in a few numbers. Broken completions count in `num_rows` and `num_broken` only."""
-
-    num_groups: int
-    num_equal: int  # groups whose scored rewards are all equal
-    num_rows: int
-    num_scored: int  # completions with a reward
-    num_broken: int
-    num_clipped: int  # completions that hit the token limit
-    num_zero_advantage: int | None  # completions whose advantage is 0; None if the file has no advantages
-    reward_min: float | None
-    reward_max: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

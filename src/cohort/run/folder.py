@@ -155,13 +155,16 @@ class RunFolder:
 
     def metric_history(self, name: str) -> dict[int, float]:
         """Return one metric by step, from `metrics.jsonl`."""
-        rows, _ = read_metrics(self.path / "metrics.jsonl")
-        return {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        return {row["step"]: row[name] for row in self.metrics() if row.get(name) is not None}
 
     def last_metrics(self, count: int) -> list[dict[str, float]]:
         """Return the metrics of the last `count` steps and evaluations, each with its "step"."""
-        rows, _ = read_metrics(self.path / "metrics.jsonl")
-        return [{name: v for name, v in row.items() if isinstance(v, int | float)} for row in rows[-count:]]
+        rows = self.metrics()[-count:]
+        return [{name: v for name, v in row.items() if isinstance(v, int | float)} for row in rows]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl`."""
+        return read_metrics(self.path / "metrics.jsonl")[0]
 
     def write_completions(
         self, name: str, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from cohort.algorithms import CoefficientState, assign_advantages, build_sequences, value_metrics
 from cohort.config import Config
 from cohort.display import Display, StepReport
-from cohort.health.reward_health import RewardWatch
 from cohort.metrics.resources import PhaseClock
 from cohort.plan.predict import Plan
 from cohort.ranks import stopping
@@ -27,7 +26,7 @@ from cohort.trainer.evaluation import evaluate
 from cohort.trainer.preflight import compare_memory
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import RunComponents, find_auto_budget
-from cohort.trainer.step_metrics import PerformanceMetrics, StepWarnings
+from cohort.trainer.step_metrics import PerformanceMetrics, StepWarnings, health_monitor
 from cohort.trainer.update import Updater
 from cohort.trainer.worker import run_forward_only, with_first_pass
 
@@ -67,16 +66,7 @@ class TrainingLoop:
         rewards.trainer_progress = self._progress
         rewards.log_folder = folder.path / LOGS
         self.log_history = deque(folder.last_metrics(_HISTORY_LENGTH), maxlen=_HISTORY_LENGTH)
-        self.warnings = StepWarnings(
-            rollout=config.rollout,
-            worker=worker,
-            notify=display.notify,
-            reward_watch=RewardWatch(
-                rewards.weights,
-                shaping=[f.name for f in rewards.functions if f.shapes],
-                compares_spreads=not any(part.compares_reward_parts for part in config.algorithm.components()),
-            ),
-        )
+        self.warnings = StepWarnings(worker=worker, notify=display.notify)
         self.updater = Updater(
             config=config,
             workers=components.workers,
@@ -94,6 +84,16 @@ class TrainingLoop:
             config=config.model_dump(mode="json"),
             steps_done=self.first_step,
         )
+        self.health = health_monitor(
+            config,
+            rewards,
+            folder=folder,
+            steps_done=self.first_step,
+            logprob_tolerance=worker.policy.logprob_tolerance,
+            notify=display.notify,
+            on_change=display.health,
+            alert=self.metrics.alert,
+        )
 
     def run(self) -> RunResult:
         """Train, then save the final model and the summary."""
@@ -106,6 +106,7 @@ class TrainingLoop:
         self.display.started(self.schedule, steps_done=self.first_step)
         find_auto_budget(self.config, self.inputs, self.workers, self.components.state, self.display.notify)
         check_first_parity(self.components.parity, self.first_step, self.display.notify)
+        self.health.report(self.first_step)
         with self.checkpointer.saving_when_stopped():
             if self.first_step not in self.folder.metric_history("eval/accuracy"):
                 self._evaluate_if_due(self.first_step)
@@ -154,11 +155,11 @@ class TrainingLoop:
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
         metrics = self.inputs.rewards.take_logged(metrics)
         self._log(step + 1, metrics)
-        self.warnings.metrics(step + 1, metrics)
         self.checkpointer.finish_step(self._state(step + 1))
         self.steps_done = step + 1
         report = StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups)
         self.display.step(report)
+        self.health.add(step + 1, metrics)
         self._evaluate_if_due(step + 1)
         if self.schedule.saves_at(step + 1):
             self.checkpointer.save()
@@ -188,6 +189,7 @@ class TrainingLoop:
         self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start}, kind="eval")
         self.folder.write_completions("eval", steps_done, result.groups)
         self.display.evaluated(steps_done, result.metrics, result.groups)
+        self.health.add(steps_done, result.metrics, kind="eval")
 
     def _log(self, steps_done: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         self.folder.check_is_there()

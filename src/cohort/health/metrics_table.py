@@ -1,98 +1,11 @@
-"""Metrics of a run as columns that grow, read from a growing file of JSON lines."""
+"""Metrics of a run as columns that grow row by row."""
 
-import errno
-import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Literal, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
-from pydantic_core import from_json
 
-from cohort_view.records import FloatArray, IntArray
-
-_BLOCK_BYTES = 8 << 20
-_CHECK_BYTES = 256  # before the position, compared to notice a file that was rewritten in place
-
-Change = Literal["unchanged", "appended", "rewritten"]
-
-
-class JsonLines:
-    """Position in a file of JSON lines that another process appends to, or replaces.
-
-    An incomplete last line is left for later. A file that is gone, became shorter, was replaced, or whose last bytes
-    before the position differ counts as rewritten, and is read again from its start.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.exists = False
-        self._offset = 0
-        self._before = b""  # the bytes before the offset
-        self._found: tuple[int, ...] | None = None  # device, inode, size and times of change at the last check
-
-    def check(self) -> Change:
-        """Compare the file with what was read of it.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        try:
-            stat = os.stat(self.path)
-            # the time of change of the file's status, too: it may have become readable
-            found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            is_file = S_ISREG(stat.st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            found, is_file = None, True
-        if found == self._found:
-            return "unchanged"
-        before, self._found, self.exists = self._found, found, found is not None
-        if not is_file:
-            raise OSError(errno.EINVAL, "not a file")
-        if before is None or (found is not None and before[:2] == found[:2] and self._continues()):
-            return "appended"
-        self._offset, self._before = 0, b""
-        return "rewritten"
-
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the complete lines after the position in blocks of at most 8 MB. A longer line is cut in pieces.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            while chunk := file.read(_BLOCK_BYTES):
-                end = chunk.rfind(b"\n") + 1
-                if end == 0 and len(chunk) < _BLOCK_BYTES:
-                    return
-                block = chunk[: end or len(chunk)]
-                self._offset += len(block)
-                self._before = (self._before + block[-_CHECK_BYTES:])[-_CHECK_BYTES:]
-                file.seek(self._offset)
-                yield block
-
-    def _continues(self) -> bool:
-        """Whether the bytes before the position are still those that were read."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset - len(self._before))
-            return file.read(len(self._before)) == self._before
-
-
-def parse_lines(block: bytes) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line; None for a line that is not a JSON object."""
-    for line in block.splitlines():
-        row = None
-        with suppress(ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
-            try:
-                row = from_json(line, cache_strings="keys")  # takes a third of the time
-            except ValueError:
-                row = json.loads(line)  # allows half of a surrogate pair
-        yield row if isinstance(row, dict) else None
-
+from cohort.records import FloatArray, IntArray
 
 _FIRST_CAPACITY = 256
 
@@ -155,25 +68,27 @@ class TableBuilder:
         self._steps = np.empty(_FIRST_CAPACITY, np.int64)
         self._columns: dict[str, FloatArray] = {}
 
-    def append(self, steps: IntArray, columns: Mapping[str, FloatArray]) -> None:
+    def append(self, steps: IntArray, names: Sequence[str], values: FloatArray) -> None:
         """Append rows. The last row of a step replaces earlier ones, which an interrupted run wrote.
 
         Args:
-            steps: [rows].
-            columns: [rows] each.
+            steps: [rows], at least one.
+            names: metrics.
+            values: [rows, metrics]; values that are not finite count as missing.
         """
-        if not len(steps):
-            return
         end = self._num + len(steps)
-        self._reserve(end)
+        if end > len(self._steps):
+            self._copy(np.arange(self._num), max(end, 2 * len(self._steps)))
         in_order = bool((np.diff(steps) > 0).all()) and (self._num == 0 or steps[0] > self._steps[self._num - 1])
+        is_finite = np.isfinite(values)
+        values, known = np.where(is_finite, values, np.nan), set(np.flatnonzero(is_finite.any(axis=0)).tolist())
         self._steps[self._num : end] = steps
-        for name, values in columns.items():
+        for i, name in enumerate(names):
             if name not in self._columns:
-                if not np.isfinite(values).any():
+                if i not in known:
                     continue
                 self._columns[name] = np.full(len(self._steps), np.nan)
-            self._columns[name][self._num : end] = np.where(np.isfinite(values), values, np.nan)
+            self._columns[name][self._num : end] = values[:, i]
         self._num = end
         if not in_order:
             self._keep_last_of_step()
@@ -181,10 +96,6 @@ class TableBuilder:
     def table(self, eval_table: MetricsTable | None = None) -> MetricsTable:
         """Return a snapshot."""
         return MetricsTable(self._steps[: self._num], dict(self._columns), eval_table)
-
-    def _reserve(self, num: int) -> None:
-        if num > len(self._steps):
-            self._copy(np.arange(self._num), max(num, 2 * len(self._steps)))
 
     def _keep_last_of_step(self) -> None:
         _, from_end = np.unique(self._steps[: self._num][::-1], return_index=True)
@@ -203,34 +114,33 @@ class TableBuilder:
 
 
 class MetricsBuilder:
-    """The tables of a metrics.jsonl under construction."""
+    """The tables of a run's metrics under construction."""
 
     def __init__(self) -> None:
         self._kinds = {"train": TableBuilder(), "eval": TableBuilder()}
 
-    def append(self, block: bytes) -> list[bool]:
-        """Append lines of the file. Values that are no numbers count as missing.
+    def append(self, rows: Sequence[Any]) -> list[bool]:
+        """Append rows of metrics.jsonl. Values that are no numbers count as missing.
 
         Returns:
-            Whether each line is a row; others are left out.
+            Whether each is a row; others are left out.
         """
-        lines = list(parse_lines(block))
         for kind, builder in self._kinds.items():
-            of_kind = [row for row in lines if _is_row(row) and (row.get("kind") == "eval") == (kind == "eval")]
+            of_kind = [row for row in rows if _is_row(row) and (row.get("kind") == "eval") == (kind == "eval")]
             for run in _runs_of_same_keys(of_kind):
                 names = [name for name in run[0] if name not in ("step", "kind")]
                 values = _to_array([[row[name] for name in names] for row in run])
-                builder.append(np.array([row["step"] for row in run]), dict(zip(names, values.T, strict=True)))
-        return [_is_row(row) for row in lines]
+                builder.append(np.array([row["step"] for row in run]), names, values)
+        return [_is_row(row) for row in rows]
 
     def table(self) -> MetricsTable:
         """Return a snapshot of the training metrics, which holds that of the evaluations."""
         return self._kinds["train"].table(self._kinds["eval"].table())
 
 
-def _is_row(row: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+def _is_row(row: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a line of metrics.jsonl is a row: an object with a step."""
-    return row is not None and type(step := row.get("step")) is int and 0 <= step < 2**53
+    return isinstance(row, Mapping) and type(step := row.get("step")) is int and 0 <= step < 2**53
 
 
 def _runs_of_same_keys(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from cohort_view.health import explain_step
-from cohort_view.records import GroupsSummary
-from cohort_view.values import number_text
+from cohort.health.explain import GroupsSummary, explain_step
+from cohort.health.findings import number_text
 
 HEALTHY = {
     "reward": 0.4,
@@ -47,8 +46,13 @@ NOTHING = [
         "every completion in all 16 groups is right (reward 1, the maximum), so",
     ),
     ({**EQUAL, "reward": 0.5}, groups(), "all 16 groups have equal rewards within the group, from 0 to 1, so"),
-    ({**EQUAL, "reward": 0.0}, None, "every completion in all groups is wrong"),
-    ({**EQUAL, "reward": 0.5}, None, "all groups have equal rewards within the group, so"),
+    ({**EQUAL, "reward_min": 0.0, "reward_max": 0.0}, None, "every completion in all groups is wrong"),
+    (
+        {**EQUAL, "reward_min": 1.0, "reward_max": 1.0, "num_groups": 8},
+        None,
+        "every completion in all 8 groups is right",
+    ),
+    ({**EQUAL, "reward": 0.0}, None, "all groups have equal rewards within the group, so"),
     ({"grad_norm": math.nan}, groups(), "its gradient norm is not a number"),
     ({"grad_norm": None}, groups(), "its gradient norm is not a number"),
     ({"learning_rate": 0.0}, groups(), "its learning rate is 0"),
