@@ -77,7 +77,7 @@ def test_history(tmp_path: Path):
     assert isinstance(history, cohort.History) and len(history) == 6 and history[-1]["step"] == 6
     np.testing.assert_array_equal(history["reward"], metric(tmp_path / "run", "reward"))
     np.testing.assert_array_equal(history["eval/accuracy"], metric(tmp_path / "run", "eval/accuracy"))
-    with pytest.raises(KeyError, match="'rewrad'; the metrics are reward,"):
+    with pytest.raises(KeyError, match="'rewrad'; the metrics are num_groups, reward,"):
         history["rewrad"]
     assert history._repr_html_().count("<svg") == 5
     assert "reward: " in history.plot("reward")._repr_html_() and "to " in history.plot("reward")._repr_html_()

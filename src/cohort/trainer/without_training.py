@@ -8,6 +8,7 @@ from typing import Any
 
 from cohort.config import Config
 from cohort.data import PromptStream
+from cohort.models import with_base
 from cohort.plan.rollout_engine import set_engine
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
@@ -37,6 +38,7 @@ def evaluate_model(
     Raises:
         UserError: the configuration, the data or a reward is invalid.
     """
+    config = config.model_copy(update={"model": with_base(config.model)})
     assert config.eval is not None, "config.eval is required"
     with open_run(config, notify=notify) as run:
         # rewards get prompts under the name of the training column
