@@ -121,7 +121,7 @@ def test_the_process_is_gone_after_the_trajectory(backend):
         tool.end_trajectory()
         tool._session.join(20)
         assert not tool._session._thread.is_alive()
-        assert not canaries.escaped()["leftover processes"]
+        assert not canaries.was_outlived()
 
 
 def test_a_hang_ends_the_process_and_loses_the_state():
