@@ -181,7 +181,7 @@ def probe(sandbox: Sandbox) -> dict[str, str]:
         first = _run(sandbox, _CONTROL, outside)
         if _answer(first) != attempts.run():
             errors = [str(record["error"]) for record in first.records if "error" in record]
-            lines = first.errors.splitlines() or errors or ["it did not start"]
+            lines = first.errors.splitlines() or errors or ["it runs no code"]
             raise OSError(lines[-1] if lines[0].startswith("Traceback") else lines[0])
         with ThreadPoolExecutor(4) as pool:
             results = list(pool.map(lambda attempt: _run(sandbox, attempt, outside), ATTEMPTS))
