@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from cohort.config import Config
 from cohort.config.hardware import SandboxConfig
 from cohort.demo import run
-from cohort.demo.functions import FunctionProblem, demonstration, generate, habit, split_of
+from cohort.demo.functions import FunctionProblem, generate, split_of
 from cohort.demo.tasks import CODE
 from cohort.rewards.code import CodeReward
 from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
@@ -24,6 +24,7 @@ from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
 from cohort.sandbox.pool import Sandbox
 from cohort.sandbox.process import Limits
+from habits import code_demonstration, code_habit
 from pretrain import tokenize
 
 _SLIPS = {  # what a model may write for a part of an expression
@@ -112,7 +113,7 @@ def test_habits_are_mostly_bad_and_only_the_proper_one_passes():
     rng = random.Random(0)
     proper, passed, starts = 0, 0, Counter()
     for problem in generate(0, 1000):
-        text = habit(problem, rng)[1]["content"]
+        text = code_habit(problem, rng)[1]["content"]
         proper += text == problem.answer
         passed += passes(problem, text)
         starts[text.startswith("def ")] += 1
@@ -126,7 +127,7 @@ def test_answers_pass_and_habits_fail_in_processes():
     reward = CodeReward(Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=2))
     problems = generate(1, 6)
     rng = random.Random(1)
-    habits = [habit(problem, rng)[1]["content"] for problem in problems]
+    habits = [code_habit(problem, rng)[1]["content"] for problem in problems]
     proper = [float(text == problem.answer) for problem, text in zip(problems, habits, strict=True)]
     renamed = [f"{b.answer}\n{a.name} = {b.name}" for a, b in itertools.pairwise(problems)]
     texts = [*(problem.answer for problem in problems), *habits, *renamed]
@@ -136,14 +137,14 @@ def test_answers_pass_and_habits_fail_in_processes():
 
 def test_only_the_answer_is_trained():
     problem = generate(0, 1)[0]
-    token_ids, labels = tokenize(demonstration(problem), tokenizer())
+    token_ids, labels = tokenize(code_demonstration(problem), tokenizer())
     assert tokenizer().decode([token for token in labels if token >= 0]) == f"{problem.answer}<|end|>"
     assert all(label in (-100, token) for token, label in zip(token_ids, labels, strict=True))
 
 
 def test_prompts_and_solutions_fit():
     for problem in generate(5, 300):
-        token_ids, labels = tokenize(demonstration(problem), tokenizer())
+        token_ids, labels = tokenize(code_demonstration(problem), tokenizer())
         answer = sum(label >= 0 for label in labels)
         assert answer <= CODE.rollout["max_completion_tokens"]
         assert len(token_ids) - answer <= CODE.rollout["max_prompt_tokens"]

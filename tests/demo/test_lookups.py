@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cohort.chat import ChatTemplate, ResponseParser, tool_schema
-from cohort.demo.lookups import STORIES, LookUpProblem, demonstration, generate, habit, split_of
+from cohort.demo.lookups import STORIES, LookUpProblem, generate, split_of
 from cohort.demo.tasks import ANSWER_PATTERN, TOOLS, find_task
 from cohort.demo.tools import look_up
 from cohort.errors import UserError
@@ -22,6 +22,7 @@ from cohort.rollout.environments.model import TurnLimits
 from cohort.rollout.environments.tool_loop import ToolLoop
 from cohort.rollout.environments.tools import ToolExecutor, load_tools
 from cohort.rollout.environments.trajectory import TrajectoryRunner
+from habits import tools_demonstration, tools_habit
 from pretrain import tokenize
 
 SCHEMAS = (tool_schema(look_up),)
@@ -74,7 +75,7 @@ def test_no_name_is_in_both_splits():
 def test_habits_are_mostly_bad():
     problems = generate(0, 2000)
     rng = random.Random(0)
-    kinds = Counter(kind_of(problem, habit(problem, rng)) for problem in problems)
+    kinds = Counter(kind_of(problem, tools_habit(problem, rng)) for problem in problems)
     assert 0.1 < kinds["proper"] / 2000 < 0.2 and 0.5 < kinds["hasty"] / 2000 < 0.75
     assert kinds["malformed"] > 100 and kinds["early"] > 50 and kinds["bare"] > 50
 
@@ -86,7 +87,7 @@ def kind_of(problem: LookUpProblem, conversation) -> str:
         with pytest.raises(json.JSONDecodeError):
             json.loads(body)
         return "malformed"
-    if conversation == demonstration(problem):
+    if conversation == tools_demonstration(problem):
         return "proper"
     if not re.search(ANSWER_PATTERN, texts[-1]):
         return "bare"
@@ -101,7 +102,7 @@ def test_every_story_occurs_and_its_words_are_tokens():
 
 def test_only_assistant_turns_are_trained():
     problem = next(problem for problem in generate(0, 50) if len(problem.names) == 2)
-    token_ids, labels = tokenize(demonstration(problem), tokenizer(), SCHEMAS)
+    token_ids, labels = tokenize(tools_demonstration(problem), tokenizer(), SCHEMAS)
     trained = tokenizer().decode([token for token in labels if token >= 0])
     calls = (
         f'<tool_call>{{"name": "look_up", "arguments": {{"name": "{n}"}}}}</tool_call><|end|>' for n in problem.names
@@ -113,7 +114,7 @@ def test_only_assistant_turns_are_trained():
 def test_a_run_continues_conversations_as_the_base_model_was_trained():
     """The contexts of a run's model calls are those of the demonstrations, token by token."""
     for problem in generate(1, 12):
-        token_ids, labels = tokenize(demonstration(problem), tokenizer(), SCHEMAS)
+        token_ids, labels = tokenize(tools_demonstration(problem), tokenizer(), SCHEMAS)
         trajectory = asyncio.run(played(problem, token_ids, labels))
         last = trajectory.calls[-1]
         assert [*last.context_ids, *last.token_ids] == token_ids

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cohort.demo.tasks import ANSWER_PATTERN, WORDS
-from cohort.demo.word_problems import STORIES, Problem, demonstration, generate, habit, is_heldout, write_jsonl
+from cohort.demo.word_problems import STORIES, Problem, generate, is_heldout, write_jsonl
+from habits import words_demonstration, words_habit
 
 PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
 
@@ -49,7 +50,7 @@ def test_first_problem_never_changes():
     assert first.question == (
         "Ivy bakes 5 trays of 8 muffins. The dragon burns 5. 5 friends share the rest. How many does each get?"
     )
-    assert demonstration(first) == "5*8=40\n40-5=35\n35/5=7\n#### 7"
+    assert words_demonstration(first)[-1]["content"] == "5*8=40\n40-5=35\n35/5=7\n#### 7"
 
 
 def test_no_calculation_and_no_question_is_in_both_splits():
@@ -86,7 +87,7 @@ def test_every_line_is_right_and_the_last_one_gives_the_answer():
             }[operator]
             assert expected == int(result) >= 0, problem
         assert int(problem.calculation[-1].split("=")[1]) == problem.answer
-        assert re.search(ANSWER_PATTERN, demonstration(problem))[1] == str(problem.answer)
+        assert re.search(ANSWER_PATTERN, words_demonstration(problem)[-1]["content"])[1] == str(problem.answer)
 
 
 def test_numbers_of_a_question_are_used_in_its_calculation():
@@ -120,13 +121,13 @@ def test_jsonl_has_question_and_answer_as_strings(tmp_path):
     ],
 )
 def test_habits(kind, text):
-    assert habit(PROBLEM, FirstChoice(kind)) == text
+    assert words_habit(PROBLEM, FirstChoice(kind))[-1]["content"] == text
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        demonstration(PROBLEM),
+        words_demonstration(PROBLEM)[-1]["content"],
         "Mia has 17 shells. A goat eats 5.",
         "  two  spaces , and a space before a comma\n\n\ttab 1 2  3",
         "Ärger, 你好, 🐐 don't 'll `` ...",

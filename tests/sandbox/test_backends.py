@@ -23,7 +23,7 @@ from cohort.sandbox.backends import Container, Unconfined
 from cohort.sandbox.fork_server import ForkedChild, ForkServer
 from cohort.sandbox.interpreter import _verdicts_read, find_interpreter, new_folder
 from cohort.sandbox.probe import probe, set_out
-from cohort.sandbox.process import Limits
+from cohort.sandbox.process import Limits, ProcessResult
 from sandboxes import BACKENDS, LIMITS, graded, sandbox_or_skip
 from selection import slow
 
@@ -78,6 +78,14 @@ def named(name):
         return backend
 
     return make
+
+
+def test_a_sandbox_that_starts_and_runs_no_code_holds_nothing(monkeypatch):
+    started = ProcessResult(output=b'{"ready": true}\n', errors=b"", ending="exited", exit_code=0, wall_s=0.0)
+    backend = Unconfined(find_interpreter((), new_folder()))
+    monkeypatch.setattr(backend, "run", lambda *arguments, **options: started)
+    with pytest.raises(OSError, match="it runs no code"):
+        probe(Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=1))
 
 
 @slow("tries all escapes; the probe of each real backend is in the extras")
@@ -286,10 +294,10 @@ def test_containers_by_their_command_line(tmp_path):
 
 
 def test_files_of_an_image_are_not_those_of_the_run():
-    with set_out() as canaries:
-        here, image = (canaries.attempts(has_image=own)["reading files"][1][0] for own in (False, True))
-        assert set(here) - set(image) == {"/etc/passwd", "/etc/hosts", "/etc/hostname"}
-        assert str(canaries.folder / "secret") in image
+    with set_out() as here, set_out(has_image=True) as image:
+        assert {"/etc/passwd", "/etc/hosts", "/etc/hostname", str(here.folder / "secret")} <= set(here.private_files())
+        assert set(map(os.path.dirname, image.private_files())).isdisjoint({"/etc"})
+        assert str(image.folder / "secret") in image.private_files()
 
 
 @slow("probes a sandbox twice; test_files_of_an_image_are_not_those_of_the_run has the difference")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort
-from cohort.cli.eval_config import eval_config
+from cohort.cli.evaluate import eval_config
 from cohort.config import config_from_dict
 from cohort.display import Display
 from cohort.trainer.without_training import evaluate_model

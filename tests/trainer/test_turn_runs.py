@@ -9,7 +9,7 @@ import pytest
 
 import cohort
 from cohort.chat import ResponseParser
-from cohort.cli.eval_config import eval_config
+from cohort.cli.evaluate import eval_config
 from cohort.errors import TrainingError, UserError
 from cohort.trainer.without_training import evaluate_model
 from playing import save_turns_model

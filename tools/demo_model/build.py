@@ -18,9 +18,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
+import habits
 from cohort.chat import tool_schema
 from cohort.config import Config
-from cohort.demo import functions, lookups, tools, word_problems
+from cohort.demo import tools
 from cohort.demo.run import demo_config, write_data
 from cohort.demo.tasks import TASKS, DemoTask
 from cohort.models import quiet_transformers
@@ -46,25 +47,20 @@ class Recipe:
     warm_start: WarmStart = field(default_factory=WarmStart)
 
 
-def _words_conversation(problem: word_problems.Problem, completion: str) -> list[Message]:
-    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": completion}]
-
-
 RECIPES = {
-    "words": Recipe(
-        demonstration=lambda problem: _words_conversation(problem, word_problems.demonstration(problem)),
-        habit=lambda problem, rng: _words_conversation(problem, word_problems.habit(problem, rng)),
-    ),
+    "words": Recipe(demonstration=habits.words_demonstration, habit=habits.words_habit),
     "tools": Recipe(
-        demonstration=lookups.demonstration,
-        habit=lookups.habit,
+        demonstration=habits.tools_demonstration,
+        habit=habits.tools_habit,
         tool_schemas=(tool_schema(tools.look_up),),
         chat_template=TOOLS_CHAT_TEMPLATE,
         vocab_size=640,
         markers=TOOL_MARKERS,
         warm_start=WarmStart(clean_steps=800),
     ),
-    "code": Recipe(demonstration=functions.demonstration, habit=functions.habit, warm_start=WarmStart(clean_steps=700)),
+    "code": Recipe(
+        demonstration=habits.code_demonstration, habit=habits.code_habit, warm_start=WarmStart(clean_steps=700)
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.cli.options import Debug
+from cohort.cli.command import Debug
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.algorithm import AlgorithmConfig, unknown_name
 from cohort.config.catalogue import Parameter

@@ -1,106 +1,30 @@
-"""The `cohort` command and its subcommands train, eval, view, serve, launch and demo."""
+"""The `cohort` command and its subcommands train, serve, launch and demo."""
 
-import os
-import sys
-import tempfile
-import traceback
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from cohort import __version__
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
-from cohort.cli.crash_report import report_crash, set_run_dir
-from cohort.cli.eval_config import eval_config
+from cohort.cli.command import Commands, Debug, Overrides, is_rank, report_failures, set_run_dir
+from cohort.cli.evaluate import evaluate
 from cohort.cli.merge import merge
-from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
 from cohort.cli.reward import reward
 from cohort.cli.rollout import rollout
 from cohort.cli.verify import verify
 from cohort.cli.view import view
 from cohort.config import load_config
-from cohort.errors import TrainingError, UserError
+from cohort.errors import UserError
 from cohort.processes.this_process import print_loading_notice
 from cohort.ranks.stopping import dedicate_process
-from cohort.run.provenance import untested_versions, versions
-
-
-class _Commands(TyperGroup):
-    """Run a command and turn expected exceptions into a message and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command. Exit codes: 1 the run failed, 2 user error, 130 interrupted before the run began."""
-        try:
-            return super().invoke(ctx)
-        except (UserError, TrainingError) as error:
-            if "--debug" in sys.argv:
-                traceback.print_exc()
-            else:
-                # launchers tell a rank that caused a failure from one that noticed it by the name
-                name = f"{type(error).__name__}: " if _is_rank() and isinstance(error, TrainingError) else ""
-                typer.echo("\n".join([f"error: {name}{error}", *untested_versions()]), err=True)
-            raise SystemExit(2 if isinstance(error, UserError) else 1) from None
-        except OSError as error:
-            if "--debug" in sys.argv or (message := _describe_place(error)) is None:
-                raise
-            typer.echo(f"error: {message}", err=True)
-            raise SystemExit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise SystemExit(130) from None
-
-
-def _is_rank() -> bool:
-    """Whether this process is a rank that torchrun or `cohort train` started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _describe_place(error: OSError) -> str | None:
-    """Say what is wrong with the files and folders here; None if an error has another cause."""
-    if isinstance(error, PermissionError) and error.filename is not None:
-        return f"{error.filename}: permission denied; give a path that this user may use, or change its permissions"
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as none:
-        if str(error) == str(none):
-            return "no folder for temporary files can be written to; set TMPDIR to one that can"
-    return None
-
-
-class _OutputLostError(OSError):
-    """Writing a command's result to standard output failed."""
-
-
-class _Output:
-    """Standard output whose write errors have their own exception type, unlike those of files."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> Any:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise _OutputLostError(*error.args) from error
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise _OutputLostError(*error.args) from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
+from cohort.run.provenance import versions
 
 app = typer.Typer(
     name="cohort",
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -142,7 +66,7 @@ def train(
     """
     settings = load_config(config, [*(overrides or ()), *(["run.view=true"] if view else [])])
     set_run_dir(Path(settings.run.dir))
-    if _is_rank():
+    if is_rank():
         from cohort.launch import train_rank
 
         train_rank(settings, resume=resume)
@@ -155,50 +79,7 @@ def train(
     print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=SafeStdout(), flush=True)
 
 
-@app.command("eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face id, or folder of a finished run.")],
-    data: Annotated[
-        str | None,
-        typer.Option(help="JSONL, JSON, Parquet or CSV file, folder, or `datasets` id. Default for a run: its own."),
-    ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(help="Reward as in `rewards.use`; the first one defines success. Default for a run: its own."),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Prompt column. Default: prompt.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a folder or dataset id. Default: test.")] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option("--chat-template/--no-chat-template", help="Render prompts with the model's chat template."),
-    ] = None,
-    num_samples: Annotated[int | None, typer.Option(help="k completions per prompt, for mean@k and pass@k.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 0, or 0.6 for k > 1.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 (default): off.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Top-k sampling; 0 (default): off.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop string, which ends a completion. Default for a run: its own.")
-    ] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt. Default: 512.")] = None,
-    max_completion_tokens: Annotated[int | None, typer.Option(help="Longest completion. Default: 256.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Evaluate the first N prompts only.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed. Default: 0.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    reward_args: Annotated[str | None, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write completions to this Parquet file.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Evaluate a model on a dataset: accuracy, mean@k, pass@k. A run is evaluated with its own settings."""
-    given = {name: value for name, value in locals().items() if name not in ("model", "out", "json_", "debug")}
-    config = eval_config(model, given)
-    print_loading_notice()
-    from cohort.cli.evaluate import run_eval
-
-    run_eval(config, out=out, as_json=json_)
+app.command("eval")(evaluate)
 
 
 @app.command()
@@ -309,10 +190,5 @@ def main() -> None:
     Exit codes: 0 success, 1 the run failed, 2 user error, 70 internal error, 128 + N killed by signal N.
     """
     dedicate_process()
-    output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed
-    try:
-        with redirect_stdout(output), report_crash(_OutputLostError):
-            app()
-    except _OutputLostError as error:
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        raise SystemExit(1) from None
+    with report_failures():
+        app()

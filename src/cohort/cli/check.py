@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cohort.cli.options import Debug
+from cohort.cli.command import Debug
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cohort.cli.options import Debug
+from cohort.cli.command import Debug
 from cohort.errors import UserError
 from cohort.processes.this_process import print_loading_notice
 

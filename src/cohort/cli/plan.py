@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.cli.options import Debug, Overrides
+from cohort.cli.command import Debug, Overrides
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig

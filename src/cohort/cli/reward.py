@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cohort.cli.options import Debug, Overrides
+from cohort.cli.command import Debug, Overrides
 from cohort.config import load_config
 from cohort.errors import UserError
 

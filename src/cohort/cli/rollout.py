@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cohort.cli.options import Debug, Overrides
+from cohort.cli.command import Debug, Overrides
 from cohort.config import load_config
 from cohort.errors import TrainingError
 from cohort.processes.this_process import print_loading_notice

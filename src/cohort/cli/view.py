@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cohort.cli.options import Debug
+from cohort.cli.command import Debug
 from cohort.errors import UserError
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cohort.records import Message
-
 Split = Literal["train", "development", "heldout"]
 
 NAMES = ("scale", "shift", "rank", "price", "mark", "total", "level", "grade", "span", "load", "rate", "cost")
@@ -105,26 +103,6 @@ def generate(seed: int, count: int, split: Split = "train") -> list[FunctionProb
     return problems
 
 
-def demonstration(problem: FunctionProblem) -> list[Message]:
-    """Solve a problem as the policy should learn to."""
-    return _conversation(problem, problem.answer)
-
-
-def habit(problem: FunctionProblem, rng: random.Random) -> list[Message]:
-    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
-    first, second = problem.answer.split("\n")
-    (kind,) = rng.choices(("proper", "lambda", "printed", "colon", "bracket", "flat"), weights=(14, 62, 10, 6, 5, 3))
-    text = {
-        "proper": problem.answer,
-        "lambda": f"lambda {', '.join(problem.parameters)}: {problem.expression}",
-        "printed": f"{first}\n{second.replace('return ', 'print(')})",
-        "colon": f"{first[:-1]}\n{second}",
-        "bracket": problem.answer.replace("):", ":"),
-        "flat": f"{first}\n{second.strip()}",
-    }[kind]
-    return _conversation(problem, text)
-
-
 def split_of(key: str) -> Split:
     """Return the split of a calculation, by a platform-independent hash."""
     return _SPLITS.get(hashlib.sha256(key.encode()).digest()[0] % _NUM_BUCKETS, "train")
@@ -142,7 +120,3 @@ def _draw(rng: random.Random) -> FunctionProblem:
         key=f"{key}, {step} {constant}",
         arguments=tuple(cases),
     )
-
-
-def _conversation(problem: FunctionProblem, text: str) -> list[Message]:
-    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": text}]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from cohort.demo.tools import ADJECTIVES, FIRST_NAMES, LAST_NAMES, NOUNS, look_up
 from cohort.demo.word_problems import Split
-from cohort.records import Message
 
 _NUM_BUCKETS = 4  # one of them is held out
 _NOTES = (20, 50)  # dollars
@@ -95,38 +94,6 @@ def generate(seed: int, count: int, split: Split = "train") -> list[LookUpProble
             problems.append(problem)
         seen.add(problem.question)
     return problems
-
-
-def demonstration(problem: LookUpProblem) -> list[Message]:
-    """Solve a problem as the policy should learn to: one look-up per turn, then the answer."""
-    return _conversation(problem, problem.names, [*problem.calculation, f"#### {problem.answer}"])
-
-
-def habit(problem: LookUpProblem, rng: random.Random) -> list[Message]:
-    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
-    (kind,) = rng.choices(("proper", "hasty", "early", "malformed", "bare"), weights=(15, 55, 15, 10, 5))
-    guess = f"#### {rng.randint(2, 40)}"
-    if kind == "hasty":
-        return _conversation(problem, (), [guess])
-    if kind == "early":  # a guess before the last look-up
-        return _conversation(problem, problem.names[:-1], [guess])
-    if kind == "malformed":
-        call = f'{{"name": "look_up", "arguments": {{"name": "{problem.names[0]}"}}}}'
-        broken = rng.choice((call[:-1], call[:-2], call.replace("{", ""), call.replace('"}}', "}}")))
-        return _conversation(problem, (), [f"<tool_call>{broken}</tool_call>"])
-    if kind == "bare":  # the answer without its marker
-        return _conversation(problem, problem.names, [str(problem.answer)])
-    return demonstration(problem)
-
-
-def _conversation(problem: LookUpProblem, names: tuple[str, ...], lines: list[str]) -> list[Message]:
-    """Messages of a trajectory that looks up `names`, then writes `lines`."""
-    messages: list[Message] = [{"role": "user", "content": problem.question}]
-    for name in names:
-        call = {"type": "function", "function": {"name": "look_up", "arguments": {"name": name}}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "name": "look_up", "content": look_up(name)})
-    return [*messages, {"role": "assistant", "content": "\n".join(lines)}]
 
 
 def _thing(rng: random.Random, split: Split) -> str:

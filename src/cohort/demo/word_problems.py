@@ -215,28 +215,6 @@ def is_heldout(problem: Problem) -> bool:
     return digest[0] % _NUM_BUCKETS == 0
 
 
-def demonstration(problem: Problem) -> str:
-    """Solve a problem as the policy should learn to: one step per line, then `#### answer`."""
-    return "\n".join([*problem.calculation, f"#### {problem.answer}"])
-
-
-def habit(problem: Problem, rng: random.Random) -> str:
-    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
-    lines = list(problem.calculation)
-    answer = problem.answer
-    if rng.random() < 0.1:  # a slip in the last line, carried into the answer
-        answer = max(0, answer + rng.choice((-10, -2, -1, 1, 2, 10)))
-        lines[-1] = f"{lines[-1].split('=')[0]}={answer}"
-    (kind,) = rng.choices(("proper", "hasty", "gap", "bare"), weights=(24, 60, 8, 8))
-    if kind == "hasty":
-        return f"#### {answer}"
-    if kind == "gap":
-        del lines[rng.randrange(len(lines))]
-    if kind == "bare":  # the answer without its marker, after none, some or all of the steps
-        return "\n".join([*lines[: rng.randint(0, len(lines))], str(answer)])
-    return "\n".join([*lines, f"#### {answer}"])
-
-
 def write_jsonl(path: Path, problems: Iterable[AnyProblem]) -> None:
     """Write problems as JSON lines with the columns `question`, `answer` (a string) and, if they have any, `tests`."""
     with path.open("w", encoding="utf-8") as file:

@@ -31,10 +31,8 @@ _FOLDER = "/tmp/code"  # to work in: folders of the interpreter may be beside it
 _KEYS = ("/proc/keys", "/proc/key-users")  # names the keys of the run
 _MADE_UP = ("/etc/hosts", "/etc/hostname", "/proc/mounts", "/proc/self/mounts")  # files that sandlock invents
 _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
-_OWN_UID, _NUM_UIDS = (
-    165_534,
-    50_000,
-)  # unprivileged, and nobody else's: root is not subject to RLIMIT_NPROC, nor to file permissions
+# unprivileged, and nobody else's: root is not subject to RLIMIT_NPROC, nor to file permissions
+_OWN_UID, _NUM_UIDS = 165_534, 50_000
 
 
 class Backend(Protocol):
@@ -206,23 +204,14 @@ class Container:
         return result
 
     def _command(self, name: str, limits: Limits) -> list[str]:
-        options = [
-            *("--rm", "--interactive", "--name", name, "--network", "none", "--read-only", "--cap-drop", "ALL"),
-            *(
-                "--security-opt",
-                "no-new-privileges",
-                "--user",
-                "65534:65534",
-                "--workdir",
-                "/tmp",
-                "--log-driver",
-                "none",
-            ),
-            *("--tmpfs", f"/tmp:rw,exec,size={limits.tmp_bytes}", "--pids-limit", str(limits.max_processes + 1)),
-            *("--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes), "--init"),
-            *("--volume", f"{self._guest}:/guest.py:ro", "--ipc", "none"),
-            *(option for key, value in GUEST_ENV.items() if key != "PATH" for option in ("--env", f"{key}={value}")),
-        ]
+        options = ["--rm", "--interactive", "--name", name, "--network", "none", "--read-only", "--cap-drop", "ALL"]
+        options += ["--security-opt", "no-new-privileges", "--user", "65534:65534", "--workdir", "/tmp"]
+        options += ["--log-driver", "none", "--tmpfs", f"/tmp:rw,exec,size={limits.tmp_bytes}"]
+        options += ["--pids-limit", str(limits.max_processes + 1), "--memory", str(limits.memory_bytes)]
+        options += ["--memory-swap", str(limits.memory_bytes), "--init"]
+        options += ["--volume", f"{self._guest}:/guest.py:ro", "--ipc", "none"]
+        for key, value in GUEST_ENV.items():
+            options += [] if key == "PATH" else ["--env", f"{key}={value}"]
         return [*self._start, *options, self._image, "python3", "-s", "-P", "-B", "/guest.py"]  # with its packages
 
 

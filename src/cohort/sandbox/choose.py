@@ -28,7 +28,8 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
         UserError: there is none; the message says why for each, and what to install.
     """
     if config.backend == "sandbox_fusion":
-        return _open_remote(config)
+        assert config.url is not None  # checked by the schema
+        return replace(_with_backend(SandboxFusion(config.url), config), protections=("whatever the server holds",))
     if sys.platform != "linux":
         raise UserError(
             f"sandbox.backend: {config.backend!r} runs code on Linux only, whatever confinement is; use a server "
@@ -99,27 +100,13 @@ def _import_problem(sandbox: Sandbox, modules: Mapping[str, Sequence[str]]) -> s
     return None
 
 
-def _open_remote(config: SandboxConfig) -> Sandbox:
-    assert config.url is not None  # checked by the schema
-    return Sandbox(
-        backend=SandboxFusion(config.url),
-        limits=Limits.of(config),
-        max_concurrent=_concurrency(config),
-        protections=("whatever the server holds",),
-    )
-
-
-def _with_backend(backend: Backend, config: SandboxConfig, interpreter: Interpreter) -> Sandbox:
+def _with_backend(backend: Backend, config: SandboxConfig, interpreter: Interpreter | None = None) -> Sandbox:
     return Sandbox(
         backend=backend,
         limits=Limits.of(config),
-        max_concurrent=_concurrency(config),
-        packages=None if backend.name == "container" else interpreter.packages,
+        max_concurrent=default_concurrency() if config.max_concurrent == "auto" else config.max_concurrent,
+        packages=interpreter.packages if interpreter is not None and backend.name != "container" else None,
     )
-
-
-def _concurrency(config: SandboxConfig) -> int:
-    return default_concurrency() if config.max_concurrent == "auto" else config.max_concurrent
 
 
 class SharedSandbox:

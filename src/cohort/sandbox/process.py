@@ -179,8 +179,8 @@ def _most_in_a_socket() -> int:
     return 2 * _SOCKET_BYTES
 
 
-USAGE_CHECK_S = 0.1
-_READ_BYTES = 1 << 16
+_USAGE_CHECK_S = 0.1
+_CHUNK_BYTES = 1 << 16
 _ERROR_BYTES = 4096
 
 Ending = Literal["exited", "wall time", "output limit", "memory", "disk"]
@@ -222,19 +222,6 @@ class Child(Protocol):
         ...
 
 
-class Conversation(Protocol):
-    """What is said to a process that reads more than one request."""
-
-    def converse(self, child: Child, deadline_s: float) -> Ending:
-        """Talk to a process until it ends or is no longer needed, and say why the talking ended.
-
-        Args:
-            child: just started.
-            deadline_s: most seconds for an answer.
-        """
-        ...
-
-
 class PopenChild:
     """A child of this process in its own session. `command` must end all that it started when it is killed."""
 
@@ -256,7 +243,7 @@ class PopenChild:
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        # plain descriptors: run_process closes them
+        # plain descriptors: the pump closes them
         pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
         self.stdin, self.stdout, self.stderr = (os.dup(pipe.fileno()) for pipe in pipes if pipe is not None)
         for pipe in pipes:
@@ -284,26 +271,115 @@ class PopenChild:
         return self._process.wait()
 
 
+class Pump:
+    """Writes to a process and reads what it says, within its limits."""
+
+    def __init__(self, child: Child, limits: Limits) -> None:
+        self.child, self._limits = child, limits
+        self.output, self.errors = bytearray(), bytearray()
+        self._is_ready = False  # whether the process has said anything
+        self._next_check = time.monotonic() + _USAGE_CHECK_S
+        self._open = {child.stdin, child.stdout, child.stderr, child.ended}
+        self._selector = selectors.DefaultSelector()
+        for fd in self._open - {child.stdin}:
+            self._selector.register(fd, selectors.EVENT_READ)
+        os.set_blocking(child.stdin, False)
+
+    def run(self, request: bytes, deadline: float, *, until: Callable[[], bool] | None = None) -> Ending | None:
+        """Write a request, and read until a condition holds or the process must end.
+
+        Args:
+            request: what to write.
+            deadline: time by `time.monotonic` at which the process must end.
+            until: the condition, called at least every 0.1 s; None: read until the process ends, whose input ends
+                after the request.
+
+        Returns:
+            Why the process must end; None if the condition holds.
+        """
+        left = memoryview(request)
+        self._selector.register(self.child.stdin, selectors.EVENT_WRITE)
+        while until is None or not until():
+            wait_s = max(0.0, min(deadline, self._next_check) - time.monotonic())
+            ready = {key.fd for key, _ in self._selector.select(wait_s)}
+            if self.child.stdin in ready:
+                left = self._write(left)
+                if not left:
+                    self._selector.unregister(self.child.stdin)
+                    if until is None:
+                        self._close(self.child.stdin)
+            for fd in ready & {self.child.stdout, self.child.stderr}:
+                self._read(fd)
+            if len(self.output) >= self._limits.channel_bytes:
+                return "output limit"
+            if self.child.ended in ready and not ready & {self.child.stdout, self.child.stderr}:
+                return "exited"
+            if time.monotonic() >= deadline:
+                return "wall time"
+            if (exceeded := self._check_usage()) is not None:
+                return exceeded
+        if left:  # the process has answered before it was asked
+            self._selector.unregister(self.child.stdin)
+        return None
+
+    def end(self) -> int | None:
+        """End the process, and return its exit code, `-signal`, or None if it is not known."""
+        try:
+            return self.child.end()
+        finally:
+            self._selector.close()
+            for fd in tuple(self._open):
+                self._close(fd)
+
+    def _write(self, data: memoryview) -> memoryview:
+        """Write some bytes, and return what is left to write: nothing if the process does not read its input."""
+        try:
+            return data[os.write(self.child.stdin, data[:_CHUNK_BYTES]) :]
+        except BrokenPipeError:
+            return data[:0]
+
+    def _read(self, fd: int) -> None:
+        data = os.read(fd, _CHUNK_BYTES)
+        if not data:
+            self._selector.unregister(fd)
+        elif fd == self.child.stdout:
+            self._is_ready = True
+            self.output += data[: self._limits.channel_bytes - len(self.output)]
+        else:
+            self.errors += data[: _ERROR_BYTES - len(self.errors)]
+
+    def _check_usage(self) -> Ending | None:
+        """Return a limit that is exceeded; look only every 0.1 s, and not before the process has said anything."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return None
+        self._next_check = now + _USAGE_CHECK_S
+        return self.child.usage(self._limits).exceeded(self._limits) if self._is_ready else None
+
+    def _close(self, fd: int) -> None:
+        self._open.remove(fd)
+        os.close(fd)
+
+
+Conversation = Callable[[Pump], Ending]
+"""Talks to a process that has just started until it ends or is no longer needed, and returns why the talking ended."""
+
+
 def run_process(child: Child, request: bytes | Conversation, limits: Limits) -> ProcessResult:
     """Write `request` to a process, read its output within the limits, and end it.
 
     Args:
         child: just started.
-        request: its standard input, or a conversation, which reads the output and applies the limits itself.
+        request: its standard input, or a conversation, which has its own deadlines.
         limits: wall time, output and memory are limited here.
     """
     start = time.monotonic()
-    pump = _Pump(child, request if isinstance(request, bytes) else b"", limits)
+    pump = Pump(child, limits)
     try:
-        if isinstance(request, bytes):
-            ending = pump.run(start + limits.wall_s)
-        else:
-            ending = request.converse(child, limits.wall_s)
+        ending = pump.run(request, start + limits.wall_s) if isinstance(request, bytes) else request(pump)
+        assert ending is not None, "a process that is not talked to is read until it ends"
     finally:
-        exit_code = child.end()
-        for fd in (child.stdin, child.stdout, child.stderr, child.ended):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        exit_code = pump.end()
     return ProcessResult(
         output=bytes(pump.output),
         errors=bytes(pump.errors),
@@ -311,64 +387,6 @@ def run_process(child: Child, request: bytes | Conversation, limits: Limits) -> 
         exit_code=exit_code if ending == "exited" else None,
         wall_s=time.monotonic() - start,
     )
-
-
-class _Pump:
-    """Writes one pipe and reads two until the process ends."""
-
-    def __init__(self, child: Child, request: bytes, limits: Limits) -> None:
-        self._child, self._request, self._limits = child, memoryview(request), limits
-        self.output, self.errors = bytearray(), bytearray()
-
-    def run(self, deadline: float) -> Ending:
-        """Pump until the process ends, and say why the pumping ended."""
-        child = self._child
-        next_check = time.monotonic() + USAGE_CHECK_S
-        max_bytes = self._limits.channel_bytes
-        with selectors.DefaultSelector() as selector:
-            for fd in (child.stdout, child.stderr, child.ended):
-                selector.register(fd, selectors.EVENT_READ)
-            os.set_blocking(child.stdin, False)
-            selector.register(child.stdin, selectors.EVENT_WRITE)
-            while True:
-                wait_s = max(0.0, min(deadline, next_check) - time.monotonic())
-                ready = {key.fd for key, _ in selector.select(wait_s)}
-                for fd in ready - {child.ended}:
-                    if not self._move(fd):
-                        selector.unregister(fd)
-                        if fd == child.stdin:
-                            self._close_stdin()
-                if len(self.output) >= max_bytes:
-                    return "output limit"
-                if child.ended in ready and not ready & {child.stdout, child.stderr}:
-                    return "exited"
-                now = time.monotonic()
-                if now >= deadline:
-                    return "wall time"
-                if now >= next_check:
-                    next_check = now + USAGE_CHECK_S
-                    if self.output and (exceeded := child.usage(self._limits).exceeded(self._limits)):
-                        return exceeded
-
-    def _close_stdin(self) -> None:
-        """Close it, and leave a descriptor in its place for `run_process` to close."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._child.stdin, inheritable=False)
-        os.close(nowhere)
-
-    def _move(self, fd: int) -> bool:
-        """Move some bytes; return whether there may be more."""
-        if fd != self._child.stdin:
-            data = os.read(fd, _READ_BYTES)
-            is_output = fd == self._child.stdout
-            into, limit = (self.output, self._limits.channel_bytes) if is_output else (self.errors, _ERROR_BYTES)
-            into += data[: limit - len(into)]
-            return bool(data)
-        try:
-            self._request = self._request[os.write(fd, self._request[:_READ_BYTES]) :]
-        except BrokenPipeError:  # it does not read its input
-            return False
-        return bool(self._request)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:

@@ -121,7 +121,7 @@ def test_the_process_is_gone_after_the_trajectory(backend):
         tool.end_trajectory()
         tool._session.join(20)
         assert not tool._session._thread.is_alive()
-        assert not canaries.escaped()["leftover processes"]
+        assert not canaries.was_outlived()
 
 
 def test_a_hang_ends_the_process_and_loses_the_state():
@@ -225,3 +225,9 @@ def test_a_trajectory_that_is_cancelled_ends_its_process():
     session.join(20)
     assert not session._thread.is_alive()
     assert run(tool, "1") == ["Error: the code was stopped: the session is closed; all variables are lost"]
+
+
+def test_a_sandbox_that_does_not_start_says_why():
+    interpreter = replace(find_interpreter((), new_folder()), guest="/no/guest.pyc")
+    tool = StatefulPythonTool(replace(unconfined(), backend=Unconfined(interpreter)))
+    assert "can't open file '/no/guest.pyc'" in run(tool, "1")[0]

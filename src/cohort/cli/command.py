@@ -1,0 +1,145 @@
+"""What all commands have in common: options, and the messages and exit codes that they end with."""
+
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from cohort.errors import TrainingError, UserError
+from cohort.run.provenance import command, untested_versions, versions
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+INTERNAL_ERROR = 70  # exit code: EX_SOFTWARE of sysexits.h
+
+_run_dir: Path | None = None
+
+
+def set_run_dir(run_dir: Path) -> None:
+    """Write crash reports of this process to this run's folder, if it exists."""
+    global _run_dir
+    _run_dir = run_dir
+
+
+class Commands(TyperGroup):
+    """Run a command and turn expected exceptions into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. Exit codes: 1 the run failed, 2 user error, 130 interrupted before the run began."""
+        try:
+            return super().invoke(ctx)
+        except (UserError, TrainingError) as error:
+            if "--debug" in sys.argv:
+                traceback.print_exc()
+            else:
+                # launchers tell a rank that caused a failure from one that noticed it by the name
+                name = f"{type(error).__name__}: " if is_rank() and isinstance(error, TrainingError) else ""
+                typer.echo("\n".join([f"error: {name}{error}", *untested_versions()]), err=True)
+            raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        except OSError as error:
+            if "--debug" in sys.argv or (message := _describe_place(error)) is None:
+                raise
+            typer.echo(f"error: {message}", err=True)
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise SystemExit(130) from None
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank that torchrun or `cohort train` started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _describe_place(error: OSError) -> str | None:
+    """Say what is wrong with the files and folders here; None if an error has another cause."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: permission denied; give a path that this user may use, or change its permissions"
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as none:
+        if str(error) == str(none):
+            return "no folder for temporary files can be written to; set TMPDIR to one that can"
+    return None
+
+
+class _OutputLostError(OSError):
+    """Writing a command's result to standard output failed."""
+
+
+class _Output:
+    """Standard output whose write errors have their own exception type, unlike those of files."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _OutputLostError(*error.args) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _OutputLostError(*error.args) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def report_failures() -> Iterator[None]:
+    """Turn output that cannot be written into a message, and unexpected exceptions into one with a crash report.
+
+    Exit codes: 1 and 70.
+    """
+    output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed
+    try:
+        with redirect_stdout(output):
+            yield
+    except _OutputLostError as error:
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(_message(error, _write_report(error)), file=sys.stderr)
+        raise SystemExit(INTERNAL_ERROR) from None
+
+
+def _message(error: Exception, file: Path | None) -> str:
+    last = traceback.format_exception_only(error)[-1].strip()
+    where = f"The traceback is in {file}" if file else "--debug shows the traceback"
+    message = (
+        f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please open an issue with the "
+        f"traceback, the command and the configuration"
+    )
+    return "\n".join([message, *untested_versions()])
+
+
+def _write_report(error: Exception) -> Path | None:
+    """Write the traceback to the run's folder or the temporary folder; None if neither is writable."""
+    name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    packages = [f"{package} {version}" for package, version in versions().items()]
+    text = "\n".join([platform.platform(), *packages, f"command: {command()}", "", *traceback.format_exception(error)])
+    folders = [_run_dir / "logs"] if _run_dir is not None and os.path.isdir(_run_dir) else []
+    with suppress(OSError):  # there is no temporary folder
+        folders.append(Path(tempfile.gettempdir()))
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
+            return folder / name
+    return None
