@@ -41,7 +41,7 @@ PICTURES = (
     Picture(name="page-heldout", view="/heldout", size=(1280, 960)),
     Picture(name="page-machine", view="/machine", size=(1280, 960)),
     Picture(name="page-config", view="/config", size=(1280, 960)),
-    Picture(name="page-search", view="/search?q=reward+%3C+0.2+and+length+%3E+25"),
+    Picture(name="page-search", view="/search?where=reward+%3C+0.2+and+length+%3E+25"),
     Picture(name="page-dark", view=f"/step/{STEP}/group/3", options={"color_scheme": "dark"}),
     Picture(name="page-narrow", view=f"/step/{STEP}", size=(390, 844)),
 )

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import numpy as np
 
@@ -169,8 +169,8 @@ def measure_views(folder: Path, steps: int, rows: int, repeats: int) -> None:
         for name, paths in views(run["id"], steps, rows, rng, repeats).items():
             timed.append(measure(page, name, [[path] for path in paths]))
         print(markdown(["ms", "p50", "max", "of the processor", "kB", "memory, MB"], timed))
-        queries = ("reward < 0.2 and length > 300", "answer", NEEDLE, "reward > 2")
-        found = [search(page, run["id"], query) for query in queries]
+        queries = (("", "reward < 0.2 and length > 300"), ("answer", ""), (NEEDLE, ""), ("", "reward > 2"))
+        found = [search(page, run["id"], *query) for query in queries]
         print()
         print(
             markdown(
@@ -218,10 +218,11 @@ def views(run_id: str, steps: int, rows: int, rng: np.random.Generator, repeats:
     }
 
 
-def search(page: Page, run_id: str, query: str) -> list[str]:
+def search(page: Page, run_id: str, text: str, where: str) -> list[str]:
     """Search to the end: a row of the table."""
     start, first, matches, reason, cpu = time.perf_counter(), None, 0, "?", page.cpu_seconds()
-    for name, data in page.events(f"/api/runs/{quote(run_id)}/search?q={quote(query)}&limit=200"):
+    query = urlencode({"text": text, "where": where, "limit": 200})
+    for name, data in page.events(f"/api/runs/{quote(run_id)}/search?{query}"):
         if name == "match":
             first = first or time.perf_counter() - start
             matches += 1
@@ -230,7 +231,7 @@ def search(page: Page, run_id: str, query: str) -> list[str]:
             break
     end = time.perf_counter() - start
     times = ["none" if first is None else f"{first:.2f}", f"{end:.1f}", f"{page.cpu_seconds() - cpu:.1f}"]
-    return [f"`{query}`", *times, str(matches), str(reason), f"{page.status('VmRSS'):.0f}"]
+    return [f"`{text or where}`", *times, str(matches), str(reason), f"{page.status('VmRSS'):.0f}"]
 
 
 # A run that trains

@@ -31,7 +31,7 @@ VIEWS = {
     "/step/3": "Step 3",
     "/step/3/group/0": "Prompt",
     "/step/3/completion/0": "Probability",
-    "/search?q=reward+%3E%3D+0": "matches",
+    "/search?where=reward+%3E%3D+0": "matches",
     "/heldout": "Accuracy after step 6",
     "/machine": "Time by phase",
     "/config": "Changed from the defaults",
@@ -235,17 +235,31 @@ def test_charts_beside_tables_are_saved_as_csv(open_page, address):
 
 def test_search_finds_completions_and_opens_them(open_page, address):
     page = open_page(address, run_view("learns", "/search"))
-    field = page.locator("input[type=search], textarea, [role=searchbox], [role=combobox]").first
-    field.fill("reward >= 1 and length > 3")
+    text, where = (page.get_by_label(name, exact=True) for name in ("Text", "Condition"))
+    page.get_by_role("button", name="reward", exact=True).click()  # of the list of columns
+    page.keyboard.type(" >= 1 and length > 3")
     page.keyboard.press("Enter")
     page.locator("a.search-match").first.wait_for()
-    field.fill("reward >=")
+    assert "where=reward" in page.url
+    where.fill("reward >= 1 and lenght > 3")
     page.keyboard.press("Enter")
-    page.locator("[role=alert], .query-error, .search-error").first.wait_for()
-    field.fill("reward == 0")
+    said = page.locator(".search-error")
+    said.get_by_text("There is no column lenght; did you mean length?").wait_for()
+    place, caret = said.locator("pre").inner_text().splitlines()
+    assert place[caret.index("^") :].startswith("lenght")
+    where.fill('kind == "step"')
+    text.fill("####")
     page.keyboard.press("Enter")
+    page.locator("a.search-match mark").first.wait_for()
+    page.get_by_role("button", name="Search", exact=True).wait_for()  # it is Cancel until the end
+    assert set(page.locator("mark").all_text_contents()) == {"####"}
+    num_found = page.locator("a.search-match").count()
     page.locator("a.search-match").first.click()
     page.locator(".token-view").wait_for()
+    page.go_back()
+    page.locator("a.search-match").first.wait_for()
+    assert (text.input_value(), where.input_value()) == ("####", 'kind == "step"')
+    assert page.locator("a.search-match").count() == num_found
 
 
 def test_hostile_text_is_only_ever_text(open_page, address):

@@ -33,7 +33,7 @@ PATHS = [
     "/static/js/main.js",
     "/api/runs",
     "/api/runs/run/now",
-    "/api/runs/run/search?q=a",
+    "/api/runs/run/search?text=a",
     "/api/curves.csv",
     "/events",
 ]
@@ -207,7 +207,7 @@ def test_links_out_of_a_run_folder_are_not_followed(tmp_path: Path) -> None:
             assert answer.status in (200, 404)
             assert SECRET.encode() not in answer.body
             assert b"987654321" not in answer.body
-        with client.stream("/api/runs/two/search?q=text") as events:
+        with client.stream("/api/runs/two/search?text=text") as events:
             assert not [name for name, _ in events if name == "match"]
         problems = client.get_in("/api/runs/two/steps/1").json["problems"]
         assert problems == [

@@ -81,7 +81,7 @@ def test_curves_as_csv(client: Client) -> None:
         ),
         ("/api/curves?x=minutes", "x: 'minutes' is not one of step, time"),
         ("/api/curves?from=inf", "from: 'inf' is not a number"),
-        ("/api/runs/run/search?q=a&limit=5001", "limit: '5001' is not a whole number from 0 to 5000"),
+        ("/api/runs/run/search?text=a&limit=5001", "limit: '5001' is not a whole number from 1 to 5000"),
         (
             "/api/runs/run/steps/1?sort=worst",
             "sort: 'worst' is not one of order, spread, length, equal, staleness, reward",
@@ -93,7 +93,9 @@ def test_bad_values_are_named(client: Client, path: str, error: str) -> None:
     assert (answer.status, answer.json) == (400, {"error": error})
 
 
-@pytest.mark.parametrize("path", ["/api/runs/x/now", "/api/curves?runs=run,x&names=reward", "/api/runs/x/search?q=a"])
+@pytest.mark.parametrize(
+    "path", ["/api/runs/x/now", "/api/curves?runs=run,x&names=reward", "/api/runs/x/search?text=a"]
+)
 def test_unknown_runs_are_not_found(client: Client, path: str) -> None:
     answer = client.get_in(path)
     assert (answer.status, answer.json) == (404, {"error": "There is no run 'x' on this page. Its runs: run."})
@@ -132,7 +134,7 @@ def test_static_files_are_compressed_and_kept_by_the_browser(client: Client) -> 
 
 
 def test_head_has_no_body(client: Client) -> None:
-    for path in ("/", "/api/runs", "/events", "/api/runs/run/search?q=a"):
+    for path in ("/", "/api/runs", "/events", "/api/runs/run/search?text=a"):
         answer = client.get_in(path, method="HEAD")
         assert (answer.status, answer.raw) == (200, b"")
 
@@ -174,12 +176,12 @@ def test_a_tab_that_opens_late_is_told_of_changes_just_before(tmp_path: Path) ->
 def test_a_search_streams_its_matches(client: Client, folder: Path) -> None:
     table = pa.table({"prompt_id": [0, 0], "completion": ["one", "two </b>"], "reward": [0.0, 1.0]})
     pq.write_table(table, folder / "completions" / "step-000002.parquet")
-    with client.stream("/api/runs/run/search?q=reward%20%3E%200.5") as events:
+    with client.stream("/api/runs/run/search?where=reward%20%3E%200.5") as events:
         found = list(events)
     [match] = [data for name, data in found if name == "match"]
-    assert (match["step"], match["row"], match["text"]) == (2, 1, "two </b>")
+    assert (match["step"], match["row"], match["parts"]) == (2, 1, ["two </b>"])
     assert (found[-1][0], found[-1][1]["reason"]) == ("done", "end")
-    with client.stream("/api/runs/run/search?q=reward%20%3E") as events:
+    with client.stream("/api/runs/run/search?where=reward%20%3E") as events:
         name, error = next(events)
     assert name == "error"
     assert error["error"] and error["position"] == 8
@@ -216,14 +218,14 @@ def test_a_stream_ends_with_its_tab_while_it_sends() -> None:
 def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
-    def search(run: object, query: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[object]:
-        yield Progress(files_done=0, files_total=1, step=1, matches=0, query=query, problems=())
+    def search(run: object, text: str, where: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[object]:
+        yield Progress(files_total=1)
         while not cancelled():
             time.sleep(0.01)
         ended.set()
 
     monkeypatch.setattr("cohort_view.server.events.search", search)
-    with client.stream("/api/runs/run/search?q=a") as events:
+    with client.stream("/api/runs/run/search?text=a") as events:
         assert next(events)[0] == "progress"
         assert not ended.is_set()
     assert ended.wait(PATIENCE_S)

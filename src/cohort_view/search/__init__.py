@@ -1,1 +1,1 @@
-"""Search over all completions of a run."""
+"""Search over the completions of a run."""

@@ -1,30 +1,27 @@
 """Search over all completions of a run, newest step first. Matches are yielded as files are read."""
 
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from pyarrow.fs import LocalFileSystem
 
-from cohort_view.completions import KINDS, ParquetRows, completions_name, group_size, steps_on_disk
+from cohort_view.completions import KINDS, completions_name, steps_on_disk
 from cohort_view.run import ViewedRun
-from cohort_view.search.evaluate import evaluate, positive_patterns, simplify
-from cohort_view.search.grammar import Column, Columns, Node, parse_query, to_text
-from cohort_view.search.rows import CompletionsFile, RowGroup, facts_of_name
-from cohort_view.search.text import Span, snippet
+from cohort_view.search.condition import Column, Columns, Condition, parse
+from cohort_view.values import inside
 
 _PROGRESS_EVERY_S = 0.3
 _MAX_PROBLEMS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A parsed search."""
-
-    text: str
-    condition: Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,215 +31,81 @@ class Match:
     step: int
     kind: str
     row: int  # in the file
-    group: int | None
     reward: float | None
     length: int | None  # tokens
-    column: str  # that `text` is from
-    text: str  # a part of it around the first match
-    spans: Sequence[Span]  # matches within `text`, in characters
+    column: str  # that `parts` are from
+    parts: Sequence[str]  # a text around the first match: every other part is a match, the first is not
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a search is."""
 
-    files_done: int
     files_total: int
-    step: int | None
-    matches: int
-    query: str  # as it was understood
-    problems: Sequence[str]  # files that cannot be read
+    files_done: int = 0
+    step: int | None = None  # of the last file
+    matches: int = 0
+    problems: tuple[str, ...] = ()  # files that cannot be read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+@dataclass(frozen=True, kw_only=True)
+class Done(Progress):
     """The end of a search."""
 
     reason: Literal["end", "limit", "cancelled"]
-    files_done: int
-    files_total: int
-    matches: int
-    problems: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnList:
-    """The columns to search by."""
-
-    columns: Sequence[Column]
-
-
-def parse(text: str, known: Columns | None = None) -> Query:
-    """Parse a search.
-
-    Args:
-        text: what the user typed.
-        known: the run's columns. None: any name of a reward, detail or environment metric is one.
-
-    Raises:
-        QuerySyntaxError: the text is no query.
-    """
-    return Query(text, parse_query(text, known or Columns()))
-
-
-def columns(run: ViewedRun) -> ColumnList:
+def columns(run: ViewedRun) -> list[Column]:
     """Return the columns that a run's completions have."""
-    return ColumnList(columns=_known_columns(run.path, _files(run.path)).in_files())
+    return _columns(run.path, _files(run.path)).listed()
 
 
 def search(
-    run: ViewedRun, query: str | Query, limit: int, cancelled: Callable[[], bool]
+    run: ViewedRun, text: str, where: str, limit: int, cancelled: Callable[[], bool]
 ) -> Iterator[Match | Progress | Done]:
     """Search the completions files that a run has now.
 
     Args:
         run: the run.
-        query: the search.
-        limit: most matches; 0 only checks the query.
+        text: what the text of a completion contains, in any case; empty for any.
+        where: a condition as `cohort_view.search.condition` reads it; empty for none.
+        limit: most matches.
         cancelled: called between row groups; True ends the search.
 
     Raises:
-        QuerySyntaxError: the text is no query, or names a column that the run does not have.
+        ConditionError: the condition has no meaning, or names a column that the run does not have.
     """
     files = _files(run.path)
-    known = _known_columns(run.path, files)
-    parsed = parse(query if isinstance(query, str) else query.text, known)
-    return _Search(run, parsed.condition, known, files, limit, cancelled).events()
-
-
-class _CancelledError(Exception):
-    pass
-
-
-class _Search:
-    """A search under way."""
-
-    def __init__(
-        self,
-        run: ViewedRun,
-        condition: Node,
-        known: Columns,
-        files: Sequence[tuple[int, str]],
-        limit: int,
-        cancelled: Callable[[], bool],
-    ):
-        self._run = run
-        self._condition = condition
-        self._types = {column.name: column.type for column in known}
-        self._patterns = positive_patterns(condition)
-        self._files = files
-        self._limit = limit
-        self._cancelled = cancelled
-        self._problems: list[str] = []
-        self._matches = 0
-        self._files_done = 0
-
-    def events(self) -> Iterator[Match | Progress | Done]:
-        yield self._progress(None)
-        shown = time.monotonic()
-        try:
-            for step, kind in self._files:
-                if self._matches >= self._limit:
-                    break
-                yield from self._matches_of_file(step, kind)
-                self._files_done += 1
-                if time.monotonic() - shown > _PROGRESS_EVERY_S:
-                    yield self._progress(step)
-                    shown = time.monotonic()
-        except _CancelledError:
-            yield self._done("cancelled")
-            return
-        yield self._done("limit" if self._matches >= self._limit else "end")
-
-    def _matches_of_file(self, step: int, kind: str) -> Iterator[Match]:
-        condition = simplify(self._condition, facts_of_name(step, kind))
-        if condition is False:
-            self._check()
-            return
+    known = _columns(run.path, files)
+    condition = parse(text, where, known)
+    possible = _possible_files(run.path, files, condition, known)
+    progress = Progress(files_total=len(files))
+    yield progress
+    shown = time.monotonic()
+    for step, kind in files:
+        if progress.matches >= limit or cancelled():
+            break
         name = completions_name(kind, step)
         try:
-            with CompletionsFile(self._run.path, name) as file:
-                for row_group in file.row_groups(self._types.__getitem__, self._check):
-                    rows = _rows(row_group, condition)[: self._limit - self._matches]
-                    if not rows:
-                        continue
-                    groups = file.groups(group_size(self._run.config, kind))
-                    for row, match in zip(rows, self._shown(row_group, rows), strict=True):
-                        at = row_group.first_row + row
-                        self._matches += 1
-                        yield Match(step=step, kind=kind, row=at, group=groups[at], **match)
-                    if self._matches >= self._limit:
-                        return
+            if (fragment := possible.pop(name, None)) is not None:  # a fragment keeps the footer that it has read
+                inside(run.path, name)
+                for match in _matches(fragment, condition, known, limit - progress.matches, cancelled):
+                    progress = replace(progress, matches=progress.matches + 1)
+                    yield Match(step=step, kind=kind, **match)
         except FileNotFoundError:  # the run resumed from an earlier step
-            return
-        except _CancelledError:
-            raise
+            pass
         except Exception as error:  # a damaged file can raise anything
-            self._add_problem(name, error)
-
-    def _shown(self, row_group: RowGroup, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield what a match shows of each of these rows of a row group."""
-        searched = sorted(self._patterns, key=lambda column: column != "text")
-        names = list(dict.fromkeys([*searched, "text"]))
-        for reward, length, *texts in zip(
-            row_group.values_at("reward", rows),
-            row_group.values_at("length", rows),
-            *(row_group.values_at(name, rows) for name in names),
-            strict=True,
-        ):
-            num_tokens = length.as_py()
-            shown = {"reward": reward.as_py(), "length": None if num_tokens is None else int(num_tokens)}
-            for name, text in zip(names, texts, strict=True):
-                pattern = self._patterns.get(name)
-                found = snippet(text, pattern) if pattern is not None else None
-                if found is not None:
-                    yield shown | {"column": name, "text": found[0], "spans": found[1]}
-                    break
-            else:
-                text, spans = snippet(texts[names.index("text")], None) or ("", ())
-                yield shown | {"column": "text", "text": text, "spans": spans}
-
-    def _check(self) -> None:
-        if self._cancelled():
-            raise _CancelledError
-
-    def _add_problem(self, name: str, error: Exception) -> None:
-        if len(self._problems) < _MAX_PROBLEMS:
-            why = ParquetRows(self._run.path, name).problems
-            detail = error.strerror if isinstance(error, OSError) else None
-            detail = detail or (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
-            self._problems.append(why[0] if why else f"{name} cannot be searched: {detail}.")
-        elif len(self._problems) == _MAX_PROBLEMS:
-            self._problems.append("More files cannot be read.")
-
-    def _progress(self, step: int | None) -> Progress:
-        return Progress(
-            files_done=self._files_done,
-            files_total=len(self._files),
-            step=step,
-            matches=self._matches,
-            query=to_text(self._condition),
-            problems=tuple(self._problems),
-        )
-
-    def _done(self, reason: Literal["end", "limit", "cancelled"]) -> Done:
-        return Done(
-            reason=reason,
-            files_done=self._files_done,
-            files_total=len(self._files),
-            matches=self._matches,
-            problems=tuple(self._problems),
-        )
-
-
-def _rows(row_group: RowGroup, condition: Node | bool) -> list[int]:
-    """Return the rows of a row group that a condition holds for."""
-    if not isinstance(condition, bool):
-        condition = simplify(condition, row_group.facts)
-    if isinstance(condition, bool):
-        return list(range(row_group.num_rows)) if condition else []
-    found: list[int] = np.flatnonzero(evaluate(condition, row_group.leaf_rows)).tolist()
-    return found
+            if len(progress.problems) < _MAX_PROBLEMS:
+                problem = f"{name} cannot be searched: {_reason(error)}."
+                progress = replace(progress, problems=(*progress.problems, problem))
+        progress = replace(progress, files_done=progress.files_done + 1, step=step)
+        if time.monotonic() - shown > _PROGRESS_EVERY_S:
+            yield progress
+            shown = time.monotonic()
+    if progress.matches >= limit:
+        yield Done(**vars(progress), reason="limit")
+    else:
+        yield Done(**vars(progress), reason="cancelled" if cancelled() else "end")
 
 
 def _files(run_path: Path) -> list[tuple[int, str]]:
@@ -251,15 +114,100 @@ def _files(run_path: Path) -> list[tuple[int, str]]:
     return [(step, kind) for step in sorted(by_step, reverse=True) for kind in by_step[step]]
 
 
-def _known_columns(run_path: Path, files: Sequence[tuple[int, str]]) -> Columns:
+def _columns(run_path: Path, files: Sequence[tuple[int, str]]) -> Columns:
     """Collect the columns of the newest and the oldest file of each kind."""
-    names: set[str] = set()
+    names = []
     for kind in KINDS:
         of_kind = [step for step, its_kind in files if its_kind == kind]
         for step in {*of_kind[:1], *of_kind[-1:]}:
             try:
-                with CompletionsFile(run_path, completions_name(kind, step)) as file:
-                    names.update(file.names)
+                names.append(pq.read_schema(inside(run_path, completions_name(kind, step))).names)
             except Exception:  # the search says which files are damaged
                 continue
-    return Columns(names or None)
+    return Columns(names)
+
+
+def _possible_files(
+    run_path: Path, files: Sequence[tuple[int, str]], condition: Condition, known: Columns
+) -> dict[str, ds.Fragment]:
+    """Return the files whose step and kind the condition allows, by name. No file is opened."""
+    names = {str(run_path / (name := completions_name(kind, step))): name for step, kind in files}
+    of_names = [(ds.field("step") == float(step)) & (ds.field("kind") == kind) for step, kind in files]
+    dataset = ds.FileSystemDataset.from_paths(
+        list(names), known.schema, ds.ParquetFileFormat(), LocalFileSystem(), partitions=of_names
+    )
+    return {names[fragment.path]: fragment for fragment in dataset.get_fragments(condition.possible)}
+
+
+def _matches(
+    fragment: ds.Fragment, condition: Condition, known: Columns, most: int, cancelled: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield what a match shows of each row of a file for which a condition holds.
+
+    Reads one row group at a time, in the calling thread: files are small, and starting threads takes longer.
+    """
+    row_groups = fragment.split_by_row_group(condition.possible, known.schema)
+    first_rows = [0, *accumulate(group.num_rows for group in fragment.row_groups)]
+    patterns = condition.pattern_by_column()
+    shown = {name: known.expression(name) for name in ("reward", "length", "text", *patterns)}
+    for row_group in row_groups:
+        if cancelled():
+            return
+
+        def scan(columns: dict[str, ds.Expression], part: ds.Fragment = row_group) -> ds.Scanner:
+            return part.scanner(known.schema, columns=columns, use_threads=False)
+
+        holds = scan({"holds": condition.rows}).to_table()["holds"]
+        rows = np.flatnonzero(pc.fill_null(holds, False).to_numpy())[:most]
+        if not len(rows):
+            continue
+        most -= len(rows)
+        first = first_rows[row_group.row_groups[0].id]
+        for row, values in zip(rows.tolist(), scan(shown).take(pa.array(rows)).to_pylist(), strict=True):
+            length = None if values["length"] is None else int(values["length"])
+            column, parts = _found(values, patterns)
+            yield {"row": first + row, "reward": values["reward"], "length": length, "column": column, "parts": parts}
+        if most <= 0:
+            return
+
+
+def _found(values: Mapping[str, Any], patterns: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the column that shows why a row is found, and a part of its text."""
+    for name, pattern in patterns.items():
+        parts = snippet(values[name] or "", pattern)
+        if len(parts) > 1:
+            return name, parts
+    return "text", snippet(values["text"] or "", None)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, without the path that Arrow names."""
+    detail = error.strerror if isinstance(error, OSError) else None
+    first_line = (detail or str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line.rpartition("': ")[2].rstrip(".")[:200]
+
+
+_OPENING, _CLOSING = "\ufdd0", "\ufdd1"  # around a match; Unicode has no such characters
+_BEFORE = 80  # characters shown before the first match
+_LINES_BEFORE = 2
+_LENGTH = 280  # characters shown
+
+
+def snippet(text: str, pattern: str | None) -> list[str]:
+    """Return a part of a text around the first match of a regular expression, split at its matches.
+
+    Args:
+        text: a text.
+        pattern: a regular expression, or None for the beginning of the text.
+
+    Returns:
+        Text and matches in turn, beginning with text; one text if nothing matches. "…" is where the text is cut.
+    """
+    if pattern is not None:
+        text = pc.replace_substring_regex(pa.scalar(text), f"({pattern})", f"{_OPENING}\\1{_CLOSING}").as_py()
+    first = max(0, text.find(_OPENING))
+    lines = text[max(0, first - _BEFORE) : first].rsplit("\n", _LINES_BEFORE + 1)
+    start = first - len("\n".join(lines[-_LINES_BEFORE - 1 :]))
+    end = start + _LENGTH
+    cut = f"{'…' if start > 0 else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+    return re.split(f"[{_OPENING}{_CLOSING}]", cut)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iter
 
 from cohort_view.records import to_json
 from cohort_view.run import ViewedRun
-from cohort_view.search.grammar import QuerySyntaxError
+from cohort_view.search.condition import ConditionError
 from cohort_view.search.search import search
 from cohort_view.server.runs import Runs
 
@@ -153,13 +153,14 @@ def as_event(name: str, data: str) -> bytes:
 
 
 async def search_events(
-    run: ViewedRun, query: str, limit: int, *, stopped: Callable[[], bool]
+    run: ViewedRun, text: str, where: str, limit: int, *, stopped: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
     """Yield a search's matches, progress and end.
 
     Args:
         run: run to search.
-        query: text of the search.
+        text: what the text of a completion contains.
+        where: the condition.
         limit: most matches.
         stopped: whether the server stops.
     """
@@ -175,7 +176,7 @@ async def search_events(
 
     def work() -> None:
         try:
-            for event in _search(run, query, limit, lambda: left.is_set() or stopped()):
+            for event in _search(run, text, where, limit, lambda: left.is_set() or stopped()):
                 put(event)
                 if left.is_set():
                     return
@@ -191,11 +192,11 @@ async def search_events(
         left.set()
 
 
-def _search(run: ViewedRun, query: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[bytes]:
+def _search(run: ViewedRun, text: str, where: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[bytes]:
     try:
-        for found in search(run, query, limit, cancelled):
+        for found in search(run, text, where, limit, cancelled):
             yield as_event(type(found).__name__.lower(), to_json(found))
-    except QuerySyntaxError as error:
+    except ConditionError as error:
         yield as_event("error", to_json({"error": str(error), "position": error.position}))
     except Exception as error:
         yield as_event("error", to_json({"error": f"{type(error).__name__}: {error}", "position": None}))

@@ -122,8 +122,9 @@ def build_app(watcher: Watcher, *, static: StaticFiles | None = None) -> ASGIApp
     async def search_stream(request: Request) -> Response:
         asked = Asked.by(request, watcher)
         run = await run_in_threadpool(asked.run)
-        limit = asked.query.integer("limit", 200, low=0, high=5000)
-        return _stream(request, search_events(run, asked.query.text("q"), limit, stopped=watcher.is_stopped))
+        limit = asked.query.integer("limit", 200, low=1, high=5000)
+        text, where = asked.query.text("text"), asked.query.text("where")
+        return _stream(request, search_events(run, text, where, limit, stopped=watcher.is_stopped))
 
     def curves_csv(request: Request) -> Response:
         asked = Asked.by(request, watcher)
@@ -231,7 +232,7 @@ def _completion(asked: Asked) -> Any:
 
 
 def _search_columns(asked: Asked) -> Any:
-    return search.columns(asked.run())
+    return {"columns": search.columns(asked.run())}
 
 
 def _heldout(asked: Asked) -> Any:

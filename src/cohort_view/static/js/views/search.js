@@ -1,131 +1,130 @@
-// Search over all completions of a run. Matches appear as the server finds them, newest step first.
+// Search over all completions of a run, by a text and a condition. Matches appear as the server finds them, newest step first.
 
 import { append, h, replace } from "../dom.js";
 import { count, isNumber, number, plural } from "../format.js";
-import { QueryBox } from "../query_box.js";
 import { link } from "../router.js";
-import { empty, failure, problems, progress, title } from "../ui.js";
+import { empty, failure, problems, progress, table, title } from "../ui.js";
 
 const LIMIT = 200;
 const MORE = 5000;
 const KINDS = { replaced: "Replaced", dropped: "Dropped", eval: "Held-out" };
 
-export async function render(root, params, context) {
-  context.setTitle("Search");
-  if (context.api.isExport) {
-    replace(root, title("Search"), empty("An exported report cannot search the completions.", "Open the run with cohort view to search."));
-    return {};
-  }
-  const { columns } = await context.api.get(context.api.runPath(params.id, "search/columns"), { signal: context.signal });
-  return new SearchView(root, params, columns, context);
-}
-
-/** The last finished search, for the way back from a match: {id, query, limit, matches, latest, state, scroll}. */
+/** The last search, for the way back from a match. */
 let last = null;
 
+export async function render(root, { id, query }, context) {
+  context.setTitle("Search");
+  if (!last?.isAbout(id, query)) {
+    const { columns } = await context.api.get(context.api.runPath(id, "search/columns"), { signal: context.signal });
+    last = new SearchView(id, columns, context);
+  }
+  last.show(root, query, context);
+  return last;
+}
+
 class SearchView {
-  constructor(root, params, columns, context) {
-    Object.assign(this, { id: params.id, context, columns, query: "", stream: null, state: null });
-    this.box = new QueryBox({
-      value: params.query.q ?? "", columns,
-      check: (query, onError) => this.#check(query, onError),
-      onSubmit: (query) => this.#submit(query),
+  constructor(id, columns, context) {
+    Object.assign(this, { id, columns, context, query: {}, state: null, stream: null });
+    this.text = h("input.input", {
+      type: "search", maxlength: 1000, autocomplete: "off", placeholder: "Text of the completion, in any case", "aria-label": "Text",
     });
-    this.button = h("button.button.primary", { type: "button", on: { click: () => (this.stream ? this.#cancel() : this.#submit(this.box.value)) } }, "Search");
+    this.where = h("input.input.mono", {
+      type: "search", maxlength: 1000, autocomplete: "off", autocapitalize: "off", spellcheck: "false",
+      placeholder: 'Condition, such as reward < 0.2 and "train" in prompt', "aria-label": "Condition", "aria-describedby": "search-error",
+    });
+    this.button = h("button.button.primary", { on: { click: (event) => this.#click(event) } }, "Search");
+    this.error = h("div.search-error", { id: "search-error", role: "alert", hidden: true });
     this.status = h("div.search-status", null);
     this.results = h("div.search-results", null);
-    replace(root, title("Search"), h("div.search-form", { role: "search" }, this.box.element, this.button), this.box.error, this.status, this.results);
+    const chip = ({ name, description }) =>
+      h("button.chip.mono", { type: "button", title: description, on: { click: () => this.#insert(name) } }, name);
+    this.nodes = [
+      title("Search"),
+      h("form.search-form", { role: "search", on: { submit: (event) => this.#submit(event) } }, this.text, this.where, this.button),
+      h("div.search-columns", { role: "group", "aria-label": "Columns" }, columns.map(chip)),
+      this.error, this.status, this.results,
+    ];
+  }
+
+  /** Whether this has the results of a query. */
+  isAbout(id, { text = "", where = "" }) {
+    return this.state !== null && this.id === id && this.query.text === text && this.query.where === where;
+  }
+
+  show(root, query, context) {
+    this.context = context;
+    replace(root, this.nodes);
     context.keys.addList(() => [...this.results.querySelectorAll("a.search-match")], "match");
-    if (last?.id === this.id && last.query === params.query.q) this.#restore();
-    else if (params.query.q) this.#run(params.query.q, LIMIT);
-    else {
-      this.#showHelp();
-      if (window.matchMedia("(pointer: fine)").matches) requestAnimationFrame(() => this.box.input.focus());
-    }
+    if (this.state) requestAnimationFrame(() => requestAnimationFrame(() => window.scrollTo(0, this.scroll)));
+    else this.navigate({ query });
   }
 
-  update(change) {
-    if (!change.parts.includes("completions") || !this.query || this.stream || this.stale) return;
-    this.stale = true;
-    append(this.status, h("p.row", null, h("span.muted", null, "The run has written new completions since."),
-      h("button.button.small", { type: "button", on: { click: () => this.#run(this.query, LIMIT) } }, "Search again")));
-  }
-
-  navigate({ query }) {
-    this.box.value = query.q ?? "";
-    if (query.q) this.#run(query.q, LIMIT);
+  navigate({ query: { text = "", where = "" } }) {
+    this.text.value = text;
+    this.where.value = where;
+    if (text || where) this.#run({ text, where }, LIMIT);
     else {
-      this.#stop();
-      Object.assign(this, { query: "", state: null });
-      replace(this.status);
-      this.#showHelp();
+      this.#clear({});
+      replace(this.results, this.#examples());
+      if (window.matchMedia("(pointer: fine)").matches) requestAnimationFrame(() => this.text.focus());
     }
     return true;
   }
 
+  update(change) {
+    if (!change.parts.includes("completions") || !this.state || this.stale) return;
+    this.stale = true;
+    append(this.status, h("p.row", null, h("span.muted", null, "The run has written new completions since."), this.#again("Search again", LIMIT)));
+  }
+
   destroy() {
     this.#stop();
-    this.box.destroy();
-    const { id, query, limit, matches, latest, state } = this;
-    if (state) last = { id, query, limit, matches, latest, state, scroll: window.scrollY };
+    this.scroll = window.scrollY;
   }
 
-  /** Show the results of the last search again, as they were. */
-  #restore() {
-    const { query, limit, matches, latest, state, scroll } = last;
-    this.#begin(query, limit);
-    Object.assign(this, { latest, waiting: matches });
-    this.#finish(state);
-    requestAnimationFrame(() => requestAnimationFrame(() => window.scrollTo(0, scroll)));
+  #insert(name) {
+    this.where.setRangeText(name, this.where.selectionStart, this.where.selectionEnd, "end");
+    this.where.focus();
   }
 
-  #path(q, limit) {
-    return this.context.api.runPath(this.id, "search", { q, limit });
-  }
-
-  #check(query, onError) {
-    const stream = this.context.api.stream(this.#path(query, 0), {
-      error: (error) => (stream.close(), onError(error)),
-      done: () => (stream.close(), onError(null)),
-    });
-    return () => stream.close();
-  }
-
-  #submit(query) {
-    if (!query) return;
-    const hash = link.search(this.id, { q: query });
-    if (hash === window.location.hash) this.#run(query, LIMIT);
+  #submit(event) {
+    event.preventDefault();
+    const hash = link.search(this.id, { text: this.text.value, where: this.where.value });
+    if (hash === window.location.hash) this.navigate({ query: { text: this.text.value, where: this.where.value } });
     else this.context.navigate(hash);
   }
 
-  #begin(query, limit) {
+  #click(event) {
+    const isEnterInField = event.detail === 0 && document.activeElement !== this.button; // clicks the button, too
+    if (!this.stream || isEnterInField) return;
+    event.preventDefault();
+    this.#cancel();
+  }
+
+  #clear(query) {
     this.#stop();
-    this.box.destroy();
-    this.box.showError(null);
-    Object.assign(this, { query, limit, stale: false, waiting: [], matches: [], latest: null, state: null });
+    Object.assign(this, { query, stale: false, waiting: [], state: null, progress: null });
+    this.#showError(null);
     replace(this.results);
     replace(this.status);
   }
 
   #run(query, limit) {
-    this.#begin(query, limit);
-    this.stream = this.context.api.stream(this.#path(query, limit), {
+    this.#clear(query);
+    const failed = (error) => (this.#stop(), replace(this.status, failure(error, () => this.#run(query, limit))));
+    this.stream = this.context.api.stream(this.context.api.runPath(this.id, "search", { ...query, limit }), {
       match: (match) => this.#add(match),
       progress: (state) => this.#progress(state),
-      done: (state) => this.#finish(state),
-      error: (error) => {
-        this.#stop();
-        replace(this.status);
-        if (!isNumber(error.position)) replace(this.status, failure({ message: error.error }, () => this.#run(query, limit)));
-        else this.box.showError({ ...error, query });
-      },
-      failed: (error) => {
-        this.#stop();
-        replace(this.status, failure(error, () => this.#run(query, limit)));
-      },
+      done: (state) => this.#finish(state, limit),
+      error: (error) => (this.#clear(query), this.#showError(error), replace(this.results, this.#examples())),
+      failed,
     });
     this.button.textContent = "Cancel";
     this.button.classList.remove("primary");
+  }
+
+  #again(label, limit) {
+    return h("button.button.small", { type: "button", on: { click: () => this.#run(this.query, limit) } }, label);
   }
 
   #stop() {
@@ -139,8 +138,15 @@ class SearchView {
   #cancel() {
     this.#stop();
     this.#flush();
-    const state = this.latest;
-    replace(this.status, h("p", null, `Canceled after ${place(state)}: ${plural(this.matches.length, "match", "matches")}.`), problems(state?.problems));
+    replace(this.status, h("p", null, `Canceled. ${found(this.progress)}`), problems(this.progress?.problems));
+  }
+
+  /** Say what is wrong with the search, with a caret below its place in the condition, or nothing. */
+  #showError(error) {
+    this.error.hidden = !error;
+    this.where.setAttribute("aria-invalid", String(Boolean(error)));
+    const place = isNumber(error?.position) && h("pre", { "aria-hidden": "true" }, `${this.query.where}\n${" ".repeat(error.position)}^`);
+    replace(this.error, error && [place, h("p", null, sentence(error.error))]);
   }
 
   #add(match) {
@@ -149,22 +155,19 @@ class SearchView {
   }
 
   #flush() {
-    const matches = this.waiting.splice(0);
-    append(this.results, matches.map((match) => this.#card(match)));
-    this.matches.push(...matches);
+    append(this.results, this.waiting.splice(0).map((match) => this.#card(match)));
   }
 
   #progress(state) {
-    this.latest = state;
-    if (!this.stream) return;
+    this.progress = state;
     replace(
       this.status,
       progress(state.files_total ? state.files_done / state.files_total : null, "Files searched"),
-      h("p.row", { role: "status" }, h("span", null, `Searched ${place(state)}: ${plural(state.matches, "match", "matches")}.`), this.#understood()),
+      h("p", { role: "status" }, found(state)),
     );
   }
 
-  #finish(state) {
+  #finish(state, limit) {
     this.#stop();
     this.#flush();
     this.state = state;
@@ -172,96 +175,51 @@ class SearchView {
       replace(this.status, empty("This run has no completions to search yet.", "They appear after its first step. If they never do, check run.completions_every."));
       return;
     }
-    const files = plural(state.files_total, "file");
-    if (!state.matches) {
-      replace(this.status, this.#understood(), problems(state.problems));
-      replace(this.results, empty(`No completion in ${files} matches.`, "All words must occur in the completion's text, in any order and case. Write or between alternatives, and quotes around a phrase."), this.#help());
-      return;
-    }
-    const text = state.reason === "limit"
-      ? `The ${state.matches === 1 ? "newest match" : `newest ${count(state.matches)} matches`}, from ${count(state.files_done)} of ${files}.`
-      : `${plural(state.matches, "match", "matches")} in ${files}.`;
     replace(
       this.status,
-      h("p.row", { role: "status" }, h("span", null, text), this.#understood(),
-        state.reason === "limit" && this.limit < MORE && h("button.button.small", { type: "button", on: { click: () => this.#run(this.query, MORE) } }, `Show up to ${count(MORE)}`)),
+      h("p.row", { role: "status" }, found(state), state.reason === "limit" && limit < MORE && this.#again(`Show up to ${count(MORE)}`, MORE)),
       problems(state.problems),
     );
-  }
-
-  /** The query as the server understood it, if that is not just what was typed. */
-  #understood() {
-    const plain = (text) => text.replaceAll('"', "").replace(/\s+/g, " ").trim();
-    const query = this.latest?.query ?? "";
-    return plain(query) === plain(this.query) ? null : h("span.muted.small", null, "Understood as ", h("code", null, query));
+    if (!state.matches) replace(this.results, this.#examples());
   }
 
   #card(match) {
     const kind = match.kind === "step" ? null : match.kind;
-    const where = [`Step ${count(match.step)}`, `completion ${count(match.row)}`].join(", ");
     return h("a.search-match", { href: link.completion(this.id, match.step, match.row, { kind }) },
       h("span.search-facts", null,
-        h("span.search-where", null, where),
+        h("span.search-where", null, `Step ${count(match.step)}, completion ${count(match.row)}`),
         kind && h("span.chip", null, KINDS[kind] ?? kind),
         h("span.muted", null, isNumber(match.reward) ? `reward ${number(match.reward)}` : "not scored"),
         isNumber(match.length) && h("span.muted", null, plural(match.length, "token")),
         match.column !== "text" && h("span.muted", null, `in ${match.column}`)),
-      h("span.search-text.mono", { dir: "auto" }, match.text ? highlighted(match.text, match.spans) : h("span.muted", null, "(no text)")));
+      h("span.search-text.mono", { dir: "auto" },
+        match.parts.join("") ? match.parts.map((part, index) => (index % 2 && part ? h("mark", null, part) : part)) : h("span.muted", null, "(no text)")));
   }
 
-  #showHelp() {
-    replace(this.results, this.#help());
-  }
-
-  #help() {
-    const known = new Set(this.columns.map((column) => column.name));
+  #examples() {
     const reward = this.columns.find((column) => column.name.startsWith("rewards/"));
     const examples = [
       ["reward < 0.2 and length > 500", "Long completions with a low reward"],
-      ['"the answer is"', "A phrase, in any case"],
-      ["wait or \"let me check\"", "Either of two texts"],
-      ['text ~ "\\d+ = \\d+"', "A regular expression"],
-      ["end == length", "Cut off at the token limit"],
+      ['end == "length" or "wait" in text', "Cut off at the token limit, or with a text (as written)"],
+      ['matches(text, r"(?i)\\d+ = \\d+")', "A regular expression (RE2); (?i) ignores case"],
       reward && [`${reward.name} == 0 and advantage > 0`, "Pushed up in spite of this reward"],
-      known.has("error") && ["error is not null", "Broken by the environment"],
-      ["kind == eval and reward == 0", "Wrong answers to held-out prompts"],
+      ['kind == "eval" and not reward > 0', "Held-out prompts without a reward above 0, also those not scored"],
+      ['kind in ("replaced", "dropped") or error is not None', "Groups that were not trained, and what the environment broke"],
     ].filter(Boolean);
-    const card = (heading, terms) => h("section.card", null, h("h2", null, heading),
-      h("dl.search-terms", null, terms.map(([term, text]) => [h("dt", null, term), h("dd.muted", null, text)])));
-    const code = (text) => h("code", null, text);
-    return h("div.search-help", null,
-      h("div.stack", null,
-        card("Examples", examples.map(([query, text]) => [h("a", { href: link.search(this.id, { q: query }) }, code(query)), text])),
-        card("Operators", OPERATORS.map(([operator, text]) => [code(operator), text]))),
-      card("Columns of this run", this.columns.map((column) => [code(column.name), column.description])));
+    const example = ([where]) => h("a.mono", { href: link.search(this.id, { where }) }, where);
+    return h("section.stack", null, h("h2", null, "Conditions in Python's syntax"),
+      table([{ label: "Condition", value: example }, { label: "Finds", value: ([, meaning]) => meaning }], examples, { caption: "Examples of conditions" }));
   }
 }
 
-const OPERATORS = [
-  ["word \"a phrase\"", "the text contains both, in any case"],
-  ["< <= > >= == !=", "compare with a number; == and != also with text"],
-  ["contains", "a column of text contains this, in any case"],
-  ["~ !~", "a regular expression (RE2) matches, or does not; (?i) ignores case"],
-  ["in (a, b)", "one of several values"],
-  ["is null, is not null", "without or with a value; other comparisons with null are false"],
-  ["and or not ( )", "combine conditions; and may be left out"],
-];
-
-function place(state) {
-  if (!state) return "0 files";
-  const down = isNumber(state.step) ? `, down to step ${count(state.step)}` : "";
-  return `${count(state.files_done)} of ${plural(state.files_total, "file")}${down}`;
+function sentence(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
 }
 
-/** Text with its matches marked. Spans count characters, not UTF-16 units. */
-function highlighted(text, spans) {
-  const characters = Array.from(text);
-  const parts = [];
-  let end = 0;
-  for (const [start, stop] of spans) {
-    if (start < end) continue;
-    parts.push(characters.slice(end, start).join(""), h("mark", null, characters.slice(start, stop).join("")));
-    end = stop;
-  }
-  return [...parts, characters.slice(end).join("")];
+/** How far a search is, as a sentence. */
+function found(state) {
+  if (!state) return "0 matches.";
+  const down = isNumber(state.step) && state.files_done < state.files_total ? `, down to step ${count(state.step)}` : "";
+  const files = `${plural(state.files_total, "file")}${down}`;
+  return `${plural(state.matches, "match", "matches")} in ${down ? `${count(state.files_done)} of ` : ""}${files}.`;
 }
