@@ -411,6 +411,7 @@ def _read(run_path: Path, name: str, size: int | None) -> StepIndex:
     if n and "group" not in found:
         file.problems.append(f"{name} has no columns 'group' and 'prompt_id': its rows cannot be told apart by prompt.")
     of_rows = {column: numbers(found.get(column), n) for column in _NUMBERS}
+    # rows at which another group begins, and the end
     bounds = np.flatnonzero(np.diff(np.nan_to_num(of_rows["group"]), prepend=np.nan, append=np.nan)).tolist()
     ids = found["prompt_id"].to_pylist() if "prompt_id" in found else [None] * n
     prompts, chats = texts(found.get("prompt"), n), (of_rows["prompt_is_chat"] == 1).tolist()
