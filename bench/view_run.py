@@ -59,16 +59,21 @@ def completions(rng: np.random.Generator, rows: int) -> pa.Table:
     logprobs = [-rng.exponential(0.3, n).astype(np.float32) for n in lengths]
     prompts = np.repeat(np.arange((rows + GENERATIONS - 1) // GENERATIONS), GENERATIONS)[:rows]
     reward = rng.integers(0, 2, rows).astype(float)
+    finish_reasons = rng.choice(["stop", "length"], rows, p=[0.9, 0.1])
     return pa.table(
         {
             "step": pa.array(np.zeros(rows, np.int64)),
+            "group": pa.array(prompts),
             "prompt_id": pa.array(prompts),
             "prompt": [f"Zoe has {p} marbles and finds {p % 7}. How many marbles does Zoe have now?" for p in prompts],
+            "prompt_is_chat": np.zeros(rows, bool),
             "completion": [" ".join(rng.choice(words, n // 2)) for n in lengths],
             "prompt_token_ids": pa.array([rng.integers(5, 400, 26).astype(np.int32) for _ in range(rows)]),
             "completion_token_ids": pa.array(tokens),
             "sampling_logprobs": pa.array(logprobs),
-            "finish_reason": rng.choice(["stop", "length"], rows, p=[0.9, 0.1]),
+            "num_tokens": pa.array(lengths),
+            "end": np.where(finish_reasons == "stop", "answer", "length"),
+            "finish_reason": finish_reasons,
             "policy_version": pa.array(np.zeros(rows, np.int64)),
             "reward": reward,
             "rewards/right": reward,

@@ -41,8 +41,8 @@ from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParam
 from cohort.rollout.engines.servers import server_engine as engine_module
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.inputs import build_inputs
-from cohort.trainer.setup import rank_device
-from cohort.trainer.vllm_setup import VllmSetup
+from cohort.trainer.setup import open_engine, rank_device
+from cohort.trainer.worker import TrainingWorkers
 from harness import ModelShape, machine, markdown, write_model
 
 SHAPES = {
@@ -186,7 +186,7 @@ def started(
     """A server of a random model, the trainer's parts, and random prompts."""
     config = random_run(folder, shape, device, max_tokens)
     inputs = build_inputs(config)
-    setup = VllmSetup(config, inputs)
+    setup = open_engine(config, inputs)
     longest = inputs.longest_sequence_tokens
     spec = WorkerSpec(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
@@ -195,7 +195,7 @@ def started(
         config, SINGLE_PROCESS, spec, device=rank_device(config, SINGLE_PROCESS), tokenizer=inputs.tokenizer
     )
     workers = WorkerGroup(worker, SINGLE_PROCESS)
-    engine = setup.start(workers, folder=folder, notify=lambda text: None).engine
+    engine = setup.start(TrainingWorkers(workers), folder=folder, notify=lambda text: None).engine
     collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
     prompts = [

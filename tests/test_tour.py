@@ -123,8 +123,8 @@ def is_key(name: str) -> bool:
 
 
 def test_a_wrong_name_and_a_wrong_file_fail():
-    page = "[`Trainer.step`](../src/cohort/trainer/loop.py) [`Trainer.leap`](../src/cohort/trainer/loop.py)"
-    assert missing(references(TOUR, page)) == [f"{TOUR}: src/cohort/trainer/loop.py defines no `Trainer.leap`"]
+    page = "[`TrainingLoop.step`](../src/cohort/trainer/loop.py) [`TrainingLoop.leap`](../src/cohort/trainer/loop.py)"
+    assert missing(references(TOUR, page)) == [f"{TOUR}: src/cohort/trainer/loop.py defines no `TrainingLoop.leap`"]
     with pytest.raises(AssertionError, match=r"docs/tour\.md links `x` to \.\./src/x\.py, which does not exist"):
         references(TOUR, "[`x`](../src/x.py)")
     assert not find("trainer/leap.py") and not is_key("rollout.leap")

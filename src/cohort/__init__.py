@@ -1,18 +1,24 @@
 """Cohort trains language models with GRPO and its relatives.
 
-`cohort.train(config)` does what `cohort train CONFIG.yaml` does.
+`cohort.Trainer` trains from Python objects, step by step. `cohort.train(config)` does what `cohort train CONFIG.yaml`
+does.
 """
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cohort.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
     from cohort.launch import train
+    from cohort.launch.python_trainer import Trainer
+    from cohort.run.history import History
+    from cohort.run.log import StepReport
     from cohort.run.result import RunResult
+    from cohort.trainer.evaluation import EvalResult
 
-__all__ = ["RunResult", "TrainingError", "UserError", "train"]
+__all__ = ["EvalResult", "History", "RunResult", "StepReport", "Trainer", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
 
 # Silence warnings that users cannot act on: those of torchao (which transformers imports if it is installed) about
@@ -26,14 +32,18 @@ for _talkative in (
     logging.getLogger(_talkative).setLevel(logging.ERROR)
 
 
+# torch takes seconds to import, so nothing that needs it is imported before it is used
+_PLACES = {
+    "EvalResult": "cohort.trainer.evaluation",
+    "History": "cohort.run.history",
+    "RunResult": "cohort.run.result",
+    "StepReport": "cohort.run.log",
+    "Trainer": "cohort.launch.python_trainer",
+    "train": "cohort.launch.start",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, so nothing that needs it is imported before it is used
-    if name == "train":
-        from cohort.launch import train
-
-        return train
-    if name == "RunResult":
-        from cohort.run.result import RunResult
-
-        return RunResult
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

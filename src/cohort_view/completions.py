@@ -8,9 +8,10 @@ import json
 import os
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cohort.records import BROKEN
+from cohort.run.completions import UPGRADED_FROM, upgrade
 from cohort_view.records import FloatArray
 from cohort_view.values import inside, integer, number
 
@@ -155,6 +157,18 @@ class ParquetRows:
             for name, of_one in chunks.items()
         }
 
+    def read_upgraded(self, columns: Sequence[str], group_size: int | None = None) -> dict[str, pa.ChunkedArray]:
+        """Read columns of all rows, also those that only newer versions write."""
+        sources = [UPGRADED_FROM[name] for name in columns if name in UPGRADED_FROM and name not in self.names]
+        found = self.read(list(dict.fromkeys([*columns, *sources])))
+        if sources:
+            try:
+                table = upgrade(pa.table(found), group_size)
+                return dict(zip(table.column_names, table.columns, strict=True))
+            except Exception as error:  # a damaged file can raise anything
+                self.problems.append(f"{self.name} of an older version cannot be read: {_first_line(error)}.")
+        return found
+
     def batches(self, columns: Sequence[str], rows: range) -> Iterator[dict[str, pa.Array]]:
         """Read columns of a range of rows in small batches, with nulls where a row group is damaged."""
         for i, (within, num_bytes) in enumerate(self._row_groups):
@@ -266,16 +280,6 @@ def _as_number(value: Any) -> float:
         return float("nan")
 
 
-def list_lengths(column: pa.ChunkedArray | None, length: int) -> NDArray[np.float64]:
-    """Return the lengths of a column's lists, NaN where null or missing."""
-    if column is None:
-        return np.full(length, np.nan)
-    try:
-        return numbers(pc.list_value_length(column), length)
-    except (pa.ArrowException, TypeError):
-        return np.full(length, np.nan)
-
-
 def texts(column: pa.Array | pa.ChunkedArray | None, length: int, *, limit: int | None = None) -> list[str | None]:
     """Return a column's texts, at most `limit` characters of each, None where null or missing."""
     if column is None:
@@ -316,6 +320,7 @@ class StepIndex:
     groups: Sequence[range]  # [P] rows of each group
     prompt_ids: Sequence[Any]  # [P]
     prompts: Sequence[str]  # [P] beginnings
+    are_chats: Sequence[bool]  # [P] whether the prompts are messages
     rewards: FloatArray  # [N]
     advantages: FloatArray  # [N]
     lengths: FloatArray  # [N] tokens sampled
@@ -330,9 +335,9 @@ class StepIndex:
         """Return the lengths of the completions that infrastructure did not break, as in metrics of lengths."""
         return np.array([self.lengths[row] for row in rows if not is_broken(self.ends[row])], dtype=np.float64)
 
-    def group_of(self, row: int) -> int | None:
+    def group_of(self, row: int) -> int:
         """Return the index of the group that has a row."""
-        return next((i for i, rows in enumerate(self.groups) if row in rows), None)
+        return next(i for i, rows in enumerate(self.groups) if row in rows)
 
 
 _INDEXES: FileCache[StepIndex] = FileCache(_CACHE_ROWS, lambda index: index.num_rows + 1)
@@ -374,23 +379,6 @@ def group_size(config: Mapping[str, Any] | None, kind: str) -> int | None:
     return size if size is not None and size > 0 else None
 
 
-def split_groups(prompt_ids: Sequence[Any], size: int | None) -> list[range]:
-    """Split rows into groups: consecutive rows of the same prompt.
-
-    Prompts of two epochs can meet in one file. Rows of one prompt in excess of `size` are therefore another group.
-
-    Args:
-        prompt_ids: one per row.
-        size: completions per group; None: as many as most prompts have.
-    """
-    bounds = [i for i in range(1, len(prompt_ids)) if prompt_ids[i] != prompt_ids[i - 1]]
-    starts, stops = [0, *bounds], [*bounds, len(prompt_ids)]
-    runs = [range(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
-    if size is None and runs:
-        size = Counter(map(len, runs)).most_common(1)[0][0]
-    return [run[i : i + (size or 1)] for run in runs for i in range(0, len(run), size or 1)]
-
-
 def reward_std(rewards_G: FloatArray) -> float:
     """Unbiased standard deviation of the scored rewards, 0 for fewer than two: as in the metric `reward_std`."""
     scored = rewards_G[~np.isnan(rewards_G)]
@@ -408,53 +396,40 @@ def is_broken(end: str | None) -> bool:
     return end in BROKEN
 
 
-def ends_of_rows(ends: Sequence[str | None], finish_reasons: Sequence[str | None]) -> list[str | None]:
-    """Return how each trajectory ended; a single turn has only a finish reason."""
-    single_turn = {"stop": "answer", "length": "length"}
-    return [end or single_turn.get(reason or "") for end, reason in zip(ends, finish_reasons, strict=True)]
-
-
 def names_below(names: Sequence[str], prefix: str) -> list[str]:
     """Return what follows a prefix in names of columns, such as `rewards/`."""
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
+_NUMBERS = ("group", "prompt_is_chat", "reward", "advantage", "num_tokens", "policy_version")
+
+
 def _read(run_path: Path, name: str, size: int | None) -> StepIndex:
     file = ParquetRows(run_path, name)
     n = file.num_rows
-    small = file.read(("prompt_id", "prompt", "reward", "advantage", "policy_version", "finish_reason", "end"))
-    rewards = numbers(small.get("reward"), n)
-    ids = small["prompt_id"].to_pylist() if "prompt_id" in small else [None] * n
-    groups = split_groups(ids, size)
-    if n and "prompt_id" not in small:
-        file.problems.append(f"{name} has no column 'prompt_id': its rows cannot be told apart by prompt.")
-    lengths = "completion_token_ids" if "completion_token_ids" in file.names else "sampling_logprobs"
+    found = file.read_upgraded((*_NUMBERS, "prompt_id", "prompt", "end"), size)
+    if n and "group" not in found:
+        file.problems.append(f"{name} has no columns 'group' and 'prompt_id': its rows cannot be told apart by prompt.")
+    of_rows = {column: numbers(found.get(column), n) for column in _NUMBERS}
+    bounds = np.flatnonzero(np.diff(np.nan_to_num(of_rows["group"]), prepend=np.nan, append=np.nan)).tolist()
+    ids = found["prompt_id"].to_pylist() if "prompt_id" in found else [None] * n
+    prompts, chats = texts(found.get("prompt"), n), (of_rows["prompt_is_chat"] == 1).tolist()
     return StepIndex(
         num_rows=n,
-        groups=groups,
-        prompt_ids=[ids[rows.start] for rows in groups],
-        prompts=[prompt_text(_one_text(small.get("prompt"), rows.start), PROMPT_CHARS) for rows in groups],
-        rewards=rewards,
-        advantages=numbers(small.get("advantage"), n),
-        lengths=_lengths(file, lengths),
-        policy_versions=numbers(small.get("policy_version"), n),
-        ends=ends_of_rows(texts(small.get("end"), n), texts(small.get("finish_reason"), n)),
+        groups=[range(a, b) for a, b in pairwise(bounds)],
+        prompt_ids=[ids[row] for row in bounds[:-1]],
+        prompts=[prompt_text(prompts[row], chats[row], PROMPT_CHARS) for row in bounds[:-1]],
+        are_chats=[chats[row] for row in bounds[:-1]],
+        rewards=of_rows["reward"],
+        advantages=of_rows["advantage"],
+        lengths=of_rows["num_tokens"],
+        policy_versions=of_rows["policy_version"],
+        ends=texts(found.get("end"), n),
         previews=_previews(file),
         reward_names=names_below(file.names, "rewards/"),
         environment_names=names_below(file.names, "environment/"),
         problems=tuple(dict.fromkeys(file.problems)),
     )
-
-
-def _one_text(column: pa.ChunkedArray | None, row: int) -> str | None:
-    return None if column is None else texts(column.slice(row, 1), 1)[0]
-
-
-def _lengths(file: ParquetRows, name: str) -> FloatArray:
-    if name not in file.names:
-        return np.full(file.num_rows, np.nan)
-    batches = file.batches([name], range(file.num_rows))
-    return np.concatenate([np.zeros(0), *(list_lengths(batch[name], len(batch[name])) for batch in batches)])
 
 
 def _previews(file: ParquetRows) -> list[str]:
@@ -525,18 +500,21 @@ def _bounded(value: Any, budget: TextBudget, depth: int) -> Any:
     return value
 
 
-def parse_prompt(text: str | None) -> Any:
+def parse_messages(text: str | None, budget: TextBudget) -> list[dict[str, Any]] | None:
+    """Return chat messages that are recorded as JSON; None if there are none."""
+    found = parse_json(text, budget)
+    return found if isinstance(found, list) and found and all(isinstance(m, dict) for m in found) else None
+
+
+def parse_prompt(text: str | None, is_chat: bool) -> Any:
     """Return a prompt: a text, or chat messages as a list."""
-    if text is not None and text.lstrip()[:1] == "[":
-        messages = parse_json(text, TextBudget())
-        if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-            return messages
-    return TextBudget().take(text or "")
+    messages = parse_messages(text, TextBudget()) if is_chat else None
+    return messages or TextBudget().take(text or "")
 
 
-def prompt_text(text: str | None, limit: int) -> str:
+def prompt_text(text: str | None, is_chat: bool, limit: int) -> str:
     """Return the beginning of a prompt: of the last user message if it is a conversation."""
-    prompt = parse_prompt(text)
+    prompt = parse_prompt(text, is_chat)
     if isinstance(prompt, str):
         return prompt[:limit]
     of_user = [m.get("content") for m in prompt if m.get("role") == "user"] or [prompt[-1].get("content")]

@@ -10,34 +10,32 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cohort.health.explain import Explanation, GroupsSummary, explain_step, maximum_reward
 from cohort_view.completions import (
     ParquetRows,
     StepIndex,
     TextBudget,
     calls,
     completions_name,
-    ends_of_rows,
     has_equal_rewards,
     is_broken,
     known_rows,
     named_numbers,
     optional_text,
     parse_json,
+    parse_messages,
     parse_prompt,
     reward_std,
     shared_prefix,
     step_index,
     steps_on_disk,
 )
-from cohort_view.health import explain_step, maximum_reward
 from cohort_view.records import (
     CompletionRow,
-    Explanation,
     FloatArray,
     Group,
     GroupCompletion,
     GroupRow,
-    GroupsSummary,
     Step,
     StepFile,
     StepList,
@@ -157,7 +155,7 @@ def steps(run: RunFiles, around: int | None = None) -> StepList:
     place = int(np.searchsorted(numbers, numbers[-1] if around is None else around))
     start = max(0, min(place - STEPS_SHOWN // 2, len(numbers) - STEPS_SHOWN))
     shown = [
-        StepFile(step=step, kinds=by_step[step], rows=known_rows(run.path, by_step[step][0], step, _config(run)))
+        StepFile(step=step, kinds=by_step[step], rows=known_rows(run.path, by_step[step][0], step, run.config))
         for step in numbers[start : start + STEPS_SHOWN].tolist()
     ]
     return StepList(steps=shown, first=int(numbers[0]), last=int(numbers[-1]))
@@ -183,7 +181,7 @@ def step(
         offset: sorted groups to leave out.
         limit: most groups to return.
     """
-    index = step_index(run.path, kind, step, _config(run))
+    index = step_index(run.path, kind, step, run.config)
     order = _order(index, step, kind, sort, descending)
     shown = order[max(0, offset) : max(0, offset) + max(0, min(limit, MAX_GROUPS))]
     metrics = _metrics(run, step, kind)
@@ -202,7 +200,7 @@ def step(
 
 def group(run: RunFiles, step: int, kind: str, index: int) -> Group:
     """Return a group's prompt and completions; `index` is its position in the file."""
-    of_step = step_index(run.path, kind, step, _config(run))
+    of_step = step_index(run.path, kind, step, run.config)
     problems = list(of_step.problems)
     if not 0 <= index < len(of_step.groups):
         if not problems:
@@ -214,9 +212,9 @@ def group(run: RunFiles, step: int, kind: str, index: int) -> Group:
     prompt: Any = ""
     for row, values in row_values(file, rows, without=_TOKEN_COLUMNS):
         if row == rows.start:
-            prompt = parse_prompt(optional_text(values.get("prompt"), cut=False))
+            prompt = parse_prompt(optional_text(values.get("prompt"), cut=False), of_step.are_chats[index])
         first = completions[0].text if completions else None
-        completions.append(group_completion(row, values, length=integer(of_step.lengths[row]), first=first))
+        completions.append(group_completion(row, values, of_step, first=first))
     problems = list(dict.fromkeys([*problems, *file.problems]))
     return Group(step=step, kind=kind, index=index, prompt=prompt, completions=completions, problems=problems)
 
@@ -239,22 +237,21 @@ def diff(run: RunFiles, step: int, kind: str, a: int, b: int) -> TextDiff:
 
 
 def group_completion(
-    row: int, values: Mapping[str, Any], *, length: int | None, first: str | None = None
+    row: int, values: Mapping[str, Any], index: StepIndex, *, first: str | None = None
 ) -> GroupCompletion:
     """Return a row of a completions file.
 
     Args:
         row: number of the row in its file.
         values: columns of the row.
-        length: tokens sampled.
+        index: the file.
         first: text of the group's first completion; None if this is the first.
     """
     budget = TextBudget()
-    finish_reason = optional_text(values.get("finish_reason"))
     text = budget.take(optional_text(values.get("completion"), cut=False) or "")
     details = {n.removeprefix("details/"): optional_text(v) for n, v in values.items() if n.startswith("details/")}
     parsed_details = {name: parse_json(detail, budget) for name, detail in details.items()}
-    messages = parse_json(optional_text(values.get("messages"), cut=False), budget)
+    messages = parse_messages(optional_text(values.get("messages"), cut=False), budget)
     return GroupCompletion(
         row=row,
         text=text,
@@ -264,9 +261,8 @@ def group_completion(
         rewards=named_numbers(values, "rewards/"),
         details=parsed_details,
         advantage=number(values.get("advantage")),
-        length=length,
-        end=ends_of_rows([optional_text(values.get("end"))], [finish_reason])[0],
-        finish_reason=finish_reason,
+        length=integer(index.lengths[row]),
+        end=optional_text(index.ends[row]),
         policy_version=integer(values.get("policy_version")),
         error=optional_text(values.get("error")),
         environment=named_numbers(values, "environment/"),
@@ -276,10 +272,6 @@ def group_completion(
         same_prefix=len(text) if first is None else shared_prefix(first, text),
         cut=budget.cut,
     )
-
-
-def _config(run: RunFiles) -> Mapping[str, Any] | None:
-    return getattr(run, "config", None)
 
 
 def row_values(
@@ -308,14 +300,13 @@ def _metrics(run: RunFiles, step: int, kind: str) -> dict[str, float]:
 def _explain(run: RunFiles, metrics: Mapping[str, float], index: StepIndex, step: int) -> Explanation | None:
     groups = summarize(index) if index.num_rows else None
     table = getattr(run, "metrics", None)
-    config = _config(run)
     return explain_step(
         metrics,
         groups,
         step,
         run_id=getattr(run, "id", None),
-        max_reward=None if table is None else maximum_reward(table, config),
-        critic_warmup_steps=integer(config, "critic", "warmup_steps") or 0,
+        max_reward=None if table is None else maximum_reward(table, run.config),
+        critic_warmup_steps=integer(run.config, "critic", "warmup_steps") or 0,
     )
 
 

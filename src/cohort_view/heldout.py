@@ -62,8 +62,7 @@ def heldout(run: RunFiles) -> Heldout:
     A completion succeeds if the reward `eval.success_reward` (by default the first) is at least
     `eval.success_threshold`. Unscored ones fail, broken ones do not count. Files are read once per version.
     """
-    config = getattr(run, "config", None)
-    wanted, threshold = _success_rule(config)
+    wanted, threshold = _success_rule(run.config)
     steps = [step for step, kinds in steps_on_disk(run.path).items() if "eval" in kinds]
     files: dict[int, EvaluationFile] = {}
     problems: list[str] = []
@@ -78,7 +77,7 @@ def heldout(run: RunFiles) -> Heldout:
     return Heldout(
         success_reward=wanted if first is None or wanted is not None else first.reward,
         success_threshold=threshold,
-        num_samples=group_size(config, "eval") or (None if first is None else int(first.num.max())),
+        num_samples=group_size(run.config, "eval") or (None if first is None else int(first.num.max())),
         points=[points[step] for step in sorted(points)],
         flips=[_flips(a, files[a], b, files[b]) for a, b in zip(list(files), list(files)[1:], strict=False)],
         questions=_questions(run.path, sorted(points), files),
@@ -262,8 +261,8 @@ def _prompts(run_path: Path, step: int) -> dict[int, str]:
 
 def _read_prompts(run_path: Path, name: str) -> dict[int, str]:
     file = ParquetRows(run_path, name)
-    found: dict[int, str] = {}
-    for batch in file.batches(["prompt_id", "prompt"], range(file.num_rows)) if "prompt" in file.names else ():
-        ids, prompts = batch["prompt_id"].to_pylist(), texts(batch["prompt"], len(batch["prompt"]))
-        found |= {i: prompt_text(prompt, PROMPT_CHARS) for i, prompt in zip(ids, prompts, strict=True)}
-    return found
+    found = file.read_upgraded(("prompt_id", "prompt", "prompt_is_chat"))
+    ids, are_chats = (numbers(found.get(column), file.num_rows) for column in ("prompt_id", "prompt_is_chat"))
+    rows = np.unique(ids, return_index=True)[1]
+    prompts = texts(found.get("prompt"), file.num_rows)
+    return {int(ids[row]): prompt_text(prompts[row], bool(are_chats[row] == 1), PROMPT_CHARS) for row in rows.tolist()}

@@ -7,12 +7,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from cohort.health.facts import facts_of
+from cohort.health.findings import Finding
+from cohort.health.metrics_table import MetricsTable
+from cohort.health.rules import judge
 from cohort.run.files import resume_hint
-from cohort_view.health import banners
 from cohort_view.heldout import heldout
-from cohort_view.metrics_table import MetricsTable
 from cohort_view.records import (
-    Banner,
     FloatArray,
     IntArray,
     Machine,
@@ -118,8 +119,8 @@ _RECENT = 20  # steps and evaluations whose median time predicts the rest
 _MAX_WARNINGS = 100
 _SPARK_POINTS = 120
 _SPARK_METRICS = ("reward", "completions/mean_length", "entropy")
-# The rules take a while for long runs, and the same banners are asked for more often than metrics change.
-_KNOWN_BANNERS: WeakKeyDictionary[ViewedRun, tuple[MetricsTable, object, list[Banner]]] = WeakKeyDictionary()
+# The rules take a while for long runs, and their findings are asked for more often than metrics change.
+_JUDGED: WeakKeyDictionary[ViewedRun, tuple[MetricsTable, object, list[Finding]]] = WeakKeyDictionary()
 
 
 def now(run: ViewedRun) -> Now:
@@ -148,7 +149,7 @@ def now(run: ViewedRun) -> Now:
         accuracy_step=int(accuracy_steps[-1]) if len(accuracies) else None,
         tokens_per_second=table.last("tokens_per_second"),
         memory=memory_summary(run),
-        banners=_banners(run),
+        banners=_findings(run),
         warnings=[message for message in messages(run) if message.level != "note"][-_MAX_WARNINGS:],
         spark={name: _spark(table.column(name)) for name in _SPARK_METRICS} | {"accuracy": _spark(accuracies)},
         problems=run.problems,
@@ -178,7 +179,7 @@ def run_entry(run: ViewedRun) -> RunEntry:
         accuracy=number(run.summary, "accuracy_after") if accuracy is None else accuracy,
         model=None if model is None else PurePath(model).name or model,
         algorithm=text(run.config, "algorithm", "name"),
-        banner=next(iter(_banners(run)), None) if run.has_all_metrics else None,
+        banner=next(iter(_findings(run)), None),
         gone=run.gone,
         has_all_metrics=run.has_all_metrics,
     )
@@ -255,11 +256,16 @@ def _elapsed_s(run: ViewedRun, *, is_running: bool) -> float | None:
     return max(ends, default=None)
 
 
-def _banners(run: ViewedRun) -> list[Banner]:
+def _findings(run: ViewedRun) -> list[Finding]:
+    """Return how the run goes: what it recorded, or what the rules find in the metrics of one that recorded nothing."""
+    if run.findings is not None:
+        return run.findings if len(run.last_metrics.steps) else []  # a run that starts over has no metrics yet
+    if not run.has_all_metrics:
+        return []
     table, config = run.metrics, run.config
-    known = _KNOWN_BANNERS.get(run)
+    known = _JUDGED.get(run)
     if known is None or known[0] is not table or known[1] is not config:
-        known = _KNOWN_BANNERS[run] = (table, config, banners(table, config, run.id))
+        known = _JUDGED[run] = (table, config, judge(table, facts_of(config)))
     return known[2]
 
 

@@ -13,18 +13,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cohort.health.findings import Finding
 from cohort.records import BoolArray, FloatArray, IntArray
 from cohort_view.step_records import (
     AccuracyPoint,
     Completion,
     CompletionRow,
-    Explanation,
-    Fact,
     Flips,
     Group,
     GroupCompletion,
     GroupRow,
-    GroupsSummary,
     Heldout,
     HeldoutQuestion,
     ShownTokens,
@@ -37,7 +35,6 @@ from cohort_view.step_records import (
 
 __all__ = [
     "AccuracyPoint",
-    "Banner",
     "BoolArray",
     "ChangedKey",
     "Completion",
@@ -48,19 +45,14 @@ __all__ = [
     "Difference",
     "Differences",
     "Event",
-    "Evidence",
-    "Explanation",
-    "Fact",
     "Flips",
     "FloatArray",
     "Group",
     "GroupCompletion",
     "GroupRow",
-    "GroupsSummary",
     "Heldout",
     "HeldoutQuestion",
     "IntArray",
-    "Level",
     "Machine",
     "Mark",
     "MarkKind",
@@ -89,32 +81,9 @@ __all__ = [
     "to_json",
 ]
 
-Level = Literal["good", "info", "warning", "bad"]
 RunState = Literal["starting", "running", "finished", "stopped"]
 MessageLevel = Literal["fault", "warning", "note"]
 MarkKind = Literal["restart", "warning", "checkpoint", "fault", "evaluation"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """A metric over a range of steps that shows what a banner says."""
-
-    metric: str
-    from_: int | None = None  # steps
-    to: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Banner:
-    """One sentence on how a run goes."""
-
-    level: Level
-    rule: str  # name of the rule that fired, such as "no_signal"
-    text: str
-    step: int | None = None
-    evidence: Sequence[Evidence] = ()
-    link: str | None = None  # within the page
-    advice: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +128,9 @@ class RunEntry:
     accuracy: float | None
     model: str | None
     algorithm: str | None
-    banner: Banner | None
+    banner: Finding | None  # the most important
     gone: str | None  # that its folder is gone or was emptied
-    has_all_metrics: bool  # without them there is no banner: a long run that was not opened yet
+    has_all_metrics: bool  # or only the last, of a long run that was not opened yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +200,7 @@ class Now:
     accuracy_step: int | None
     tokens_per_second: float | None
     memory: MemorySummary
-    banners: Sequence[Banner]
+    banners: Sequence[Finding]
     warnings: Sequence[RunMessage]  # notes are left out
     spark: Mapping[str, FloatArray]  # by metric, at most 120 points
     problems: Sequence[str]

@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 
 from cohort.config.load import read_yaml
+from cohort.health.findings import HEALTH, Finding, findings_in
+from cohort.health.metrics_table import MetricsBuilder, MetricsTable
 from cohort.run.files import format_line_numbers
 from cohort.run.provenance import hide
-from cohort_view.metrics_table import JsonLines, MetricsBuilder, MetricsTable, parse_lines
+from cohort_view.json_lines import JsonLines, parse_lines
 from cohort_view.records import Event, RunState, Status
 from cohort_view.values import inside, integer, number, text
 
@@ -42,7 +44,8 @@ class ViewedRun:
         plan: content of plan.json; None if it cannot be read.
         summary: content of summary.json, which a finished run has.
         status: content of status.json.
-        events: lines of events.jsonl.
+        events: lines of events.jsonl, but for the events `health`.
+        findings: those of the last event `health`; None if the run has recorded none.
         gone: that the folder is gone or was emptied, as a sentence; None if it is there.
     """
 
@@ -55,6 +58,7 @@ class ViewedRun:
         self.summary: Mapping[str, Any] | None = None
         self.status: Status | None = None
         self.events: list[Event] = []
+        self.findings: list[Finding] | None = None
         self.gone: str | None = None
         self.has_all_metrics = False  # else only the last ones were needed so far
         self._metrics = MetricsBuilder().table()
@@ -188,7 +192,7 @@ class ViewedRun:
                     file.seek(size - _TAIL_BYTES)
                     whole_lines = file.read(_TAIL_BYTES).partition(b"\n")[2].rpartition(b"\n")[0]
                     builder = MetricsBuilder()
-                    builder.append(whole_lines + b"\n")
+                    builder.append(list(parse_lines(whole_lines + b"\n")))
                     self._metrics = builder.table()
                     return True
         except OSError:  # said when all metrics are read
@@ -207,7 +211,7 @@ class ViewedRun:
                 self._builder, self._bad_lines, self._num_lines = MetricsBuilder(), [], 0
             inside(self.path, "metrics.jsonl")
             for block in self._metrics_file.blocks() if self._metrics_file.exists else ():
-                are_rows = self._builder.append(block)
+                are_rows = self._builder.append(list(parse_lines(block)))
                 self._bad_lines += [self._num_lines + n for n, is_row in enumerate(are_rows, 1) if not is_row]
                 self._num_lines += len(are_rows)
         except OSError as error:
@@ -226,11 +230,19 @@ class ViewedRun:
             if change == "unchanged":
                 return False
             self._problems.pop("events.jsonl", None)
-            events = self.events = [] if change == "rewritten" else list(self.events)
+            if change == "rewritten":
+                self.events, self.findings = [], None
+            events, health = list(self.events), None
             inside(self.path, "events.jsonl")
             for block in self._events_file.blocks() if self._events_file.exists else ():
-                events += [_event(row) for row in parse_lines(block) if row is not None]
+                for row in parse_lines(block):
+                    if row is not None and row.get("event") == HEALTH:
+                        health = row
+                    elif row is not None:
+                        events.append(_event(row))
             self.events = events
+            if health is not None:
+                self.findings = findings_in(health)
         except OSError as error:
             self._problems["events.jsonl"] = f"events.jsonl cannot be read: {_reason(error)}"
         return True

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from cohort.metrics.catalogue import description_of, group_of, unit_of
+from cohort.health.metrics_table import MetricsTable
+from cohort.metrics.catalogue import describe
 from cohort.run.files import checkpoints
-from cohort_view.metrics_table import MetricsTable
 from cohort_view.records import (
     Curve,
     Curves,
@@ -217,13 +217,14 @@ def metrics_list(run: ViewedRun) -> MetricList:
     found = []
     for kind, table in (("train", run.metrics), ("eval", run.metrics.eval)):
         for name in table.names:
+            metric = describe(name)
             found.append(
                 MetricInfo(
                     name=name,
-                    group=group_of(name),
+                    group=metric.group,
                     kind="eval" if kind == "eval" else "train",
-                    unit=unit_of(name),
-                    description=description_of(name),
+                    unit=metric.unit,
+                    description=metric.description,
                     last=table.last(name),
                     num_points=int(np.isfinite(table.column(name)).sum()),
                 )

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cohort.health.explain import Explanation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
@@ -21,40 +23,6 @@ class StepList:
     steps: Sequence[StepFile]
     first: int | None
     last: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """A fact that an explanation rests on."""
-
-    text: str
-    metric: str | None = None
-    value: float | None = None
-    link: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a step learned something, or nothing."""
-
-    learned: bool
-    text: str
-    facts: Sequence[Fact] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupsSummary:
-    """A step's groups in a few numbers. Broken completions count in `num_rows` and `num_broken` only."""
-
-    num_groups: int
-    num_equal: int  # groups whose scored rewards are all equal
-    num_rows: int
-    num_scored: int  # completions with a reward
-    num_broken: int
-    num_clipped: int  # completions that hit the token limit
-    num_zero_advantage: int | None  # completions whose advantage is 0; None if the file has no advantages
-    reward_min: float | None
-    reward_max: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +76,7 @@ class GroupCompletion:
     """A completion as compared within its group."""
 
     row: int
-    text: str
+    text: str = ""
     cut: bool = False  # whether texts are incomplete because they are too long
     messages: Any = None
     calls: Any = None
@@ -116,9 +84,8 @@ class GroupCompletion:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     advantage: float | None = None
-    length: int | None = None
+    length: int | None = None  # tokens sampled
     end: str | None = None
-    finish_reason: str | None = None
     policy_version: int | None = None
     error: str | None = None
     environment: Mapping[str, float | None] = field(default_factory=dict)
@@ -183,35 +150,20 @@ class ShownTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(GroupCompletion):
     """One completion, token by token."""
 
     step: int
     kind: str
-    row: int
-    group: int | None
-    prompt: Any  # text or chat messages
-    text: str
-    cut: bool  # whether texts are incomplete because they are too long
-    sequences: Sequence[ShownTokens]
-    num_tokens: int  # of all sequences after their prompts
+    group: int | None = None
+    prompt: Any = ""  # text or chat messages
+    sequences: Sequence[ShownTokens] = ()
+    num_tokens: int = 0  # of all sequences after their prompts
     offset: int  # tokens left out before, counted over the sequences
     limit: int  # most tokens sent
-    rewards: Mapping[str, float | None]
-    details: Mapping[str, Any]
-    reward: float | None
-    advantage: float | None
-    length: int | None  # tokens sampled
-    end: str | None
-    finish_reason: str | None
-    policy_version: int | None
-    error: str | None
-    environment: Mapping[str, float | None]
-    messages: Any
-    calls: Any
-    tokenizer: str | None  # file that the texts of tokens come from
-    recorded: bool  # whether there is a file of `run.record_tokens` for the step
-    trained: bool | None  # whether the recorded tokens have a gradient; None if it is not known
+    tokenizer: str | None = None  # file that the texts of tokens come from
+    recorded: bool = False  # whether there is a file of `run.record_tokens` for the step
+    trained: bool | None = None  # whether the recorded tokens have a gradient; None if it is not known
     problems: Sequence[str]
 
 

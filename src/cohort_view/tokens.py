@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cohort_view.completions import FileCache, ParquetRows, completions_name, numbers, parse_prompt, step_index
+from cohort_view.completions import (
+    FileCache,
+    ParquetRows,
+    completions_name,
+    numbers,
+    optional_text,
+    parse_prompt,
+    step_index,
+)
 from cohort_view.groups import RunFiles, group_completion, row_values
 from cohort_view.records import BoolArray, Completion, FloatArray, IntArray, ShownTokens, TokenColumns
-from cohort_view.values import get, inside, integer, text
+from cohort_view.values import get, inside, text
 
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES = 200 << 20
@@ -189,48 +197,33 @@ def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, l
         offset: tokens to leave out, counted over the sequences after their prompts.
         limit: most tokens to return.
     """
-    config = getattr(run, "config", None)
     name = completions_name(kind, step)
-    index = step_index(run.path, kind, step, config)
+    index = step_index(run.path, kind, step, run.config)
     file = ParquetRows(run.path, name)
     offset, limit = max(0, offset), max(0, min(limit, MAX_TOKENS))
-    if not 0 <= row < file.num_rows:
+    if not 0 <= row < min(file.num_rows, index.num_rows):
         problems = index.problems or (f"{name} has no row {row}: it has {file.num_rows}.",)
-        return _nothing(step, kind, row, offset, limit, problems)
+        return Completion(step=step, kind=kind, row=row, offset=offset, limit=limit, problems=problems)
     values = dict(row_values(file, range(row, row + 1), without=_LISTS))[row]
     lists = file.read(_LISTS, range(row, row + 1))
-    known = index.lengths[row] if row < len(index.lengths) else np.nan
-    shown = group_completion(row, values, length=integer(known))
+    group = index.group_of(row)
+    shown = group_completion(row, values, index)
     tokens = ParquetRows(run.path, tokens_name(step)) if kind == "step" else None
     recorded = tokens is not None and bool(tokens.names)
     of_tokens = _recorded(tokens, row, file.num_rows) if tokens is not None and recorded else {}
     problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens)]
     sequences = _sequences(lists, of_tokens, problems, name)
-    vocabulary, tokenizer, of_vocabulary = find_vocabulary(run.path, config)
+    vocabulary, tokenizer, of_vocabulary = find_vocabulary(run.path, run.config)
     return Completion(
+        **{field.name: getattr(shown, field.name) for field in fields(shown)},
         step=step,
         kind=kind,
-        row=row,
-        group=index.group_of(row),
-        prompt=parse_prompt(values.get("prompt")),
-        text=shown.text,
-        cut=shown.cut,
+        group=group,
+        prompt=parse_prompt(optional_text(values.get("prompt"), cut=False), index.are_chats[group]),
         sequences=_shown(sequences, vocabulary, offset, limit),
         num_tokens=sum(len(sequence.ids) for sequence in sequences),
         offset=offset,
         limit=limit,
-        rewards=shown.rewards,
-        details=shown.details,
-        reward=shown.reward,
-        advantage=shown.advantage,
-        length=shown.length,
-        end=shown.end,
-        finish_reason=shown.finish_reason,
-        policy_version=shown.policy_version,
-        error=shown.error,
-        environment=shown.environment,
-        messages=shown.messages,
-        calls=shown.calls,
         tokenizer=None if tokenizer is None else str(tokenizer),
         recorded=recorded,
         trained=_is_trained(of_tokens),
@@ -244,7 +237,7 @@ def _tokens_problems(run: RunFiles, step: int, tokens: ParquetRows | None) -> Se
         return ()
     if tokens.names or (run.path / tokens_name(step)).exists():
         return tokens.problems
-    wanted = get(getattr(run, "config", None), "run", "record_tokens")
+    wanted = get(run.config, "run", "record_tokens")
     if wanted is True:
         return (f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.",)
     if wanted == "auto":
@@ -413,41 +406,3 @@ def _lists(column: pa.ChunkedArray | None) -> list[FloatArray] | None:
 def _ids(column: pa.ChunkedArray | None) -> IntArray:
     values = _list(column)
     return np.zeros(0, np.int64) if values is None else np.nan_to_num(values).astype(np.int64)
-
-
-def _nothing(step: int, kind: str, row: int, offset: int, limit: int, problems: Sequence[str]) -> Completion:
-    """Return a completion of which nothing can be read."""
-    nothing: dict[str, Any] = dict.fromkeys(
-        (
-            "group",
-            "reward",
-            "advantage",
-            "length",
-            "end",
-            "finish_reason",
-            "policy_version",
-            "error",
-            "messages",
-            "calls",
-        )
-    )
-    return Completion(
-        step=step,
-        kind=kind,
-        row=row,
-        prompt="",
-        text="",
-        cut=False,
-        sequences=(),
-        num_tokens=0,
-        offset=offset,
-        limit=limit,
-        rewards={},
-        details={},
-        environment={},
-        tokenizer=None,
-        recorded=False,
-        trained=None,
-        problems=problems,
-        **nothing,
-    )

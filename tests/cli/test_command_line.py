@@ -176,7 +176,7 @@ def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("cohort.trainer.loop.Trainer.run", fail)
+    monkeypatch.setattr("cohort.trainer.loop.TrainingLoop.run", fail)
     path = set_up(tmp_path)
     ended = cohort("train", path)
     assert ended.code == 70

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
 from cohort.records import ScoredGroup, TurnStats
 from cohort.rewards.judge import ReplyCache, content_key
-from cohort.run.completions import write_completions_file
+from cohort.run.completions import UPGRADED_FROM, write_completions_file
 from reward_samples import group
 
 CONFIG = """
@@ -71,6 +72,40 @@ def test_a_file_of_a_run_gets_its_columns_from_the_dataset(folder):
     assert "exact and recorded differ for 1 of 6 completions\n  row 1: exact 0, recorded 1: '2'" in output
     assert "exact and length differ for 4 of 6 completions\n  row 0: exact 1, length 2: '1'" in output
     assert "exact and digits differ for 0 of 6 completions" in output
+
+
+def test_a_file_of_an_older_version_gets_the_same_rewards(folder):
+    table = pq.read_table("step-000001.parquet")
+    pq.write_table(table.drop_columns(list(UPGRADED_FROM)), "older.parquet")
+    new, older = (run("--completions", file, "--only", "exact") for file in ("step-000001.parquet", "older.parquet"))
+    assert [line.split()[:7] for line in new.splitlines()] == [line.split()[:7] for line in older.splitlines()]
+
+
+def test_a_text_that_happens_to_be_json_is_no_chat(folder):
+    Path("mine.py").write_text("def chat(prompts):\n    return [float(not isinstance(p, str)) for p in prompts]\n")
+    row = {"prompt": json.dumps([{"role": "user", "content": "hi"}]), "completion": "1"}
+    means = {}
+    for name, columns in (("text", {"prompt_is_chat": False}), ("chat", {"prompt_is_chat": True}), ("older", {})):
+        Path("own.jsonl").write_text(json.dumps(row | columns) + "\n")
+        lines = run("rewards=[{use: 'mine.py:chat'}]", "--completions", "own.jsonl").splitlines()
+        means[name] = lines[3].split()[2]
+    assert means == {"text": "0", "chat": "1", "older": "1"}
+
+
+def test_groups_of_one_prompt_in_one_step(folder):
+    scored = ScoredGroup(
+        prompt=(rollout := group("1+1", ["1", "2"], prompt_id=1)).prompt,
+        trajectories=rollout.trajectories,
+        rewards=np.zeros(2),
+        reward_parts={"exact": np.zeros(2)},
+    )
+    write_completions_file(Path("twice.parquet"), step=1, groups=[scored, scored])
+    lines = run("--completions", "twice.parquet", "--only", "exact").splitlines()
+    assert lines[0] == "4 completions of 2 prompts"
+    rows = [{"group": name, "prompt": "?", "completion": "x"} for name in ("x", "y")]  # a column of the dataset
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = run("rewards=[{use: exact, args: {answer_column: group}}]", "--completions", "own.jsonl").splitlines()
+    assert lines[3].split()[:3] == ["exact", "2", "0.5"]
 
 
 def test_only_one_reward_and_no_examples(folder):
@@ -155,6 +190,11 @@ def test_a_dataset_in_another_order_is_noticed(folder):
         ({"completion": 5}, "row 1: completion: 5 must be text or messages"),
         ({"completion": []}, "row 1: completion: [] must be text or messages"),
         ({"completion": "2", "prompt": 5}, "row 1: prompt: 5 must be text or messages"),
+        ({"completion": "2", "prompt_is_chat": 3}, "row 1: prompt_is_chat: 3 must be true or false"),
+        (
+            {"completion": "2", "prompt": "[{", "prompt_is_chat": True},
+            "row 1: prompt: '[{' must be messages as JSON",
+        ),
         ({"completion": "2", "prompt_id": [1]}, "row 1: prompt_id: [1] must be a whole number"),
         ({"completion": "2", "messages": "[5]"}, "row 1: messages: '[5]' must be messages as JSON"),
         ({"completion": "2", "completion_token_ids": 7}, "row 1: completion_token_ids: 7 must be a list of token ids"),

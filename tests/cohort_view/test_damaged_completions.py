@@ -14,7 +14,7 @@ from cohort_view.completions import FileCache
 from cohort_view.heldout import heldout
 from cohort_view.records import to_json
 from cohort_view.tokens import completion
-from completions_files import RunFolder, a_row, write_columns, write_rows
+from completions_files import RunFolder, a_row, as_written_before, write_columns, write_rows
 from selection import examples, slow
 
 ROWS = [a_row(i // 4, float(i % 2), length=30, completion="some text " * 20) for i in range(40)]
@@ -86,9 +86,10 @@ def test_links_out_of_the_run_folder_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("missing", list(ROWS[0]))
-def test_a_column_of_another_version_is_missing(tmp_path, missing):
+@pytest.mark.parametrize("rows", [ROWS, [as_written_before(row) for row in ROWS]], ids=["now", "before"])
+def test_a_column_is_missing(tmp_path, rows, missing):
     for kind in ("step", "eval"):
-        write_rows(tmp_path, [{k: v for k, v in row.items() if k != missing} for row in ROWS], kind=kind)
+        write_rows(tmp_path, [{k: v for k, v in row.items() if k != missing} for row in rows], kind=kind)
         assert len(read_all(tmp_path, kind)) == 11
 
 

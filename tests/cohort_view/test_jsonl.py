@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort_view import metrics_table as jsonl
-from cohort_view.metrics_table import JsonLines, parse_lines
+from cohort_view import json_lines as jsonl
+from cohort_view.json_lines import JsonLines, parse_lines
 from selection import examples
 
 

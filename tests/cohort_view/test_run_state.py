@@ -111,6 +111,25 @@ def test_what_changed_is_told(tmp_path: Path):
     assert run.events[0].event == "end"
 
 
+def health(text: str, **values: object) -> dict[str, Any]:
+    finding = {"rule": "unclear", "level": "info", "text": text, "advice": None, "step": 3, "evidence": ["reward"]}
+    return {"timestamp": 1.0, "step": 3, "event": "health", "findings": [{**finding, **values}, {"rule": "cut"}]}
+
+
+def test_the_last_findings_that_a_run_recorded_are_shown(tmp_path: Path):
+    row = {"step": 3, "kind": "train", "reward": 0.5}
+    run = write(tmp_path, metrics_jsonl=[row], events_jsonl=[health("first"), health("second", level="good")])
+    assert [(f.text, f.level, f.step, f.evidence) for f in now(run).banners] == [("second", "good", 3, ["reward"])]
+    assert runs([run]).runs[0].banner == now(run).banners[0]
+    assert run.events == []  # they are many
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(health("third")) + "\n")
+    assert (run.refresh(), [f.text for f in now(run).banners]) == ({"events"}, ["third"])
+    write(tmp_path, metrics_jsonl="")  # it starts over
+    run.refresh()
+    assert list(now(run).banners) == []
+
+
 def test_a_resumed_run_whose_metrics_were_cut(tmp_path: Path):
     rows = [{"step": step, "kind": "train", "reward": 0.1 * step} for step in (1, 2, 3)]
     run = write(tmp_path, metrics_jsonl=rows)
@@ -126,6 +145,11 @@ def test_the_list_of_runs_reads_the_end_of_long_runs_only(tmp_path: Path, monkey
     run = write(tmp_path, config_yaml=CONFIG, plan_json={}, metrics_jsonl=rows)
     (entry,) = runs([run]).runs
     assert (entry.step, entry.reward, entry.banner, entry.has_all_metrics) == (100, 1.0, None, False)
+    write(tmp_path, events_jsonl=[health("said")])
+    run.refresh()
+    assert [entry.banner and entry.banner.text for entry in runs([run]).runs] == ["said"]
+    (tmp_path / "events.jsonl").unlink()
+    run.refresh()
     assert 1 < len(run.last_metrics.steps) < 20
     assert run.refresh() == set()
     with (tmp_path / "metrics.jsonl").open("a") as file:

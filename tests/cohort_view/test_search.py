@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cohort.run.completions import upgrade
 from cohort_view.run import ViewedRun
 from cohort_view.search.evaluate import positive_patterns
 from cohort_view.search.grammar import (
@@ -36,16 +37,17 @@ def row(**values: Any) -> Row:
     return {"prompt_id": 0, "prompt": "1+1?", "text": "", "length": 1, "reward": 0.0, "finish_reason": "stop"} | values
 
 
-def write(folder: Path, name: str, rows: Sequence[Row], *, row_group_size: int = 100) -> Path:
-    """Write a completions file of a run folder."""
+def write(folder: Path, name: str, rows: Sequence[Row], *, row_group_size: int = 100, is_older: bool = False) -> Path:
+    """Write a completions file of a run folder, as an older version did if `is_older`."""
     names = {"text": "completion"}
-    table = {names.get(key, key): [r[key] for r in rows] for key in rows[0] if key != "length"}
-    table["completion_token_ids"] = pa.array(
+    columns = {names.get(key, key): [r[key] for r in rows] for key in rows[0] if key != "length"}
+    columns["completion_token_ids"] = pa.array(
         [None if r["length"] is None else [7] * r["length"] for r in rows], pa.list_(pa.int32())
     )
     file = folder / "completions" / f"{name}.parquet"
     file.parent.mkdir(exist_ok=True)
-    pq.write_table(pa.table(table), file, row_group_size=row_group_size)
+    table = pa.table(columns)
+    pq.write_table(table if is_older else upgrade(table), file, row_group_size=row_group_size)
     return file
 
 
@@ -141,14 +143,21 @@ TURNS = st.fixed_dictionaries({"end": st.sampled_from(["timeout", "length", None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tree=TREES, step=ROWS, replaced=st.lists(st.builds(dict.__or__, ROW, TURNS), min_size=1, max_size=4))
-def test_results_equal_evaluation_row_by_row(tmp_path: Path, tree: Node, step: list[Row], replaced: list[Row]):
-    write(tmp_path, "step-000002", step, row_group_size=2)
-    write(tmp_path, "replaced-000002", replaced, row_group_size=3)
+@given(
+    tree=TREES,
+    step=ROWS,
+    replaced=st.lists(st.builds(dict.__or__, ROW, TURNS), min_size=1, max_size=4),
+    is_older=st.booleans(),
+)
+def test_results_equal_evaluation_row_by_row(
+    tmp_path: Path, tree: Node, step: list[Row], replaced: list[Row], is_older: bool
+):
+    write(tmp_path, "step-000002", step, row_group_size=2, is_older=is_older)
+    write(tmp_path, "replaced-000002", replaced, row_group_size=3, is_older=is_older)
     expected = []
     for kind, rows in (("step", step), ("replaced", replaced)):
         for i, one in enumerate(rows):
-            end = one.get("end") or {"stop": "answer", "length": "length"}.get(one["finish_reason"] or "")
+            end = one["end"] if "end" in one else {"stop": "answer", "length": "length"}.get(one["finish_reason"])
             if holds(tree, {**one, "end": end, "step": 2.0, "kind": kind}):
                 expected.append((kind, 2, i))
     assert found(tmp_path, to_text(tree)) == expected
@@ -166,8 +175,10 @@ def test_newest_step_first_and_training_before_evaluation(tmp_path: Path):
     assert found(tmp_path, "kind == eval and step > 0 and yes") == [("eval", 10, 0), ("eval", 10, 2)]
 
 
-def test_matches_name_their_group(tmp_path: Path):
-    write(tmp_path, "step-000001", [row(prompt_id=i // 2, text=f"<{i}>") for i in range(8)], row_group_size=3)
+@pytest.mark.parametrize("is_older", [False, True])
+def test_matches_name_their_group(tmp_path: Path, is_older: bool):
+    rows = [row(prompt_id=i // 2, text=f"<{i}>") for i in range(8)]
+    write(tmp_path, "step-000001", rows, row_group_size=3, is_older=is_older)
     assert [(m.row, m.group) for m in matches_of(tmp_path, "text ~ '<[2567]>'")] == [(2, 1), (5, 2), (6, 3), (7, 3)]
 
 

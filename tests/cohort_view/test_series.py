@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cohort_view.metrics_table import MetricsBuilder
+from cohort.health.metrics_table import MetricsBuilder
+from cohort_view.json_lines import parse_lines
 from cohort_view.records import to_json
 from cohort_view.run import ViewedRun
 from cohort_view.series import bucket_means, curves, curves_csv, downsample, metrics_list
@@ -36,8 +37,9 @@ def train(step: int, **values: object) -> dict:
 
 def test_columns_and_missing_values():
     builder = MetricsBuilder()
-    builder.append(lines(train(1, a=1.0), train(2, b=2), {"step": 2, "kind": "eval", "eval/x": 0.5}))
-    builder.append(b'{"step": 3, "kind": "train", "a": null, "b": NaN, "c": "text", "d": true, "e": [1], "f": 1e400}\n')
+    builder.append([train(1, a=1.0), train(2, b=2), {"step": 2, "kind": "eval", "eval/x": 0.5}])
+    line = b'{"step": 3, "kind": "train", "a": null, "b": NaN, "c": "text", "d": true, "e": [1], "f": 1e400}\n'
+    builder.append(list(parse_lines(line)))
     table = builder.table()
     assert table.steps.tolist() == [1, 2, 3]
     assert table.names == ["a", "b", "d"]
@@ -53,16 +55,16 @@ def test_columns_and_missing_values():
 def test_lines_that_are_no_rows_are_told():
     block = lines(train(1, a=1.0)) + b'{"a": 2}\nnothing\n{"step": "2"}\n{"step": -1}\n{"step": true}\n{"step": 2}\n'
     builder = MetricsBuilder()
-    assert builder.append(block) == [True, False, False, False, False, False, True]
+    assert builder.append(list(parse_lines(block))) == [True, False, False, False, False, False, True]
     assert builder.table().steps.tolist() == [1, 2]
 
 
 def test_the_last_row_of_a_step_counts():
     builder = MetricsBuilder()
-    builder.append(lines(*(train(step, a=step) for step in (1, 2, 3, 4))))
+    builder.append([train(step, a=step) for step in (1, 2, 3, 4)])
     before = builder.table()
-    builder.append(lines(train(3, a=30, b=1)))
-    builder.append(lines(train(4, a=40), train(5, a=50), train(5, a=51)))
+    builder.append([train(3, a=30, b=1)])
+    builder.append([train(4, a=40), train(5, a=50), train(5, a=51)])
     table = builder.table()
     assert table.steps.tolist() == [1, 2, 3, 4, 5]
     assert table.column("a").tolist() == [1, 2, 30, 40, 51]
@@ -76,7 +78,7 @@ def test_tables_agree_with_a_dictionary(rows: list[tuple[int, str]], block_rows:
     builder, truth = MetricsBuilder(), {}
     for start in range(0, len(rows), block_rows):
         block = [train(step, **{name: start + n}) for n, (step, name) in enumerate(rows[start : start + block_rows])]
-        builder.append(lines(*block))
+        builder.append(block)
         truth |= {row["step"]: row for row in block}
         table = builder.table()
         assert table.steps.tolist() == sorted(truth)

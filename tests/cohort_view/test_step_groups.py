@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort_view import groups
-from cohort_view.completions import shared_prefix, split_groups
+from cohort_view.completions import shared_prefix
 from cohort_view.records import to_json
-from completions_files import RunFolder, a_row, write_rows
+from cohort_view.tokens import completion
+from completions_files import RunFolder, a_row, as_written_before, write_rows
 from samples import NAN, answer
 from selection import examples
 
@@ -80,19 +81,34 @@ def test_groups_without_a_value_come_last_either_way(tmp_path):
         assert [g.index for g in groups.step(run, 5, sort="reward", descending=descending).groups] == order
 
 
-@pytest.mark.parametrize(
-    ("ids", "size", "expected"),
-    [
-        ([], 2, []),
-        ([1, 1, 2, 2], 2, [range(2), range(2, 4)]),
-        ([1, 1, 1, 1, 2, 2], 2, [range(2), range(2, 4), range(4, 6)]),  # two epochs meet
-        ([1, 1, 1, 1, 2, 2, 3, 3], None, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
-        ([1, 1, 1, 2, 2, 2, 2], 4, [range(3), range(3, 7)]),  # a member was lost
-        ([None, None], None, [range(2)]),
-    ],
-)
-def test_rows_are_divided_into_groups(ids, size, expected):
-    assert split_groups(ids, size) == expected
+def test_groups_of_one_prompt_next_to_each_other(tmp_path):
+    """Prompts of two epochs can meet in a file."""
+    write_rows(tmp_path, [a_row(1, float(i), group=i // 2) for i in range(4)] + [a_row(2, group=2)])
+    found = groups.step(RunFolder(tmp_path), 5).groups
+    assert [(g.prompt_id, g.size) for g in found] == [(1, 2), (1, 2), (2, 1)]
+    assert [c.row for c in groups.group(RunFolder(tmp_path), 5, "step", 1).completions] == [2, 3]
+
+
+def test_a_text_that_happens_to_be_json_is_no_chat(tmp_path):
+    prompt = json.dumps([{"role": "user", "content": "Hello?"}])
+    write_rows(tmp_path, [a_row(1, prompt=prompt), a_row(2, prompt=prompt, prompt_is_chat=True)])
+    run = RunFolder(tmp_path)
+    assert [groups.group(run, 5, "step", i).prompt for i in range(2)] == [prompt, json.loads(prompt)]
+    assert [group.prompt for group in groups.step(run, 5).groups] == [prompt, "Hello?"]
+
+
+def test_files_of_an_older_version_read_the_same(tmp_path):
+    chat = {"prompt": json.dumps([{"role": "user", "content": "Hello?"}]), "prompt_is_chat": True}
+    rows = [*ROWS, a_row(9, 1.0, **chat), a_row(9, 0.0, **chat)]
+    write_rows(tmp_path / "now", rows)
+    write_rows(tmp_path / "before", [as_written_before(row) for row in rows])
+    now, before = (RunFolder(tmp_path / name, CONFIG) for name in ("now", "before"))
+    assert to_json(groups.step(before, 5)) == to_json(groups.step(now, 5))
+    for group in range(4):
+        assert to_json(groups.group(before, 5, "step", group)) == to_json(groups.group(now, 5, "step", group))
+    for row in range(len(rows)):
+        assert to_json(completion(before, 5, "step", row)) == to_json(completion(now, 5, "step", row))
+    assert groups.group(before, 5, "step", 3).prompt == [{"role": "user", "content": "Hello?"}]
 
 
 @given(
@@ -124,7 +140,7 @@ def test_a_groups_completions(run, tmp_path):
     assert (found.prompt, [c.row for c in found.completions], found.problems) == ("Question 7?", [0, 1], [])
     first = found.completions[0]
     assert (first.reward, first.rewards, first.advantage, first.length) == (1.0, {"right": 1.0}, 1.0, 4)
-    assert (first.finish_reason, first.end, first.policy_version, first.same_prefix) == ("stop", "answer", 4, 11)
+    assert (first.end, first.policy_version, first.same_prefix) == ("answer", 4, 11)
     assert groups.group(run, 5, "step", 3).problems == ["completions/step-000005.parquet has no group 3: it has 3."]
 
 
@@ -135,6 +151,7 @@ def test_turns_details_and_environment_of_a_completion(tmp_path):
     row = a_row(
         1, 1.0, prompt=prompt, messages=json.dumps(messages), calls=calls, end="timeout", error="Boom", tool_calls=2
     )
+    row |= {"prompt_is_chat": True}
     row |= {"details/code": '{"passed": 3, "of": NaN}', "environment/score": 2.5, "model_s": 0.5}
     write_rows(tmp_path, [row])
     run = RunFolder(tmp_path)

@@ -1,6 +1,7 @@
 """Python objects where a configuration file has a path: what they are called, and what is refused."""
 
 import pickle
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_what_can_be_imported_is_named_by_its_place():
     assert load_function(of_this.rewards[0].use, field="f") is score
 
 
-def test_what_cannot_be_imported_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_imported_is_named_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Judge:
         def __call__(self, completions: list[Any]) -> list[float]:
             return [1.0 for _ in completions]
@@ -63,11 +64,14 @@ def test_what_cannot_be_imported_is_named_by_its_kind(monkeypatch: pytest.Monkey
     assert dict(unnamed_objects(of_this)) == {"data.path": "object:list", "rewards.0.use": "object:Judge"}
     # a function of a notebook, and one of a script
     main = types.ModuleType("__main__")
-    monkeypatch.setitem(__import__("sys").modules, "__main__", main)
+    monkeypatch.setitem(sys.modules, "__main__", main)
     exec("def digits(completions): return completions", vars(main))
     assert name_callable(vars(main)["digits"]) == "object:digits"
-    main.__file__ = "/home/me/train.py"
-    assert name_callable(vars(main)["digits"]) == "/home/me/train.py:digits"
+    main.__file__ = "<stdin>"
+    assert name_callable(vars(main)["digits"]) == "object:digits"
+    main.__file__ = str(tmp_path / "train.py")
+    (tmp_path / "train.py").touch()
+    assert name_callable(vars(main)["digits"]) == f"{tmp_path}/train.py:digits"
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_eval_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert metrics["mean@2"] == metrics["accuracy"] == np.mean([row["reward"] for row in rows])
     assert run_command(monkeypatch, *arguments) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert printed["prompts"] == "5" and float(printed["mean@2"]) == pytest.approx(metrics["mean@2"], rel=1e-3)
+    assert printed["num_prompts"] == "5" and float(printed["mean@2"]) == pytest.approx(metrics["mean@2"], rel=1e-3)
 
 
 def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):

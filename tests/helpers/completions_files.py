@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cohort.run.completions import UPGRADED_FROM
 from cohort_view.completions import completions_name
 
 _TYPES = {
@@ -30,15 +31,20 @@ class RunFolder:
 
 
 def a_row(prompt_id: int, reward: float | None = 0.0, *, length: int = 2, **columns: Any) -> dict[str, Any]:
-    """A row of a completions file: a completion of `length` tokens 10, 11, ..."""
+    """A row of a completions file: a completion of `length` tokens 10, 11, ... Neighbors of one prompt are a group."""
+    token_ids = columns.get("completion_token_ids", list(range(10, 10 + length)))
     return {
         "step": 5,
+        "group": prompt_id,
         "prompt_id": prompt_id,
         "prompt": f"Question {prompt_id}?",
+        "prompt_is_chat": False,
         "completion": f"answer to {prompt_id}",
         "prompt_token_ids": [1, 2],
-        "completion_token_ids": list(range(10, 10 + length)),
+        "completion_token_ids": token_ids,
         "sampling_logprobs": [-0.5] * length,
+        "num_tokens": len(token_ids),
+        "end": {"stop": "answer", "length": "length"}[columns.get("finish_reason", "stop")],
         "finish_reason": "stop",
         "policy_version": 4,
         "reward": reward,
@@ -54,6 +60,11 @@ def write_rows(
     """Write a completions file; columns are those of the first row."""
     columns = {name: pa.array([row[name] for row in rows], _TYPES.get(name)) for name in rows[0]}
     return write_columns(run_path, columns, kind=kind, step=step, **options)
+
+
+def as_written_before(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a single turn without the columns that older versions did not write."""
+    return {name: value for name, value in row.items() if name not in UPGRADED_FROM}
 
 
 def write_columns(

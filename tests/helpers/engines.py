@@ -176,8 +176,8 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
         return Prefetcher(*args, **{**options, "max_staleness": max_staleness, "drop_stale": drop_stale})
 
     def engine(sample: Any) -> ThreadEngine:
-        worker = sample.args[0].local  # of the workers that sample
+        worker = sample.__self__.workers.local  # of `TrainingWorkers.sample`
         return ThreadEngine(worker.policy, worker.tokenizer)
 
     patch("cohort.trainer.collect_groups.Prefetcher", prefetcher)
-    patch("cohort.trainer.rollout_engines.LocalEngine", engine)
+    patch("cohort.rollout.engines.local.setup.LocalEngine", engine)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import cohort
 from cohort.display import Display, StepReport
+from cohort.metrics.catalogue import describe
 from forked import fork
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 from waiting import PATIENCE_S
@@ -70,6 +71,13 @@ def assert_same_weights(actual: Path, expected: Path) -> None:
 def metric(run: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row[name] for row in rows if name in row]
+
+
+def assert_in_catalogue(run: Path) -> None:
+    """Every metric that a run wrote has a group and a meaning."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step", "kind", "timestamp"}
+    assert names and not {name for name in names if not describe(name).meaning}
 
 
 def stop_after(steps: int) -> Display:

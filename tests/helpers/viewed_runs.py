@@ -77,7 +77,7 @@ def fill_with_hostile_text(run: Path) -> None:
         table = _replaced(table, "completion", pa.array(texts))
         table = _replaced(table, "completion_token_ids", pa.array(ids, table.schema.field("completion_token_ids").type))
         table = _replaced(table, "prompt", pa.array([HOSTILE[1] for _ in texts]))
-        table = _replaced(table, "finish_reason", pa.array(["<b>unbroken</b>" * 100 for _ in texts]))
+        table = _replaced(table, "end", pa.array(["<b>unbroken</b>" * 100 for _ in texts]))
         table = table.append_column(f"rewards/{HOSTILE[1]}", pa.array([1.0] * len(texts)))
         pq.write_table(table, file)
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"\n# {HOSTILE[0]}\n")

@@ -11,6 +11,7 @@ import numpy as np
 
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams, StepKey
+from cohort.rollout.engines.servers.channels import Channels
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, ServerError, ServerHandle, call_seed
 from cohort.rollout.engines.servers.secret import Secret, request_headers
@@ -92,8 +93,7 @@ class Run:
         )
         self.engine = ServerEngine(
             self.fleet,
-            connect=Channel,
-            publish=self.published,
+            channels=Channels(Channel, self.published),
             notify=self.notes.append,
             sleeps=sleeps,
         )

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cohort.rollout.engines.servers.process import SERVER_SIDE
+from cohort.rollout.engines.servers.server_side import cohort_weight_group
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER
-from cohort.rollout.engines.vllm.worker import cohort_weight_group
 from fake_vllm import FakeVllm, ThreadServer
 from forked import fork
 from waiting import PATIENCE_S, free_port, num_lines, until
@@ -71,7 +72,8 @@ def load_worker(patch: pytest.MonkeyPatch) -> Any:
                 patch.setitem(sys.modules, name, ModuleType(name))
         for key, value in contents.items():
             patch.setattr(sys.modules[f"vllm.{path}"], key, value, raising=False)
-    patch.syspath_prepend(str(WORKER_FOLDER))
+    for folder in (SERVER_SIDE, WORKER_FOLDER):
+        patch.syspath_prepend(str(folder))
     for name in ("cohort_vllm_worker", GROUP_MODULE):  # nothing else imports them by these names
         sys.modules.pop(name, None)
     worker = importlib.import_module("cohort_vllm_worker")

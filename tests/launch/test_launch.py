@@ -28,9 +28,9 @@ from cohort.demo.run import demo_config, write_data
 from cohort.demo.tasks import TOOLS, WORDS, DemoTask
 from cohort.display import Display
 from cohort.plan.split import count_processes
+from cohort.rollout.engines.servers.placement import num_gpus
 from cohort.run.files import checkpoints
 from cohort.trainer.checkpoint import load_trainer_state
-from cohort.trainer.placement import num_gpus
 from commands import start_command
 from runs import assert_same_weights, changed, make_inputs, metric, train, weights
 from selection import slow

@@ -32,7 +32,7 @@ SPLITTING_PROBE = """
 import json, os, pathlib, sys
 import torch
 from cohort.config import load_config
-from cohort.trainer.placement import split_machine
+from cohort.rollout.engines.servers.placement import split_machine
 
 assert sys.argv[1] == "train"
 torch.cuda.device_count = lambda: 4
@@ -126,7 +126,7 @@ def test_one_node_is_split_by_the_run_itself(cluster, monkeypatch, rollout_gpus,
     (cluster / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
     overrides = ("run.dir=runs/a", VLLM, f"hardware.rollout_gpus={rollout_gpus}")
     text = script(*overrides, config_path="run.yaml", nodes=1, gpus_per_node=4, max_restarts=2)
-    assert "# Nodes: 1, with 4 GPUs, which `cohort train` splits between training and vLLM." in text
+    assert "# Nodes: 1, with 4 GPUs, which `cohort train` splits between training and servers." in text
     assert {"--nodes=1", "--gpus-per-node=4", "--signal=USR1@120"} <= set(directives(text))
     assert "torchrun" not in text and text.count(" cohort train ") == 1
     result = run_script(text.replace(" cohort train ", f" {shlex.quote(sys.executable)} {cluster / 'split.py'} train "))

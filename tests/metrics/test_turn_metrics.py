@@ -77,7 +77,9 @@ def test_single_completions_have_none_and_groups_with_turns_have_theirs():
         return rollout_metrics([group])
 
     assert not [name for name in of(answer(PROMPT, [5])) if name.startswith(("turns/", "tools/", "ends/"))]
-    assert of(TWO_TURNS, WITH_SIMULATED_USER)["turns/max"] == 2.0
+    of_two = of(TWO_TURNS, WITH_SIMULATED_USER)
+    assert of_two["turns/max"] == 2.0
+    assert [of_two[name] for name in ("num_groups", "reward", "reward_min", "reward_max")] == [1.0, 0.5, 0.0, 1.0]
 
 
 def test_only_failures_leave_no_number_that_is_not_one():

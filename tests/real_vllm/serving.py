@@ -16,11 +16,12 @@ import torch
 
 from cohort.models.saving import stream_weights, weight_specs
 from cohort.records import TrainSequence
+from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_folder
 from waiting import until
 

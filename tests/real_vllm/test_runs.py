@@ -27,7 +27,7 @@ from cohort.models import Policy, stream_weights
 from cohort.rollout.engines.servers import server_engine
 from cohort.trainer import worker
 from cohort.trainer.inputs import build_inputs
-from cohort.trainer.vllm_setup import VllmSetup
+from cohort.trainer.setup import open_engine
 from selection import slow
 from serving import SECRET, engine_of, processes_of, secret_file, start
 from waiting import until
@@ -70,7 +70,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Ite
     raw = run_config(folder)
     raw["rollout"] |= {"engine": "vllm", "vllm_python": vllm_python, "secret_file": secret_file(folder)}
     config = config_from_dict(raw)
-    setup = VllmSetup(config, build_inputs(config))
+    setup = open_engine(config, build_inputs(config))
     assert setup.placement is not None
     process = setup.make_server(setup.placement.gpus[0], folder / "server.log")
     try:

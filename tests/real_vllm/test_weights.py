@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cohort.models.saving import TensorSpec, stream_weights, weight_specs
+from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.handles import ServerError
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from serving import (
     LONG_PROMPT,
     SECRET,

@@ -10,7 +10,7 @@ import pytest
 
 from cohort.config import config_from_dict
 from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
-from cohort.run.completions import write_completions_file
+from cohort.run.completions import UPGRADED_FROM, upgrade, write_completions_file
 from cohort.run.folder import config_changes
 from configs import MINIMAL
 from run_folders import open_folder
@@ -137,12 +137,16 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
         pa.schema(
             {
                 "step": pa.int64(),
+                "group": pa.int64(),
                 "prompt_id": pa.int64(),
                 "prompt": pa.string(),
+                "prompt_is_chat": pa.bool_(),
                 "completion": pa.string(),
                 "prompt_token_ids": pa.list_(pa.int32()),
                 "completion_token_ids": pa.list_(pa.int32()),
                 "sampling_logprobs": pa.list_(pa.float32()),
+                "num_tokens": pa.int64(),
+                "end": pa.string(),
                 "finish_reason": pa.string(),
                 "policy_version": pa.int64(),
                 "reward": pa.float64(),
@@ -155,12 +159,16 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
     rows = table.to_pylist()
     assert rows[1] == {
         "step": 12,
+        "group": 0,
         "prompt_id": 4,
         "prompt": "say ½",
+        "prompt_is_chat": False,
         "completion": "answer 1",
         "prompt_token_ids": [1, 2],
         "completion_token_ids": [5, 7],
         "sampling_logprobs": [-0.5, -0.25],
+        "num_tokens": 2,
+        "end": "length",
         "finish_reason": "length",
         "policy_version": 3,
         "reward": None,
@@ -169,6 +177,8 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
         "advantage": 0.0,
     }
     assert [row["prompt_id"] for row in rows] == [4, 4, 9, 9]
+    assert [row["group"] for row in rows] == [0, 0, 1, 1]
+    assert [row["prompt_is_chat"] for row in rows] == [False, False, True, True]
     assert [row["reward"] for row in rows] == [1.0, None, 0.5, 0.0]
     assert [row["rewards/exact"] for row in rows] == [1.0, None, 0.5, None]
     assert [row["advantage"] for row in rows] == [0.5, 0.0, 1.0, -1.0]
@@ -217,6 +227,7 @@ def test_sampled_and_environment_tokens_of_several_turns_are_told_apart(tmp_path
     assert rows[0]["loss_mask"] == [[False, False, True, True, False, False, True, True]]
     assert [row["policy_version"] for row in rows] == [3, 3, None, 0]
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", None, "stop"]
+    assert [row["num_tokens"] for row in rows] == [4, 4, 0, 1]
     assert [row["reward"] for row in rows] == [1.0, 0.0, None, 0.5]
 
 
@@ -252,12 +263,12 @@ def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path)
     at_once = replace(answer(TEXT, [5]), stats=TurnStats())
     group = ScoredGroup(prompt=TEXT, trajectories=(at_once,), rewards=np.array([1.0]), reward_parts={})
     write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
-    assert {"end", "messages", "calls", "tool_calls"} <= {*pq.read_schema(tmp_path / "c.parquet").names}
+    assert {"messages", "calls", "tool_calls"} <= {*pq.read_schema(tmp_path / "c.parquet").names}
 
 
 def test_a_file_of_single_turns_has_no_masks(tmp_path):
     write_completions_file(tmp_path / "c.parquet", step=1, groups=[a_group(TEXT, [1.0], {})])
-    assert not {"end", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}
+    assert not {"messages", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}
 
 
 def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch):
@@ -271,6 +282,51 @@ def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch)
         metadata = pq.read_metadata(tmp_path / "c.parquet")
         rows.append([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     assert rows == [[4], [2, 2], [1, 1, 1, 1]]
+
+
+# Files of older versions
+
+
+@pytest.mark.parametrize("groups", [GROUPS, [GROUPS[0]] * 2, [*GROUPS, *GROUPS]], ids=["two", "one prompt", "epochs"])
+def test_an_upgraded_file_has_the_columns_of_a_new_one(tmp_path, groups):
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=groups)
+    table = pq.read_table(tmp_path / "c.parquet")
+    older = table.drop_columns(list(UPGRADED_FROM))
+    upgraded = upgrade(older, group_size=2)
+    assert upgraded.select(list(UPGRADED_FROM)).to_pydict() == table.select(list(UPGRADED_FROM)).to_pydict()
+    assert upgraded.select(older.column_names).equals(older)
+    assert upgrade(table).equals(table)
+    assert upgrade(older.select(["reward", "prompt"])).column_names == ["reward", "prompt", "prompt_is_chat"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "groups"),
+    [
+        ([], 2, []),
+        ([1, 1, 2, 2], 2, [0, 0, 1, 1]),
+        ([1, 1, 1, 1, 2, 2], 2, [0, 0, 1, 1, 2, 2]),  # two epochs meet
+        ([1, 1, 1, 1, 2, 2, 3, 3], None, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ([1, 1, 1, 2, 2, 2, 2], 4, [0, 0, 0, 1, 1, 1, 1]),  # a member was lost
+        ([None, None], None, [0, 0]),
+    ],
+)
+def test_rows_of_an_older_file_are_divided_into_groups(ids, size, groups):
+    assert upgrade(pa.table({"prompt_id": pa.array(ids, pa.int64())}), size)["group"].to_pylist() == groups
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_chat"),
+    [
+        ('[{"role": "user", "content": "hi"}]', True),
+        ('[{"content": "hi"}]', False),
+        ('[{"role": "user"}, 3]', False),
+        ("[{not JSON", False),
+        ("[1, 2]", False),
+        (None, False),
+    ],
+)
+def test_chats_of_an_older_file_are_told_by_their_text(prompt, is_chat):
+    assert upgrade(pa.table({"prompt": pa.array([prompt], pa.string())}))["prompt_is_chat"].to_pylist() == [is_chat]
 
 
 def test_details_of_some_groups_are_null_for_the_others(tmp_path):

@@ -125,7 +125,7 @@ def test_a_resumed_run_has_two_starts(tmp_path: Path):
         run_training(config, display=stop_after(3))
     train(config, resume=True)
     run = tmp_path / "run"
-    assert [(e["event"], e["step"]) for e in events(run) if e["event"] != "warning"] == [
+    assert [(e["event"], e["step"]) for e in events(run) if e["event"] not in ("warning", "health")] == [
         ("start", 0), ("evaluation", 0), ("evaluation", 2), ("checkpoint", 2), ("stop", 3),
         ("start", 2), ("evaluation", 4), ("checkpoint", 4), ("end", 4),
     ]  # fmt: skip

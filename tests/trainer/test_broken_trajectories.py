@@ -98,6 +98,7 @@ def test_a_step_in_which_all_broke_is_an_error():
     assert np.isnan(scored.rewards).all() and seen == [] and runner.counts() == {}
     metrics = rollout_metrics([scored])
     assert metrics["completions/broken"] == 2 and np.isnan(metrics["completions/clipped_ratio"])
+    assert metrics["num_groups"] == 1 and np.isnan([metrics["reward_min"], metrics["reward_max"]]).all()
 
 
 async def break_two(

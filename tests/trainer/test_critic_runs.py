@@ -20,7 +20,7 @@ from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import TrainedModel, pack_batches
 from rank_critic import make_critic_sequences, make_updater, make_worker
 from rank_engine import out_of_memory_over
-from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
+from runs import assert_in_catalogue, assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from selection import slow
 from tiny import save_model_folder
 
@@ -47,6 +47,7 @@ def test_a_run_with_a_critic_and_what_it_leaves_behind(tmp_path: Path):
     assert any(not torch.equal(tensor, trained[name]) for name, tensor in base.items() if name in trained)
     assert not (result.final_dir / "critic").exists()
     assert metric(run, "completions/trained_ratio") == [1.0] * 6
+    assert_in_catalogue(run)
     # another run goes on with that critic: its first values are not 0
     again = changed(ppo_inputs(tmp_path, path=str(steps[6] / "critic")), run={"dir": str(tmp_path / "b")})
     assert metric(train(again).run_dir, "value/mean")[0] != 0

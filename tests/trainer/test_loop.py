@@ -2,9 +2,9 @@
 
 import inspect
 
-from cohort.trainer.loop import Trainer
+from cohort.trainer.loop import TrainingLoop
 
 
 def test_the_loop_and_its_step_fit_on_one_screen():
-    sources = [inspect.getsource(method) for method in (Trainer.train, Trainer.step)]
+    sources = [inspect.getsource(method) for method in (TrainingLoop.steps, TrainingLoop.step)]
     assert sum(len(source.splitlines()) for source in sources) <= 45

@@ -18,11 +18,13 @@ from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StepKey
-from cohort.trainer import server_setup, vllm_setup
+from cohort.rollout.engines.local.setup import LocalSetup
+from cohort.rollout.engines.servers import setup as servers_setup
+from cohort.rollout.engines.servers.placement import Placement
+from cohort.rollout.engines.setup import StartedEngine
+from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.trainer.inputs import Inputs, build_inputs
 from cohort.trainer.parity import check_parity, make_parity_gate, probe_prompts, probe_sampling
-from cohort.trainer.placement import Placement
-from cohort.trainer.rollout_engines import LocalSetup
 from cohort.trainer.setup import open_engine
 from cohort.trainer.worker import Worker, sample
 from engines import generate
@@ -146,7 +148,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: Any, tmp_path: Path):
     config, inputs = run("rollout.max_prompt_tokens=64")
-    setup = vllm_setup.VllmSetup(config, inputs)
+    setup = open_engine(config, inputs)
     assert setup.placement is not None and setup.placement.gpus == ("",) and setup.dtype == torch.float32
     options = setup.make_server("", tmp_path / "log").options
     longest = max(len(p.token_ids) for p in (*inputs.prompts.prompts, *inputs.evaluation.prompts))
@@ -156,7 +158,7 @@ def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: An
 
 def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(vllm_setup, "check_vllm")
-    setup = vllm_setup.VllmSetup(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
+    setup = open_engine(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
     assert setup.placement is None and setup.dtype == torch.bfloat16
 
 
@@ -167,9 +169,9 @@ def test_the_local_engine_has_no_servers(tmp_path: Path):
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
     shared = Placement(gpus=("0",), shared=True, reason="one GPU for both")
-    monkeypatch.setattr(server_setup, "server_placement", lambda config: shared)
+    monkeypatch.setattr(servers_setup, "server_placement", lambda config: shared)
     with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs dedicated rollout GPUs.*\(one GPU for both\)"):
-        vllm_setup.VllmSetup(*run("rollout.max_staleness=1"))
+        open_engine(*run("rollout.max_staleness=1"))
 
 
 @pytest.mark.parametrize(
@@ -190,21 +192,25 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype(
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
     probed = WorkerGroup(replace(workers.local, policy=policy), SINGLE_PROCESS)
     prompts = inputs.prompts.prompts
-    gate = make_parity_gate(config, prompts, probed, sample_on_each=Mock(), servers_dtype=servers_dtype)
+    started = StartedEngine(engine=Mock(), sample_on_each_server=Mock(), servers_dtype=servers_dtype)
+    gate = make_parity_gate(config, prompts, probed, started, Mock())
     assert gate is not None and gate.tolerance == expected
 
 
 def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
     sample_on_each = Mock(return_value={"http://a": shifted(groups, 0.5)})
     config, inputs = run("rollout.parity_every=3", "rollout.temperature=0.9", "rollout.top_p=0.5", "train.seed=5")
-    of_run: Any = {"sample_on_each": sample_on_each, "servers_dtype": torch.float32}
-    gate = make_parity_gate(config, inputs.prompts.prompts, workers, **of_run)
+    collector = Mock()
+    started = StartedEngine(engine=Mock(), sample_on_each_server=sample_on_each, servers_dtype=torch.float32)
+    gate = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
     assert gate is not None
     assert [gate.is_due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
     key = StepKey(purpose="parity", seed=5, step=3)
-    sample_on_each.assert_called_once_with(gate.prompts, gate.sampling, key)
+    sample_on_each.assert_called_once_with(collector, gate.prompts, gate.sampling, key)
     assert (gate.sampling.temperature, gate.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")
-    assert make_parity_gate(off[0], off[1].prompts.prompts, workers, **of_run) is None
+    assert make_parity_gate(off[0], off[1].prompts.prompts, workers, started, collector) is None
+    local = StartedEngine(engine=Mock())
+    assert make_parity_gate(config, inputs.prompts.prompts, workers, local, collector) is None

@@ -1,5 +1,6 @@
 """A run that was interrupted, killed or finished goes on as if it had not been (law 4)."""
 
+import json
 import random
 import sys
 from importlib.machinery import ModuleSpec
@@ -65,10 +66,11 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path: Path):
 
 @pytest.mark.parametrize("name", mostly_slow(["wandb", "trackio"], "wandb", reason="another name for the same calls"))
 def test_loggers_go_on_with_their_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    """With a stand-in for the package: what it is told to start, and that all metrics reach it."""
-    started, logged = [], []
+    """With a stand-in for the package: what it is told to start, and that all metrics reach it; warnings, once."""
+    started, logged, alerts = [], [], []
     run = SimpleNamespace(
         log=lambda metrics, step=None: logged.append(step if step is not None else metrics["step"]),
+        alert=lambda **alert: alerts.append(alert),
         define_metric=lambda *_, **__: None,
         finish=lambda: None,
     )
@@ -83,3 +85,6 @@ def test_loggers_go_on_with_their_run_after_a_resume(tmp_path: Path, monkeypatch
     identity = "id" if name == "wandb" else "name"
     assert len(started) == 2 and started[0][identity] == started[1][identity]
     assert set(logged) == {0, 1, 2, 3, 4, 5, 6}
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    warnings = [e["text"].removeprefix("warning: ") for e in events if e["event"] == "warning"]
+    assert alerts and [alert["text"] for alert in alerts] == [text for text in warnings if text.startswith("step ")]

@@ -14,7 +14,17 @@ from cohort.cli.evaluate import eval_config
 from cohort.config import config_from_dict
 from cohort.display import Display
 from cohort.trainer.without_training import evaluate_model
-from runs import REWARDS, assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
+from runs import (
+    REWARDS,
+    assert_in_catalogue,
+    assert_same_weights,
+    changed,
+    make_inputs,
+    metric,
+    stop_after,
+    train,
+    weights,
+)
 from selection import slow
 from tiny import copy_task_rows, write_jsonl
 
@@ -118,6 +128,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
     assert "mfu" not in last  # nobody knows the peak of a CPU
     assert last["model_tflops_per_second"] > 0
     assert max(metric(run, "sampling/sampling_logp_difference/max")) < 1e-5
+    assert_in_catalogue(run)
 
 
 def test_the_gradient_does_not_depend_on_the_micro_batch_through_the_whole_run(tmp_path: Path):
@@ -193,6 +204,8 @@ def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
     run = cohort.train(config, display=Notes()).run_dir
     assert notes[0] == "dropped 1 held-out prompts over rollout.max_prompt_tokens=64, 4 left"
     assert metric(run, "eval/num_dropped_overlong") == [1, 1, 1]
+    assert metric(run, "eval/num_prompts") == [4, 4, 4] and metric(run, "num_groups") == [3] * 6
+    assert not metric(run, "eval/num_groups") and len(metric(run, "eval/reward_max")) == 3
 
 
 def test_evaluation_with_k_samples(tmp_path: Path):

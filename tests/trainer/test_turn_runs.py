@@ -13,7 +13,7 @@ from cohort.cli.evaluate import eval_config
 from cohort.errors import TrainingError, UserError
 from cohort.trainer.without_training import evaluate_model
 from playing import save_turns_model
-from runs import in_a_process, metric, stop_after, train
+from runs import assert_in_catalogue, in_a_process, metric, stop_after, train
 from selection import slow
 from tiny import write_jsonl
 
@@ -134,6 +134,7 @@ def test_tools_train(folder: Path):
     assert max(metric(folder / "run", "completions/max_length")) > 6, "some trajectory has several calls"
     assert all(difference < 1e-4 for difference in metric(folder / "run", "sampling/sampling_logp_difference/max"))
     assert all(norm > 0 for norm in metric(folder / "run", "grad_norm"))
+    assert_in_catalogue(folder / "run")
 
 
 @slow("a program and tools train, and a class whose groups are dropped")

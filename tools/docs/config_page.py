@@ -21,26 +21,8 @@ for a key of TRL, the error names the key and the value that mean the same here.
 Input paths are resolved against the folder of the YAML file, then the working directory; `run.dir` is relative to the
 working directory.
 
-`cohort.train` takes the path of such a file, or the same sections as a mapping. In a mapping, functions and classes may
-stand where the file has their paths, and rows (a list of dicts, a `datasets.Dataset` or an iterator) where it has the
-path of data:
-
-```python
-def digits(completions, **kwargs):
-    return [sum(c.isdigit() for c in completion) / max(1, len(completion)) for completion in completions]
-
-
-cohort.train(
-    {
-        "model": {"path": "Qwen/Qwen3-0.6B"},
-        "data": {"path": [{"prompt": "Write a number."}, {"prompt": "Count to three."}]},
-        "rewards": [digits],
-        "run": {"dir": "runs/digits"},
-    }
-)
-```
-What is defined in a function or a notebook exists in its process only, so such a run has one process
-(`hardware.processes: 1`). A script that starts several needs `if __name__ == "__main__":`.
+`cohort.train` takes the path of such a file, or the same sections as a mapping, in which functions, classes and rows
+may stand where the file has paths. [python.md](python.md) has more.
 """
 
 

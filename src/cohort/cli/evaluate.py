@@ -162,7 +162,6 @@ def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
         typer.echo(json.dumps({name: value if math.isfinite(value) else None for name, value in metrics.items()}))
         return
     width = max(map(len, metrics))
-    typer.echo(f"{'prompts':<{width}}  {len(result.groups)}")
     for name, value in metrics.items():
         typer.echo(f"{name:<{width}}  {value:.4g}")
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from cohort.cli.command import Debug, Overrides
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
+from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
 from cohort.plan.dataset import count_prompts, missing_files
@@ -128,9 +129,10 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model_shape:
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     if settings.rollout.engine == "auto" and machines.on_gpu:
         settings, reason = plan_engine(settings, shape, machines)
-        taken = "vllm, if it is installed" if reason is None else f"local, since {reason}"
+        engine = settings.rollout.engine
+        taken = f"{engine}, if it is installed" if reason is None else f"{engine}, since {reason}"
         if reason is None and machines.nodes > 1:
-            taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
+            taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
     num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
     return predict_run(settings, shape, machines, num_prompts=num_prompts), notes
@@ -268,7 +270,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield escape(f"  {change.as_arguments()}: {size}, {_saved_time(change)}; costs {change.costs}")
     elif not plan.fits:
-        also = "" if plan.config.rollout.uses_servers else ", or rollout.engine: vllm"
+        also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
         yield f"\nno known change makes it fit; try other GPUs or a smaller model{also}"
     for name, value in answer.get("max", {}).items():
         found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"

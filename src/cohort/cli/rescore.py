@@ -15,7 +15,7 @@ from cohort.errors import UserError
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
 from cohort.rewards.completion_text import completion_text, excerpt
-from cohort.run.completions import prompt_text
+from cohort.run.completions import looks_like_chat, prompt_text
 from cohort.trainer.inputs import build_reward_functions
 from cohort.trainer.open_run import OpenRun, open_run
 
@@ -28,6 +28,7 @@ _RECORDED = frozenset(
         *("observation", "model_s", "environment_s"),
     }
 )
+_RECORDED_OF_RUNS = _RECORDED | {"group", "num_tokens", "prompt_is_chat"}
 _RECORDED_BY_NAME = ("rewards/", "details/", "environment/")
 Row = Mapping[str, Any]
 _TOLERANCE = 1e-9  # between values that count as equal
@@ -148,6 +149,9 @@ def _check_rows(rows: Sequence[Row]) -> None:
             rule, is_valid = _RULES.get(key, _NUMBER)
             if (value is not None or key == "completion") and not is_valid(value):
                 raise UserError(f"--completions: row {number}: {key}: {excerpt(value)} must be {rule}")
+        prompt = row.get("prompt")
+        if row.get("prompt_is_chat") and isinstance(prompt, str) and not _is_messages_as_json(prompt):
+            raise UserError(f"--completions: row {number}: prompt: {excerpt(prompt)} must be messages as JSON")
 
 
 def _is_messages(value: Any) -> bool:
@@ -169,6 +173,7 @@ _NUMBER = ("a number", lambda value: isinstance(value, int | float))
 _RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "completion": ("text or messages", _is_text_or_messages),
     "prompt": ("text or messages", _is_text_or_messages),
+    "prompt_is_chat": ("true or false", lambda value: isinstance(value, bool)),
     "prompt_id": ("a whole number", lambda value: isinstance(value, int)),
     "messages": ("messages as JSON", _is_messages_as_json),
     "completion_token_ids": (
@@ -208,7 +213,7 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
 
 
 def _groups(settings: Config, rows: Sequence[Row], dataset: Mapping[int, Row]) -> tuple[list[RolloutGroup], list[int]]:
-    """Group rows of the same step and prompt. Without `prompt_id`, rows of a prompt have equal columns too.
+    """Group rows of the same step, group and prompt. Without `prompt_id`, rows of a prompt have equal columns too.
 
     Returns:
         The groups, and the numbers of their rows in the order of the groups.
@@ -216,7 +221,7 @@ def _groups(settings: Config, rows: Sequence[Row], dataset: Mapping[int, Row]) -
     members: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         if "prompt_id" in row:
-            key = (row.get("step"), row["prompt_id"])
+            key: tuple[Any, ...] = (row.get("step"), row.get("group"), row["prompt_id"])
         else:
             key = (None, json.dumps([row.get("prompt"), _own_columns(row)], sort_keys=True, default=str))
         members.setdefault(key, []).append(i)
@@ -228,7 +233,7 @@ def _groups(settings: Config, rows: Sequence[Row], dataset: Mapping[int, Row]) -
         prompt = Prompt(
             id=first.get("prompt_id", number),
             epoch=0,
-            content=_content(first.get("prompt", "")),
+            content=_content(first),
             token_ids=np.zeros(0, np.int64),
             columns={key: value for key, value in data.items() if key != settings.data.prompt},
         )
@@ -238,17 +243,15 @@ def _groups(settings: Config, rows: Sequence[Row], dataset: Mapping[int, Row]) -
 
 def _own_columns(row: Row) -> dict[str, Any]:
     """Return the columns that a run does not record: those of the dataset."""
-    return {key: value for key, value in row.items() if key not in _RECORDED and not key.startswith(_RECORDED_BY_NAME)}
+    recorded = _RECORDED_OF_RUNS if "prompt_id" in row else _RECORDED
+    return {key: value for key, value in row.items() if key not in recorded and not key.startswith(_RECORDED_BY_NAME)}
 
 
-def _content(prompt: Any) -> Any:
-    """Return text, or messages that are written as JSON."""
-    if isinstance(prompt, str) and prompt.startswith("[{"):
-        try:
-            return json.loads(prompt)
-        except ValueError:
-            return prompt
-    return prompt
+def _content(row: Row) -> Any:
+    """Return the prompt of a row: text, or messages, which may be written as JSON."""
+    prompt = row.get("prompt", "")
+    is_chat = row["prompt_is_chat"] if "prompt_is_chat" in row else looks_like_chat(prompt)
+    return json.loads(prompt) if is_chat and isinstance(prompt, str) else prompt
 
 
 def _trajectory(row: Row) -> Trajectory:

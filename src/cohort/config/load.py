@@ -1,5 +1,6 @@
 """Load configurations: YAML, overrides, validation with actionable messages, and path resolution."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -208,7 +209,7 @@ def _plain_copy(value: Any) -> Any:
         return {k: _plain_copy(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_copy(v) for v in value]
-    return value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

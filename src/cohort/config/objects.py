@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, WrapValidator
 
+USER_FILE = "cohort_user_file_"  # begins the names of modules that were loaded from a path
 _UNNAMED = "object:"  # begins the names of objects that no other process can load
 
 
@@ -43,9 +44,11 @@ def name_callable(function: Callable[..., Any]) -> NamedObject:
         found = reduce(getattr, name.split("."), sys.modules.get(str(module)))
     except AttributeError:  # defined in a function, or deleted
         found = None
-    if found is not function or (module == "__main__" and file is None):  # in a notebook
-        return NamedObject(_UNNAMED + str(getattr(function, "__name__", type(function).__name__)), function)
-    return NamedObject(f"{os.path.abspath(file) if module == '__main__' and file else module}:{name}", function)
+    if found is function and module is not None and not module.startswith(("__main__", USER_FILE)):
+        return NamedObject(f"{module}:{name}", function)
+    if found is function and file is not None and os.path.isfile(file):  # a script, not a notebook or a console
+        return NamedObject(f"{os.path.abspath(file)}:{name}", function)
+    return NamedObject(_UNNAMED + str(getattr(function, "__name__", type(function).__name__)), function)
 
 
 def name_rows(rows: Any) -> NamedObject:
@@ -72,7 +75,7 @@ def _callable_or_text(value: Any, validate: Callable[[Any], str]) -> str:
 def _rows_or_text(value: Any, validate: Callable[[Any], str]) -> str:
     if isinstance(value, NamedObject):
         return value
-    return validate(os.fspath(value)) if isinstance(value, str | os.PathLike) else name_rows(value)
+    return validate(value) if isinstance(value, str) else name_rows(value)
 
 
 ALLOW_CALLABLE, ALLOW_ROWS = WrapValidator(_callable_or_text), WrapValidator(_rows_or_text)

@@ -3,6 +3,7 @@
 The classes also declare what each engine can do; other code reads that instead of testing which engine it is.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -175,8 +176,6 @@ class TurnsConfig(Section):
         return {"": self.environment} if isinstance(self.environment, EnvironmentSpec) else self.environment
 
 
-# vLLM silently raises lower temperatures to this one.
-LOWEST_TEMPERATURE = 0.01
 # Server options that Cohort sets, and what to use instead. Weights or requests would not arrive with other values.
 _NOT_VLLM_ARGS = {
     "model": "use model.path",
@@ -223,6 +222,13 @@ class SamplingConfig(TurnsConfig):
     """Value of `algorithm.sampling_correction: auto` with this engine."""
     sampled_by: ClassVar[str]
     """Completes "sampled ..." in messages, such as "by vLLM servers"."""
+    # Keys with which a run may resume: they affect neither what is learned nor in which order.
+    may_change: ClassVar[tuple[str, ...]] = (
+        "max_num_seqs",
+        # limits of environments that hang or fail, which others never reach
+        *("trajectory_timeout_s", "tool_timeout_s", "environment_retries"),
+        *("max_failed_ratio", "isolate", "endpoint_host"),
+    )
 
     num_generations: int = Field(
         8,
@@ -304,6 +310,8 @@ class AutoRolloutConfig(TrainingProcessesConfig):
     The choice is written to the run's `config.yaml`, and the run keeps it when it resumes.
     """
 
+    prefers: ClassVar[str] = "vllm"
+    """The engine on servers that it chooses if possible."""
     # until the choice is made, the other capabilities are the local engine's
     sampled_by: ClassVar[str] = (
         "by vLLM servers if there are GPUs and vLLM is installed, else by the training processes"
@@ -321,18 +329,42 @@ class LocalRolloutConfig(TrainingProcessesConfig):
     engine: Literal["local"] = Field("local", description="Sample in the training processes with PyTorch.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What a server program cannot sample. The defaults limit nothing."""
+
+    lowest_temperature: float = 0.0  # except 0 itself
+    largest_adapter_rank: int | None = None
+    serves_dora: bool = True
+    unserved_targets: tuple[str, ...] = ()  # layers whose adapters are not served, by the last part of their names
+
+
 class ServersConfig(SamplingConfig):
     """Keys of engines that sample on servers, which receive the weights after every step.
 
-    `cohort.trainer.server_setup.ServersSetup` implements all of them, for any kind of server.
+    `cohort.rollout.engines.servers.setup.ServersSetup` implements all of them, for any kind of server.
     """
 
     uses_servers: ClassVar[Literal[True]] = True
     shares_weights: ClassVar[bool] = False
+    program: ClassVar[str]
+    """Name of the server program in messages, such as "vLLM"."""
     server_name: ClassVar[str]
     """Name of a server in messages, such as "vLLM server"."""
     has_serve_command: ClassVar[bool]
-    """Whether `cohort serve` can start such a server."""
+    """Whether `cohort serve` can start such a server (`ServersSetup.serve_command`)."""
+    limits: ClassVar[ServerLimits] = ServerLimits()
+    """What the program cannot sample."""
+    tested_versions: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Oldest and newest version on which the tests have passed, by the program's package."""
+    python_variable: ClassVar[str | None] = None
+    """Environment variable with the Python of the program's own environment."""
+    may_change: ClassVar[tuple[str, ...]] = (
+        *SamplingConfig.may_change,
+        # a restarted job has its servers on other machines
+        *("urls", "urls.", "secret_file", "servers", "tensor_parallel", "gpu_memory_utilization"),
+        *("start_timeout_s", "request_timeout_s", "max_server_failures", "parity_every", "parity_tolerance"),
+    )
     # Keys of servers that the run starts. They have no effect with `urls`; `cohort serve` has options for them.
     managed_server_keys: ClassVar[tuple[str, ...]] = ("servers", "tensor_parallel", "gpu_memory_utilization")
 
@@ -431,14 +463,29 @@ class ServersConfig(SamplingConfig):
         """Whether later steps are sampled while this one trains."""
         return self.max_staleness > 0
 
+    @property
+    def can_keep_base(self) -> bool:
+        """Whether a sleeping server with an adapter can keep its base model on the GPU, at the size that is planned."""
+        return False
+
 
 class VllmRolloutConfig(ServersConfig):
     """Sample on vLLM servers, which receive the weights after every step."""
 
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    program: ClassVar[str] = "vLLM"
     server_name: ClassVar[str] = "vLLM server"
     has_serve_command: ClassVar[bool] = True
     sampled_by: ClassVar[str] = "by vLLM servers"
+    limits: ClassVar[ServerLimits] = ServerLimits(
+        lowest_temperature=0.01,  # vLLM silently raises lower ones to this one
+        largest_adapter_rank=512,
+        serves_dora=False,
+        unserved_targets=("embed_tokens", "lm_head"),  # served for few models only
+    )
+    tested_versions: ClassVar[dict[str, tuple[str, str]]] = {"vllm": ("0.32.0", "0.32.0")}
+    python_variable: ClassVar[str] = "COHORT_VLLM_PYTHON"
+    may_change: ClassVar[tuple[str, ...]] = (*ServersConfig.may_change, "vllm_python")
     managed_server_keys: ClassVar[tuple[str, ...]] = (*ServersConfig.managed_server_keys, "vllm_python", "vllm_args")
     engine: Literal["vllm"] = Field("vllm", description="Sample on vLLM servers.")
     vllm_python: PythonPath | None = Field(
@@ -462,9 +509,21 @@ class VllmRolloutConfig(ServersConfig):
                 raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
         return value
 
+    @property
+    def can_keep_base(self) -> bool:
+        """Whether a sleeping server with an adapter can keep its base model on the GPU, at the size that is planned."""
+        return not self.vllm_args  # which may add to the weights
+
 
 RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]
 # Configuration class by the value of `rollout.engine`.
 ENGINES: dict[str, type[SamplingConfig]] = {
     section.model_fields["engine"].default: section for section in get_args(get_args(RolloutConfig)[0])
 }
+
+
+def preferred_servers() -> type[ServersConfig]:
+    """Return the class of the engine that `rollout.engine: auto` chooses if possible."""
+    section = ENGINES[AutoRolloutConfig.prefers]
+    assert issubclass(section, ServersConfig)
+    return section

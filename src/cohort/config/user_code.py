@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cohort.config.objects import NamedObject, is_unnamed
+from cohort.config.objects import USER_FILE, NamedObject, is_unnamed
 from cohort.errors import UserError, suggest
 
 _PACKAGE = Path(__file__).parents[1]
@@ -20,6 +20,22 @@ _MACHINERY = tuple(
     for name in ("user_code.py", "rewards/call.py", "rewards/returned.py", "algorithms/custom_functions.py")
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class _ImportEnded(BaseException):
+    """A script that is being imported has come to its call of the trainer."""
+
+
+_importing: list[str] = []  # files that are being imported, innermost last
+
+
+def end_import() -> None:
+    """End the import of a script that is only loaded for its functions. Called where training starts.
+
+    A script without `if __name__ == "__main__":` would else train again in each process that loads a function of it.
+    """
+    if _importing:
+        raise _ImportEnded
 
 
 def load_function(use: str, *, field: str) -> Callable[..., Any]:
@@ -115,12 +131,16 @@ def _module_of_file(path: str, use: str, field: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
     arguments, sys.argv = sys.argv, [str(found)]  # a file that parses them must not read Cohort's
+    _importing.append(module_name)
     try:
         spec.loader.exec_module(module)
+    except _ImportEnded:
+        pass  # what it defines before is there
     except BaseException as error:
         del sys.modules[module_name]
         raise _import_error(error, use, field) from error
     finally:
+        _importing.pop()
         sys.argv = arguments
     return module
 
@@ -134,7 +154,7 @@ def _module_name(file: Path) -> str:
         known = None
     if known is not None and known.origin is not None and Path(known.origin).resolve() == file:
         return file.stem
-    return f"cohort_user_file_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    return f"{USER_FILE}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
 
 
 def _module(name: str, use: str, field: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """Console display of a run."""
 
 from cohort.display.console import ConsoleDisplay, ProgressBar, on_one_line, render_curve
+from cohort.display.notebook import default_display
 from cohort.run.log import Display, Displays, RunLog, StepReport
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "ProgressBar",
     "RunLog",
     "StepReport",
+    "default_display",
     "on_one_line",
     "render_curve",
 ]

@@ -1,1 +1,1 @@
-"""How a run goes: warning signs in its metrics."""
+"""How a run goes: one table of rules, evaluated after every step."""

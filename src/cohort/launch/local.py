@@ -25,10 +25,10 @@ from cohort.plan.split import GpuSplit
 from cohort.processes.this_process import usable_cores
 from cohort.ranks import stopping
 from cohort.ranks.stopping import STOP_EXIT_CODES
+from cohort.rollout.engines.servers.placement import num_gpus, place, visible_devices
 from cohort.run.files import checkpoints, read_metrics, resume_hint
 from cohort.run.folder import LOGS, check_folder, make_folder
 from cohort.run.result import EXIT_STATUS_FILE, ExitStatus
-from cohort.trainer.placement import num_gpus, place, visible_devices
 
 _TAIL_LINES = 8
 _EXITED_EARLY = "exited with code 0 before the run had ended, as by os._exit in a reward or tool"

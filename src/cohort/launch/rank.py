@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cohort.config import Config
+from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.models import resolve_device
 from cohort.processes.this_process import resume_gc
@@ -16,11 +17,11 @@ from cohort.ranks import stopping
 from cohort.ranks.collectives import PeerError, Rank0Failed, Ranks
 from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.ranks.worker_group import WorkerGroup
+from cohort.rollout.engines.auto import choose_engine
 from cohort.run.files import resume_hint
 from cohort.run.result import EXIT_STATUS_FILE, ExitStatus
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.checkpointer import ChecksumTask
-from cohort.trainer.placement import choose_engine
 from cohort.trainer.run import train
 from cohort.trainer.setup import rank_device
 
@@ -28,10 +29,11 @@ from cohort.trainer.setup import rank_device
 _LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset", "Timed out", "timed out", "NCCL")
 
 
-def run_rank(config: Config, *, resume: bool) -> None:
+def run_rank(config: Config, *, resume: bool, display: Display | None = None) -> None:
     """Run one rank, identified by the launcher's environment variables.
 
     If `cohort train` started this process, rank 0 reports the outcome through a file and does not raise.
+    `display` shows progress on rank 0.
 
     Raises:
         UserError: the configuration, the data or a reward is invalid.
@@ -41,14 +43,14 @@ def run_rank(config: Config, *, resume: bool) -> None:
     config = choose_engine(config, print if os.environ.get("RANK") == "0" else lambda _: None)
     hint = partial(resume_hint, Path(config.run.dir))
     with stopping.handle_signals("rank", grace_s=config.hardware.grace_s, resume_hint=hint):
-        _run_and_report(config, resume=resume)
+        _run_and_report(config, resume=resume, display=display)
 
 
-def _run_and_report(config: Config, *, resume: bool) -> None:
+def _run_and_report(config: Config, *, resume: bool, display: Display | None) -> None:
     status_file = os.environ.get(EXIT_STATUS_FILE)
     is_first = os.environ.get("RANK") == "0"
     try:
-        _run(config, resume=resume)
+        _run(config, resume=resume, display=display)
         status = ExitStatus(kind="finished")
     except PeerError:
         raise
@@ -71,7 +73,7 @@ def _run_and_report(config: Config, *, resume: bool) -> None:
         status.write(Path(status_file))
 
 
-def _run(config: Config, *, resume: bool) -> None:
+def _run(config: Config, *, resume: bool, display: Display | None) -> None:
     _check_processes(config)
     rewards_s = (1 + config.rollout.resample) * sum(reward.timeout_s for reward in config.rewards)
     on_gpu = resolve_device(config.hardware.device).type == "cuda"
@@ -83,7 +85,7 @@ def _run(config: Config, *, resume: bool) -> None:
     stopping.share(ranks.store, ranks.sibling_pids)
     try:
         if ranks.is_rank0:
-            train(config, resume=resume, ranks=ranks)
+            train(config, resume=resume, display=display, ranks=ranks)
         else:
             work(config, ranks)
     except stopping.RunStopped:

@@ -1,17 +1,17 @@
-"""`cohort serve`: one vLLM server in the foreground, for runs on other machines (`rollout.urls`)."""
+"""`cohort serve`: one rollout server in the foreground, for runs on other machines (`rollout.urls`)."""
 
 import shlex
 import signal
 import sys
-from dataclasses import replace
 
 from cohort.config import Config
+from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import TrainingError, UserError
 from cohort.plan.rollout_engine import set_engine
+from cohort.rollout.engines import servers_setup
+from cohort.rollout.engines.servers.placement import num_gpus, visible_devices
 from cohort.rollout.engines.servers.process import STOP_TIMEOUT_S, start_guarded
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, read_or_create_secret, read_secret
-from cohort.rollout.engines.vllm.server import check_vllm, server_command, server_options
-from cohort.trainer.placement import num_gpus, visible_devices
 
 
 def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -21,15 +21,18 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     in `rollout.secret_file`, which is created if it is missing.
 
     Raises:
-        UserError: the run does not sample with vLLM, this machine has too few GPUs, or there is no secret file.
+        UserError: the run's engine has no such servers, this machine has too few GPUs, or there is no secret file.
     """
-    config = set_engine(config, "vllm")
+    other = AutoRolloutConfig.prefers
+    config = set_engine(config, other)
     rollout = config.rollout
     if not rollout.uses_servers:
-        raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")
+        raise UserError(
+            f"rollout.engine: {rollout.engine} samples in the training processes, without a server; use {other}"
+        )
     if not rollout.has_serve_command:
         raise UserError(
-            f"rollout.engine: {rollout.engine}: `cohort serve` cannot start a {rollout.server_name}; use vllm"
+            f"rollout.engine: {rollout.engine}: `cohort serve` cannot start a {rollout.server_name}; use {other}"
         )
     if rollout.secret_file is None:
         raise UserError(
@@ -42,8 +45,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
             f"rollout.tensor_parallel: {needed} exceeds this machine's {found} GPUs; use at most {max(1, found)}"
         )
     gpus = ",".join(visible_devices(config)[:needed]) if found else ""
-    options = server_options(config, gpus=gpus)
-    command, environment = server_command(replace(options, host=host), port)
+    command, environment = servers_setup(rollout.engine).serve_command(config, gpus=gpus, host=host, port=port)
     read_or_create_secret(rollout.secret_file)
     return command, environment | {SECRET_VARIABLE: rollout.secret_file}
 
@@ -64,11 +66,12 @@ def serve(config: Config, *, host: str, port: int) -> None:
     """Run a server until this process is terminated. The server's processes end with this one, however it ends.
 
     Raises:
-        UserError: no supported vLLM, or as for `serve_command`.
+        UserError: the server program is missing or not supported, or as for `serve_command`.
         TrainingError: the server exited.
     """
     command, added = serve_command(config, host=host, port=port)
-    check_vllm(command[0])
+    config = set_engine(config, AutoRolloutConfig.prefers)
+    servers_setup(config.rollout.engine).find_program(config)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = start_guarded(command, added, secret=read_secret(added[SECRET_VARIABLE]), log=None)
     try:
@@ -79,5 +82,5 @@ def serve(config: Config, *, host: str, port: int) -> None:
         process.wait(STOP_TIMEOUT_S)
         process.stdout.close()
         signal.signal(signal.SIGTERM, before)
-    # an error even for code 0, with which vLLM exits after its engine has died
+    # an error even for code 0, with which a server may exit after its engine has died
     raise TrainingError(f"the server exited with code {code}; see its output above")

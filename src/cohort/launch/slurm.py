@@ -1,4 +1,4 @@
-"""Generate a Slurm batch script: one torchrun per training node, and vLLM servers on rollout nodes."""
+"""Generate a Slurm batch script: one torchrun per training node, and servers on rollout nodes."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from cohort.config import Config, ServersConfig
+from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.rollout_engine import plan_engine, set_engine
 from cohort.plan.split import count_processes, split_gpus
@@ -22,7 +23,7 @@ _TEMPLATE = Path(__file__).parent / "slurm.sh.j2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutNodes:
-    """The last nodes of an allocation, which only run vLLM servers."""
+    """The last nodes of an allocation, which only run rollout servers."""
 
     num_nodes: int
     servers_per_node: int
@@ -51,7 +52,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
         if num_nodes > 0:
             raise UserError(
                 f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}, which samples on the training "
-                f"nodes; use 0, or rollout.engine=vllm"
+                f"nodes; use 0, or rollout.engine={AutoRolloutConfig.prefers}"
             )
         return None
     if num_nodes == 0:
@@ -65,7 +66,8 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     if not rollout.has_serve_command:
         raise UserError(
             f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine} is not supported, since `cohort "
-            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine=vllm"
+            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine="
+            f"{AutoRolloutConfig.prefers}"
         )
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
@@ -125,7 +127,7 @@ class SlurmOptions:
     job_name: str = "cohort"
     max_restarts: int = 3  # of all ranks, after one failed
     min_nodes: int | None = None  # None: all nodes; fewer: a restart continues without lost nodes
-    rollout_nodes: int = 0  # nodes for vLLM servers, in addition to `nodes`
+    rollout_nodes: int = 0  # nodes for servers, in addition to `nodes`
     port: int = 29500
 
     @property
@@ -151,7 +153,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     gpus, arguments = _gpus_per_node(config, options), list(overrides)
     if config.rollout.engine == "auto" and (options.nodes > 1 or options.rollout_nodes > 0):
         # fixed here, so that it does not depend on the nodes of a start
-        engine = "vllm" if options.rollout_nodes > 0 else "local"
+        engine = AutoRolloutConfig.prefers if options.rollout_nodes > 0 else "local"
         config = set_engine(config, engine)
         arguments.append(f"rollout.engine={engine}")
     _check_restarts(config, options)

@@ -10,15 +10,17 @@ from rich.console import Console
 
 from cohort.config import Config, config_from_dict, load_config
 from cohort.config.objects import unnamed_objects
+from cohort.config.user_code import end_import
 from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import environment_variables, run_processes
 from cohort.plan.split import count_processes
 from cohort.ranks import stopping
 from cohort.ranks.join import started_by_torchrun
+from cohort.rollout.engines.auto import choose_engine
+from cohort.rollout.engines.servers.placement import num_gpus, place, split_machine
 from cohort.run.files import resume_hint
 from cohort.run.result import RunResult
-from cohort.trainer.placement import choose_engine, num_gpus, place, split_machine
 
 
 def train(
@@ -34,8 +36,8 @@ def train(
             classes may be given instead of their paths, and rows (a list of dicts, a `datasets.Dataset` or an iterator)
             instead of the path of data.
         resume: whether the run must exist already.
-        display: receives progress; by default the console. Only for runs in this process, which on a machine with
-            several GPUs requires `hardware.processes: 1`.
+        display: receives progress; by default the console. Only for runs in this process or under torchrun, which on a
+            machine with several GPUs requires `hardware.processes: 1`.
 
     Raises:
         UserError: the configuration, the data or a reward is invalid.
@@ -43,6 +45,7 @@ def train(
         SystemExit: SIGINT, SIGTERM, SIGHUP or SIGUSR1 stopped the run after saving; the code is 128 plus the signal's
             number.
     """
+    end_import()
     if isinstance(config, str | Path):
         config = load_config(config)
     elif not isinstance(config, Config):
@@ -51,8 +54,7 @@ def train(
     notify = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
     run_dir = Path(config.run.dir)
     if started_by_torchrun():
-        _refuse_display(display, "ranks of torchrun")
-        train_rank(config, resume=resume)
+        train_rank(config, resume=resume, display=display)
         return _result(run_dir)
     config = choose_engine(config, notify)
     split, found = split_machine(config), num_gpus(config)
@@ -78,7 +80,7 @@ def train(
     return _result(run_dir)
 
 
-def train_rank(config: Config, *, resume: bool) -> None:
+def train_rank(config: Config, *, resume: bool, display: Display | None = None) -> None:
     """Run one rank of a run that a launcher started, and leave errors where the launcher looks for them.
 
     Raises:
@@ -89,7 +91,7 @@ def train_rank(config: Config, *, resume: bool) -> None:
 
     from cohort.launch.rank import run_rank
 
-    record(run_rank)(config, resume=resume)
+    record(run_rank)(config, resume=resume, display=display)
 
 
 def _refuse_display(display: Display | None, processes: str) -> None:

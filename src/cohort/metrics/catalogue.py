@@ -1,70 +1,52 @@
-"""What a metric is: its group on the page, its unit and a short description."""
+"""What a metric is: its unit, its group on the page and its meaning, from `metrics.toml`."""
 
 import re
 import tomllib
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 
-_GROUPS = (  # the first pattern that matches a name
-    ("Held-out", r"eval/"),
-    ("Reward", r"reward(_std)?$|rewards/|frac_"),
-    ("Completions", r"completions/"),
-    ("Turns and tools", r"(turns|ends|tools|environment)/"),
-    ("Throughput", r"(rollout/)?tokens_per_second$|num_tokens$|padding_fraction$|prompt_tokens_saved$|mfu$|processes$"),
-    ("Throughput", r"model_tflops_per_second$|micro_batches$|micro_batch_tokens$|sequences_over_budget$"),
-    ("Memory", r"memory/|out_of_memory$"),
-    ("Time", r"time/|step_time$"),
-    ("Sampler", r"(sampling|rollout)/"),
-    ("Optimizer", r"grad_norm$|learning_rate$|value/|value_loss$"),
-    ("Policy", r"loss$|entropy|kl(_|$)|(clip_ratio|policy_weight|moe)/"),
-)
-_UNITS = (
-    ("bytes", r"_bytes$"),
-    ("TFLOP/s", r"tflops_per_second$"),
-    ("tokens/s", r"tokens_per_second$"),
-    ("s", r"_s$|(^|/)step_time$|seconds_per_verdict$"),
-    ("nats", r"entropy$|kl$|sampling_logp_difference/|parity/"),
-    ("tokens", r"(^|_)length$|num_tokens$|micro_batch_tokens$|masked_tokens$"),
-    ("steps", r"staleness_"),
-    ("share", r"(^|/)frac_|_ratio$|^clip_ratio/|ends/|failure_frequency$|padding_fraction$|prompt_tokens_saved$|mfu$"),
-    ("share", r"^eval/(accuracy|mean@|pass@)"),
-    ("calls", r"call_frequency$|model_calls$"),
-    ("turns", r"turns/(mean|max)$"),
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A metric, or several of one meaning."""
+
+    name: str  # as in the catalogue, such as `rewards/{name}/mean`
+    group: str
+    meaning: str = ""  # the first clause, in Markdown
+    details: str = ""  # what follows it
+    unit: str = ""  # empty for plain numbers; "share" is a number from 0 to 1
+
+    @property
+    def description(self) -> str:
+        """The meaning as plain text that begins with a capital letter."""
+        return (self.meaning[:1].upper() + self.meaning[1:]).replace("`", "")
 
 
-def group_of(name: str) -> str:
-    """Return the group of a metric; "Other" for a name that is not Cohort's."""
-    return next((group for group, pattern in _GROUPS if re.match(pattern, name)), "Other")
+def describe(name: str) -> Metric:
+    """Return what the catalogue says about a metric; without a meaning, in the group "Other", if it is not in it."""
+    found = next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+    if found is None:
+        return Metric(name=name, group="Other")
+    if found.name == "eval/...":  # a metric of training, over held-out prompts
+        inner = describe(name.removeprefix("eval/"))
+        return replace(inner, group=found.group, meaning=inner.meaning and f"Held-out: {inner.meaning}")
+    return found
 
 
-def unit_of(name: str) -> str:
-    """Return the unit of a metric; empty for plain numbers. "share" is a number from 0 to 1."""
-    return next((unit for unit, pattern in _UNITS if re.search(pattern, name)), "")
-
-
-def description_of(name: str) -> str:
-    """Return what docs/metrics.md says about a metric, in short; empty for a name that is not in it."""
-    descriptions = _descriptions()
-    if name in descriptions:
-        return descriptions[name]
-    patterns = sorted(descriptions, key=lambda pattern: pattern.endswith("..."))  # the widest last
-    found = next((pattern for pattern in patterns if re.fullmatch(_expression(pattern), name)), None)
-    if found == "eval/...":  # those of training, over held-out prompts
-        inner = description_of(name.removeprefix("eval/"))
-        return f"Held-out: {inner[:1].lower()}{inner[1:]}" if inner else ""
-    return "" if found is None else descriptions[found]
-
-
-@cache
-def _descriptions() -> dict[str, str]:
+def _load() -> Iterator[Metric]:
     text = resources.files("cohort.metrics").joinpath("metrics.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    for group, metrics in tomllib.loads(text).items():
+        for name, values in metrics.items():
+            yield Metric(name=name, group=group, **values)
 
 
-@cache
-def _expression(pattern: str) -> str:
-    """Return the regular expression of a name with placeholders: `{name}`, `@k` and a final `...`."""
-    expression = re.escape(pattern)
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the regular expression of the metrics that a name of the catalogue stands for."""
+    expression = re.sub(r"\\\{([^{}]+,[^{}]+)\\\}", lambda found: f"({found[1].replace(',', '|')})", re.escape(name))
     expression = re.sub(r"\\\{\w+\\\}", "[^/]+", expression)
-    return re.sub(r"\\\.\\\.\\\.$", ".+", re.sub(r"@k$", r"@\\d+", expression))
+    return re.compile(expression.replace("@k", r"@\d+").replace(r"\.\.\.", ".+"))
+
+
+METRICS: Sequence[Metric] = tuple(_load())  # in the order of docs/metrics.md
+_PATTERNS = [(_pattern(metric.name), metric) for metric in sorted(METRICS, key=lambda m: m.name.endswith("..."))]

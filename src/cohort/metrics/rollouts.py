@@ -1,5 +1,6 @@
 """Metrics of scored groups and of trajectories with turns. P prompts, G generations each."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
@@ -77,13 +78,18 @@ def _mean_or_nan(values: Sequence[float]) -> float:
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards, completion lengths and turns of one step's groups.
 
-    `reward` is the mean over scored completions; `reward_std` the mean over groups of the unbiased standard deviation
-    inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal.
+    `reward` is the mean over scored completions, `reward_min` and `reward_max` are the extremes; `reward_std` is the
+    mean over groups of the unbiased standard deviation inside each; `frac_reward_zero_std` the share of groups whose
+    rewards are all equal.
     """
     rewards_PG = np.stack([group.rewards for group in groups])
     scored_PG = ~np.isnan(rewards_PG)
+    scored = rewards_PG[scored_PG]
     metrics = {
-        "reward": _mean(rewards_PG[scored_PG]),
+        "num_groups": float(len(groups)),
+        "reward": _mean(scored),
+        "reward_min": float(scored.min()) if len(scored) else math.nan,
+        "reward_max": float(scored.max()) if len(scored) else math.nan,
         "reward_std": float(np.mean([_std(group.rewards) for group in groups])),
         "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
         "frac_unscored": float(1 - scored_PG.mean()),

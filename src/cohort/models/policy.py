@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.health.warning_signs import logprob_tolerance
+from cohort.health.facts import logprob_tolerance
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache
 from cohort.models.attention.cascade import upcast

@@ -50,7 +50,7 @@ def compute_dtype(model: ModelConfig, *, on_gpu: bool) -> Literal["float32", "bf
 
 
 def serving_dtype(config: Config, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
-    """Dtype of the servers' weights, by default training's compute dtype (vLLM has no float64).
+    """Dtype of the servers' weights, by default training's compute dtype (servers have no float64).
 
     Args:
         config: configuration of a run that uses servers.

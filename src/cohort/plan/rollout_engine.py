@@ -1,15 +1,12 @@
-"""Resolve `rollout.engine: auto`: what vLLM does not support, and whether it fits alongside training."""
+"""Resolve `rollout.engine: auto`: what its preferred servers do not support, and whether they fit beside training."""
 
 from cohort.config import Config
 from cohort.config.load import config_from_dict
-from cohort.config.rollout import LOWEST_TEMPERATURE
+from cohort.config.rollout import AutoRolloutConfig, ServersConfig, preferred_servers
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape, RequestedAdapter, requested_adapter
 from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
-
-_LARGEST_RANK = 512  # vLLM's limit
-_NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM supports adapters on these for few models only
 
 
 def set_engine(config: Config, engine: str) -> Config:
@@ -27,7 +24,7 @@ def set_engine(config: Config, engine: str) -> Config:
 def plan_engine(
     config: Config, shape: ModelShape | None = None, hardware: Hardware | None = None
 ) -> tuple[Config, str | None]:
-    """Resolve the engine as a GPU run with vLLM installed would, and say why it is not vLLM.
+    """Resolve the engine as a GPU run does whose preferred servers are installed, and say why it is another one.
 
     Args:
         config: configuration of the run.
@@ -35,74 +32,82 @@ def plan_engine(
         hardware: hardware that it runs on.
 
     Returns:
-        The configuration, and why the engine is not vLLM (None if it is).
+        The configuration, and why the engine is not the preferred one (None if it is).
 
     Raises:
         UserError: the configuration contradicts itself or the hardware.
     """
     if config.rollout.engine != "auto":
         return config, None
-    reason = vllm_incompatibility(config)
+    reason = incompatibility(config)
     if reason is None and shape is not None and hardware is not None:
-        problem = vllm_memory_shortfall(config, shape, hardware)
-        reason = None if problem is None else f"vLLM does not fit alongside training: {problem}"
-    return set_engine(config, "vllm" if reason is None else "local"), reason
+        problem = servers_shortfall(config, shape, hardware)
+        if problem is not None:
+            reason = f"{preferred_servers().program} does not fit alongside training: {problem}"
+    return set_engine(config, AutoRolloutConfig.prefers if reason is None else "local"), reason
 
 
-def vllm_incompatibility(config: Config) -> str | None:
-    """Why vLLM cannot be the engine of a configuration with `rollout.engine: auto`; None if it can.
+def incompatibility(config: Config) -> str | None:
+    """Why the preferred servers cannot sample a run with `rollout.engine: auto`; None if they can.
 
     Raises:
         UserError: the adapter of `model.adapter.path` cannot be read.
     """
     adapter = config.model.adapter
-    reason = vllm_sampling_limit(config, None if adapter is None else requested_adapter(adapter))
+    requested = None if adapter is None else requested_adapter(adapter)
+    reason = sampling_limit(config, requested, servers=preferred_servers())
     if reason is not None:
         return reason
     try:
-        set_engine(config, "vllm")
+        set_engine(config, AutoRolloutConfig.prefers)
     except UserError as error:
         return str(error)
     return None
 
 
-def vllm_sampling_limit(config: Config, adapter: RequestedAdapter | None) -> str | None:
-    """Sampling settings or adapters that vLLM does not support, with an alternative; None if it supports all.
+def sampling_limit(config: Config, adapter: RequestedAdapter | None, *, servers: type[ServersConfig]) -> str | None:
+    """Sampling settings or adapters that servers do not support, with an alternative; None if they support all.
 
     Args:
         config: configuration of the run, with any engine.
         adapter: the policy's adapter, as configured or as loaded.
+        servers: class of the engine on servers.
     """
+    limits, program = servers.limits, servers.program
+    lowest, largest_rank = limits.lowest_temperature, limits.largest_adapter_rank
     temperatures = {"rollout": config.rollout.temperature, "eval": config.eval.temperature if config.eval else 0.0}
     for section, temperature in temperatures.items():
-        if 0 < temperature < LOWEST_TEMPERATURE:
-            return f"{section}.temperature: {temperature:g} is below vLLM's minimum; use {LOWEST_TEMPERATURE:g} or more"
+        if 0 < temperature < lowest:
+            return f"{section}.temperature: {temperature:g} is below {program}'s minimum; use {lowest:g} or more"
     if adapter is None:
         return None
-    if adapter.dora:
-        return "model.adapter.dora: true: vLLM supports plain LoRA only; use dora: false"
-    if adapter.rank > _LARGEST_RANK:
-        return f"model.adapter.rank: {adapter.rank} exceeds vLLM's maximum; use at most {_LARGEST_RANK}"
-    outside = [name for name in adapter.modules if name.rpartition(".")[-1] in _NOT_SERVED]
+    if adapter.dora and not limits.serves_dora:
+        return f"model.adapter.dora: true: {program} supports plain LoRA only; use dora: false"
+    if largest_rank is not None and adapter.rank > largest_rank:
+        return f"model.adapter.rank: {adapter.rank} exceeds {program}'s maximum; use at most {largest_rank}"
+    outside = [name for name in adapter.modules if name.rpartition(".")[-1] in limits.unserved_targets]
     if outside:
-        return f"model.adapter.targets: {', '.join(outside)}: vLLM supports adapters inside layers only; use all-linear"
+        return (
+            f"model.adapter.targets: {', '.join(outside)}: {program} supports adapters inside layers only; use "
+            f"all-linear"
+        )
     return None
 
 
-def vllm_memory_shortfall(config: Config, shape: ModelShape, hardware: Hardware) -> str | None:
-    """Why vLLM and training do not fit according to the plan; None if they do.
+def servers_shortfall(config: Config, shape: ModelShape, hardware: Hardware) -> str | None:
+    """Why the preferred servers and training do not fit according to the plan; None if they do.
 
     An explicit `hardware.rollout_gpus` is not questioned. With several nodes, one samples.
 
     Args:
-        config: configuration of a run that vLLM supports.
+        config: configuration of a run that these servers support.
         shape: shape of its model.
         hardware: hardware that it runs on.
 
     Raises:
         UserError: the configuration contradicts itself or the hardware.
     """
-    config = set_engine(config, "vllm")
+    config = set_engine(config, AutoRolloutConfig.prefers)
     if config.hardware.rollout_gpus != "auto":
         return None
     if hardware.nodes > 1:

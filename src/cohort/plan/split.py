@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cohort.config import Config, ServersConfig, VllmRolloutConfig
+from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
@@ -58,9 +58,8 @@ def memory_shortfall(
 def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_training: int) -> bool:
     """Whether the base model of each server fits beside training on its GPU, where it then need not be moved.
 
-    False if in doubt: for an approximate shape, experts (vLLM's space for their adapters is not planned), and
-    `rollout.vllm_args`, which may add to the weights. With `train.micro_batch_tokens: auto`, there must be room for
-    micro-batches of one group.
+    False if in doubt: for an approximate shape, and experts (a server's space for their adapters is not planned). With
+    `train.micro_batch_tokens: auto`, there must be room for micro-batches of one group.
 
     Args:
         config: configuration of a run whose servers share the training GPUs.
@@ -69,7 +68,8 @@ def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_trainin
         num_training: number of training GPUs.
     """
     rollout, wanted = config.rollout, config.train.micro_batch_tokens
-    if config.model.adapter is None or not isinstance(rollout, VllmRolloutConfig) or rollout.vllm_args:
+    assert rollout.uses_servers
+    if config.model.adapter is None or not rollout.can_keep_base:
         return False
     if shape.approximate or shape.experts > 1 or not hardware.on_gpu:
         return False
@@ -223,8 +223,8 @@ def _shared(
         server_gpus=tuple((i,) for i in ids),
         shared=True,
         keeps_base=keeps_base,
-        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, vLLM "
-        f"{sleeping}: {why}",
+        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, "
+        f"{rollout.program} {sleeping}: {why}",
     )
 
 

@@ -190,9 +190,9 @@ def process_workload(
 
 
 def served_base_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes per GPU of the base model of a vLLM server with an adapter, and of the space for the adapter.
+    """Bytes per GPU of the base model of a server with an adapter, and of the space for the adapter.
 
-    vLLM reserves the space on every linear layer, for a rank that it rounds up: twice the adapter's is counted.
+    A server reserves the space on every linear layer, for a rank that it rounds up: twice the adapter's is counted.
     """
     adapter, rollout = config.model.adapter, config.rollout
     assert adapter is not None and rollout.uses_servers

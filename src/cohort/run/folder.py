@@ -32,23 +32,16 @@ from cohort.run.files import (
 )
 from cohort.run.tokens import TokenRecords
 
-# Keys that may change when a run resumes: they affect neither what is learned nor in which order.
+# Keys that may change when a run resumes, beside those that the rollout engine names: they affect neither what is
+# learned nor in which order.
 _MAY_CHANGE = (
     "hardware.",
     "run.",
     "eval.every",
     "eval.before_training",
     "train.micro_batch_tokens",
-    "rollout.max_num_seqs",
     "optim.offload",
     "model.parameter_offload",
-    # limits of environments that hang or fail, which others never reach
-    *(f"rollout.{key}" for key in ("trajectory_timeout_s", "tool_timeout_s", "environment_retries")),
-    *(f"rollout.{key}" for key in ("max_failed_ratio", "isolate", "endpoint_host")),
-    # a restarted job has its servers on other machines
-    *(f"rollout.{key}" for key in ("urls", "urls.", "secret_file", "vllm_python", "servers", "tensor_parallel")),
-    *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
-    *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
     # where code is judged, and how much at a time
     *(f"sandbox.{key}" for key in ("backend", "url", "container", "confinement", "max_concurrent")),
 )
@@ -162,13 +155,16 @@ class RunFolder:
 
     def metric_history(self, name: str) -> dict[int, float]:
         """Return one metric by step, from `metrics.jsonl`."""
-        rows, _ = read_metrics(self.path / "metrics.jsonl")
-        return {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        return {row["step"]: row[name] for row in self.metrics() if row.get(name) is not None}
 
     def last_metrics(self, count: int) -> list[dict[str, float]]:
         """Return the metrics of the last `count` steps and evaluations, each with its "step"."""
-        rows, _ = read_metrics(self.path / "metrics.jsonl")
-        return [{name: v for name, v in row.items() if isinstance(v, int | float)} for row in rows[-count:]]
+        rows = self.metrics()[-count:]
+        return [{name: v for name, v in row.items() if isinstance(v, int | float)} for row in rows]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl`."""
+        return read_metrics(self.path / "metrics.jsonl")[0]
 
     def write_completions(
         self, name: str, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
@@ -344,7 +340,7 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return the keys that make two configurations different runs, with both values."""
     # `algorithm` with all its keys: its dump leaves out what the name implies
     before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
-    allowed: tuple[str, ...] = _MAY_CHANGE
+    allowed: tuple[str, ...] = (*_MAY_CHANGE, *(f"rollout.{key}" for c in (old, new) for key in c.rollout.may_change))
     if old.train.lr_schedule == new.train.lr_schedule == "constant" and not old.train.warmup_ratio:
         allowed += _MAY_CHANGE_IF_CONSTANT_RATE
     return {

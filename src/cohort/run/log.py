@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cohort.errors import UserError
+from cohort.health.findings import HEALTH, Finding
 from cohort.plan import RunSchedule
 from cohort.ranks import stopping
 from cohort.records import ScoredGroup
-from cohort.run.provenance import command, commit, hide_in_text, versions
+from cohort.run.provenance import command, commit, hide, hide_in_text, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,9 @@ class Display:
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """An evaluation is done."""
+
+    def health(self, findings: Sequence[Finding]) -> None:
+        """What the rules find has changed. What the user should see comes by `notify` too, once."""
 
     def close(self) -> None:
         """The run has ended, for whatever reason."""
@@ -198,6 +202,10 @@ class RunLog(Display):
         """Record the evaluation."""
         self._event("evaluation")
 
+    def health(self, findings: Sequence[Finding]) -> None:
+        """Record how the run goes."""
+        self._event(HEALTH, findings=[hide(finding.as_json()) for finding in findings])
+
     def _progress(self, phase: str, done: int, total: int) -> None:
         if self._status is not None and self._status["phase"] == phase:  # an evaluation has rewards too
             self._update(done=done, total=total)
@@ -239,6 +247,17 @@ class RunLog(Display):
         with suppress(OSError):
             partial.write_text(json.dumps({**(self._status or {}), "timestamp": _now()}) + "\n", encoding="utf-8")
             partial.replace(self._folder / STATUS)
+
+
+def read_events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the events of a kind in a run folder's `events.jsonl`, without lines that cannot be read."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError):
+        for line in (folder / EVENTS).read_bytes().splitlines():
+            with suppress(ValueError):  # a line that was cut off
+                event = json.loads(line)
+                found += [event] if isinstance(event, dict) and event.get("event") == name else []
+    return found
 
 
 def _now() -> float:
@@ -286,24 +305,33 @@ class MetricsWriter:
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._loggers = [_LOGGERS[name](folder, config, steps_done) for name in log]
 
+    def alert(self, step: int, finding: Finding) -> None:
+        """Show a finding in the loggers."""
+        for logger in self._loggers:
+            logger.alert(step, finding)
+
     def write(self, step: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         """Write the metrics of a step, or of an evaluation after it. NaN and infinity become null."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row = {"step": step, "kind": kind, "timestamp": round(time.time(), 3), **values}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        for log, _ in self._loggers:
-            log(step, {name: value for name, value in values.items() if value is not None})
+        for logger in self._loggers:
+            logger.log(step, {name: value for name, value in values.items() if value is not None})
 
     def close(self) -> None:
         """Close the file and the loggers."""
         with contextlib.suppress(OSError):  # all lines are flushed; a full disk was reported then
             self._file.close()
-        for _, close in self._loggers:
-            close()
+        loggers, self._loggers = self._loggers, []
+        for logger in loggers:
+            logger.close()
 
 
-_Logger = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
+class _Logger(NamedTuple):
+    log: Callable[[int, Mapping[str, float]], None]  # the metrics of a step
+    alert: Callable[[int, Finding], None]
+    close: Callable[[], None]
 
 
 def _tensorboard(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
@@ -315,7 +343,10 @@ def _tensorboard(folder: Path, config: Mapping[str, Any], steps_done: int) -> _L
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return log, writer.close
+    def alert(step: int, finding: Finding) -> None:
+        writer.add_text(f"health/{finding.rule}", finding.sentence, step)
+
+    return _Logger(log, alert, writer.close)
 
 
 def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
@@ -326,7 +357,12 @@ def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
     )
     # wandb's own step cannot go back, but a resumed run repeats steps: use a step metric
     run.define_metric("*", step_metric="step")
-    return lambda step, metrics: run.log({"step": step, **metrics}), run.finish
+
+    def alert(step: int, finding: Finding) -> None:
+        level = {"bad": "ERROR", "warning": "WARN"}.get(finding.level, "INFO")
+        run.alert(title=finding.rule, text=f"step {step}: {finding.sentence}", level=level)
+
+    return _Logger(lambda step, metrics: run.log({"step": step, **metrics}), alert, run.finish)
 
 
 def _trackio(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
@@ -334,7 +370,12 @@ def _trackio(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logge
 
     # trackio identifies a run by its name
     run = trackio.init(project="cohort", name=f"{folder.name}-{_run_id(folder)}", config=dict(config), resume="allow")
-    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+
+    def alert(step: int, finding: Finding) -> None:
+        if hasattr(run, "alert"):  # versions below 0.18 have none
+            run.alert(title=finding.rule, text=f"step {step}: {finding.sentence}")
+
+    return _Logger(lambda step, metrics: run.log(dict(metrics), step=step), alert, run.finish)
 
 
 def _run_id(folder: Path) -> str:

@@ -17,14 +17,26 @@ from typing import Any
 
 import psutil
 
+from cohort.config import ENGINES, ServersConfig
+
+_SERVER_PACKAGES = [
+    (package, section)
+    for section in ENGINES.values()
+    if issubclass(section, ServersConfig)
+    for package in section.tested_versions
+]
 # Oldest and newest version on which the tests have passed. README.md and docs/gpu.md show them (`make docs`).
 TESTED: dict[str, tuple[str, str]] = {
     "python": ("3.11", "3.14"),
     "torch": ("2.11.0", "2.15.0"),
     "transformers": ("5.17.0", "5.24.0"),
-    "vllm": ("0.32.0", "0.32.0"),
+    **{package: section.tested_versions[package] for package, section in _SERVER_PACKAGES},
 }
-_DISTRIBUTIONS = {"cohort": "cohort-rl", "torch": "torch", "transformers": "transformers", "vllm": "vllm"}
+_DISTRIBUTIONS = {
+    "cohort": "cohort-rl",
+    **{name: name for name in ("torch", "transformers", *(package for package, _ in _SERVER_PACKAGES))},
+}
+_SHOWN = {"python": "Python", **{package: section.program for package, section in _SERVER_PACKAGES}}
 
 
 def versions() -> dict[str, str]:
@@ -43,12 +55,11 @@ def newer_than_tested(name: str, version: str) -> str | None:
     newest = TESTED[name][1]
     if release(version) <= release(newest):
         return None
-    shown = {"python": "Python", "vllm": "vLLM"}.get(name, name)
-    return f"{shown} {version} is newer than {newest}, which Cohort was tested with"
+    return f"{_SHOWN.get(name, name)} {version} is newer than {newest}, which Cohort was tested with"
 
 
 def untested_versions() -> list[str]:
-    """Describe what this process has loaded in a version newer than any that was tested. vLLM has its own process."""
+    """Describe what this process has loaded in a version newer than any that was tested. Servers are not in it."""
     found = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
     loaded = {name: version for name, version in found.items() if name in sys.modules}
     if loaded:

@@ -142,6 +142,11 @@ class Checkpointer:
         self._saved_steps = self._state.steps_done
         self._display.saved(self._saved_steps)
 
+    def save_if_due(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one, or the run saves none."""
+        if self._config.checkpoint_every and self._state is not None and self._saved_steps < self._state.steps_done:
+            self.save()
+
     def save_final_model(self) -> None:
         """Save the trained model."""
         self._display.phase("checkpoint")

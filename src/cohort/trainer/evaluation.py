@@ -73,7 +73,12 @@ def evaluate(
         f"mean@{k}": accuracy,
         f"pass@{k}": float(success_PK[intact_PK.any(axis=1)].any(axis=1).mean()),
     }
-    metrics |= {"num_dropped_overlong": evaluation.num_dropped_overlong, **rollout_metrics(groups)}
+    of_groups = rollout_metrics(groups)
+    metrics |= {
+        "num_prompts": of_groups.pop("num_groups"),
+        "num_dropped_overlong": evaluation.num_dropped_overlong,
+        **of_groups,
+    }
     own = {f"eval/{name}": value for name, value in metrics.items()}
     return EvalResult(accuracy=accuracy, metrics=rewards.take_logged(own, prefix="eval/"), groups=groups)
 

@@ -110,7 +110,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         # rewards get held-out prompts under the name of the training column
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
-    prompts = _build_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
+    prompts = render_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
     rewards.check_rows(prompts.prompts, field=field)
     check_lengths(
         config.model,
@@ -193,7 +193,12 @@ def build_reward_functions(
     )
 
 
-def _build_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, field: str) -> PromptSet:
+def render_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, field: str) -> PromptSet:
+    """Render the prompts of rows as the run does, with its tools.
+
+    Raises:
+        UserError: a prompt is invalid, or none is short enough.
+    """
     environments, data = parts.environments, config.data
     renderer = PromptRenderer(
         parts.tokenizer,
@@ -221,7 +226,7 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
     """
     _check_environment_columns(parts.eval_rows, parts.environments, field="eval.path")
     rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
-    prompts = _build_prompts(config, parts, rows, column=column, field="eval.path")
+    prompts = render_prompts(config, parts, rows, column=column, field="eval.path")
     rewards.check_rows(prompts.prompts, field="eval.path")
     check_lengths(
         config.model,

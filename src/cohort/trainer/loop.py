@@ -3,15 +3,15 @@
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from cohort.algorithms import CoefficientState, assign_advantages, build_sequences, value_metrics
 from cohort.config import Config
 from cohort.display import Display, StepReport
-from cohort.health.reward_health import RewardWatch
 from cohort.metrics.resources import PhaseClock
+from cohort.plan.predict import Plan
 from cohort.ranks import stopping
 from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.rewards import TrainerProgress
@@ -23,19 +23,28 @@ from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.checkpointer import Checkpointer
 from cohort.trainer.collect_groups import StepGroups
 from cohort.trainer.evaluation import evaluate
+from cohort.trainer.preflight import compare_memory
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import RunComponents, find_auto_budget
-from cohort.trainer.step_metrics import PerformanceMetrics, StepWarnings
+from cohort.trainer.step_metrics import PerformanceMetrics, StepWarnings, health_monitor
 from cohort.trainer.update import Updater
 from cohort.trainer.worker import run_forward_only, with_first_pass
 
 _HISTORY_LENGTH = 100  # steps and evaluations whose metrics reward functions see; isolated ones get a copy at each call
 
 
-class Trainer:
-    """The trainer on rank 0: runs the loop and directs the workers."""
+class TrainingLoop:
+    """The loop on rank 0, which directs the workers."""
 
-    def __init__(self, config: Config, components: RunComponents, folder: RunFolder, display: Display):
+    def __init__(
+        self,
+        config: Config,
+        components: RunComponents,
+        folder: RunFolder,
+        display: Display,
+        *,
+        memory_plan: Plan | None = None,
+    ):
         worker, state = components.workers.local, components.state
         worker.save_options = replace(worker.save_options, on_progress=display.save_progress)
         self.config = config
@@ -45,6 +54,7 @@ class Trainer:
         self.schedule = components.inputs.schedule
         self.folder = folder
         self.display = display
+        self._memory_plan = memory_plan
         self.clock = PhaseClock(display.phase)
         self.started = time.perf_counter()
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
@@ -56,16 +66,7 @@ class Trainer:
         rewards.trainer_progress = self._progress
         rewards.log_folder = folder.path / LOGS
         self.log_history = deque(folder.last_metrics(_HISTORY_LENGTH), maxlen=_HISTORY_LENGTH)
-        self.warnings = StepWarnings(
-            rollout=config.rollout,
-            worker=worker,
-            notify=display.notify,
-            reward_watch=RewardWatch(
-                rewards.weights,
-                shaping=[f.name for f in rewards.functions if f.shapes],
-                compares_spreads=not any(part.compares_reward_parts for part in config.algorithm.components()),
-            ),
-        )
+        self.warnings = StepWarnings(worker=worker, notify=display.notify)
         self.updater = Updater(
             config=config,
             workers=components.workers,
@@ -83,34 +84,55 @@ class Trainer:
             config=config.model_dump(mode="json"),
             steps_done=self.first_step,
         )
+        self.health = health_monitor(
+            config,
+            rewards,
+            folder=folder,
+            steps_done=self.first_step,
+            logprob_tolerance=worker.policy.logprob_tolerance,
+            notify=display.notify,
+            on_change=display.health,
+            alert=self.metrics.alert,
+        )
 
     def run(self) -> RunResult:
         """Train, then save the final model and the summary."""
-        try:
-            self.train()
-        finally:
-            self.metrics.close()
-        self.checkpointer.save_final_model()
-        summary = self._summary()
-        self.folder.write_summary(summary)
-        return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
+        for _ in self.steps():
+            pass
+        return self.finish()
 
-    def train(self) -> None:
-        """Run the remaining steps."""
+    def steps(self) -> Iterator[StepReport]:
+        """Run the remaining steps, one at a time."""
         self.display.started(self.schedule, steps_done=self.first_step)
         find_auto_budget(self.config, self.inputs, self.workers, self.components.state, self.display.notify)
         check_first_parity(self.components.parity, self.first_step, self.display.notify)
+        self.health.report(self.first_step)
         with self.checkpointer.saving_when_stopped():
             if self.first_step not in self.folder.metric_history("eval/accuracy"):
                 self._evaluate_if_due(self.first_step)
             for step in range(self.first_step, self.schedule.num_steps):
                 stopping.check()
-                self.step(step)
+                yield self.step(step)
 
-    def step(self, step: int) -> None:
+    def finish(self) -> RunResult:
+        """Save the final model and the summary."""
+        self.close()
+        self.checkpointer.save_final_model()
+        summary = self._summary()
+        self.folder.write_summary(summary)
+        if self._memory_plan is not None:
+            peaks, reserved = map(self.folder.metric_history, ("memory/peak_bytes", "memory/reserved_peak_bytes"))
+            if comparison := compare_memory(self._memory_plan, peaks, reserved):
+                self.display.notify(comparison)
+        return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
+
+    def close(self) -> None:
+        """Close the metrics file and the trackers."""
+        self.metrics.close()
+
+    def step(self, step: int) -> StepReport:
         """Sample, score, assign advantages, pack, update and publish; then log, evaluate and save."""
-        workers, phase = self.workers, self.clock.phase
-        algorithm = workers.local.algorithm
+        workers, phase, algorithm = self.workers, self.clock.phase, self.workers.local.algorithm
         collected = self.components.group_collector.collect(step, phase)
         with phase("forward_only"):
             sequences = build_sequences(collected.groups)
@@ -133,13 +155,14 @@ class Trainer:
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
         metrics = self.inputs.rewards.take_logged(metrics)
         self._log(step + 1, metrics)
-        self.warnings.metrics(step + 1, metrics)
         self.checkpointer.finish_step(self._state(step + 1))
         self.steps_done = step + 1
-        self.display.step(StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
+        self.display.step(report := StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
+        self.health.add(step + 1, metrics)
         self._evaluate_if_due(step + 1)
         if self.schedule.saves_at(step + 1):
             self.checkpointer.save()
+        return report
 
     def _write_completions(
         self, steps_done: int, collected: StepGroups, sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
@@ -165,6 +188,7 @@ class Trainer:
         self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start}, kind="eval")
         self.folder.write_completions("eval", steps_done, result.groups)
         self.display.evaluated(steps_done, result.metrics, result.groups)
+        self.health.add(steps_done, result.metrics, kind="eval")
 
     def _log(self, steps_done: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         self.folder.check_is_there()

@@ -6,6 +6,7 @@ distribution that is not the policy's. Without this check training would continu
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from cohort.config import Config
 from cohort.errors import TrainingError
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
-from cohort.rollout import SamplingParams, StepKey
+from cohort.rollout import RolloutCollector, SamplingParams, StepKey
+from cohort.rollout.engines.setup import StartedEngine
 from cohort.trainer.worker import Worker, run_forward_only
 
 # Returns the groups that each server sampled, by server address.
@@ -121,22 +123,23 @@ def make_parity_gate(
     config: Config,
     prompts: Sequence[Prompt],
     workers: WorkerGroup[Worker],
-    *,
-    sample_on_each: SampleOnEach,
-    servers_dtype: torch.dtype,
+    started: StartedEngine,
+    collector: RolloutCollector,
 ) -> ParityGate | None:
-    """Create the parity gate of a run with servers; None if `rollout.parity_every` is 0."""
+    """Create the parity gate of a run; None if no servers sample, or `rollout.parity_every` is 0."""
     rollout = config.rollout
+    if started.sample_on_each_server is None:
+        return None
     assert rollout.uses_servers
     if rollout.parity_every == 0:
         return None
     tolerance = rollout.parity_tolerance
     if tolerance == "auto":
         policy = workers.local.policy
-        rounds = torch.bfloat16 in (servers_dtype, policy.dtype, policy.compute_dtype)
+        rounds = torch.bfloat16 in (started.servers_dtype, policy.dtype, policy.compute_dtype)
         tolerance = 0.05 if rounds else 1e-3
     return ParityGate(
-        sample_on_each=sample_on_each,
+        sample_on_each=partial(started.sample_on_each_server, collector),
         workers=workers,
         prompts=probe_prompts(prompts),
         sampling=probe_sampling(SamplingParams.for_training(rollout)),

@@ -12,8 +12,8 @@ from cohort.plan.hardware import Hardware, local_cpu
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
+from cohort.rollout.engines.setup import EngineSetup
 from cohort.trainer.inputs import Inputs
-from cohort.trainer.rollout_engines import EngineSetup
 
 _MARGIN = 1.1  # predictions are accurate to about 10 %
 

@@ -20,12 +20,13 @@ from cohort.run.folder import REWARD_MARKER, RunFolder, free_folder
 from cohort.run.provenance import untested_versions
 from cohort.run.result import RunResult
 from cohort.trainer.build import WorkerSpec, build_worker
+from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.checkpointer import find_checkpoint
 from cohort.trainer.inputs import Inputs, describe_lost_updates
-from cohort.trainer.loop import Trainer
-from cohort.trainer.open_run import open_run
+from cohort.trainer.loop import TrainingLoop
+from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.parts import Parts, changed_files, user_files
-from cohort.trainer.preflight import compare_memory, preflight
+from cohort.trainer.preflight import preflight
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -62,60 +63,97 @@ def train(
     with (
         _releasing(ranks) as others,
         closing(display),
-        _reporting_stop(config, display),
+        reporting_stop(config, display),
         open_run(config, parts, notify=display.notify) as run,
     ):
-        with others.busy():
-            device = rank_device(config, ranks)
-        inputs, schedule = run.inputs, run.inputs.schedule
-        setup = open_engine(config, inputs)
-        folder = run.enter(closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))))
-        log = run.enter(RunLog(folder.path, processes=ranks.world_size))
-        console, display = display, Displays(log, display)
-        run.notify = display.notify
-        if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
-            return _finished_before(folder, summary, display.notify)
-        for note in _start_notes(config, inputs, folder):
-            display.notify(note)
-        checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
-        check_steps(schedule, state, folder.path)
-        plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, notify=display.notify)
-        spec = WorkerSpec(
-            folder=folder.path,
-            num_steps=schedule.num_steps,
-            checkpoint=checkpoint,
-            micro_batch_tokens=initial_budget(config, inputs, state, ranks),
-            longest_sequence_tokens=inputs.longest_sequence_tokens,
-        )
-        stopping.check()
-        with others.busy():
-            ranks.command(spec)
-            worker = build_worker(config, ranks, spec, device=device, tokenizer=inputs.tokenizer)
-        check_disk_space(config, worker, folder.path)
-        for note in worker.policy.notes():
-            display.notify(note)
-        steps_done, files = state.steps_done if state else 0, user_files(config)
-        folder.rewind(steps_done, display.notify)
-        for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
-            display.notify(warning)
-        log.begin(steps_done=steps_done, num_steps=schedule.num_steps, files=files)
-        if config.run.view:
-            _start_page(folder.path, console.notify)  # not in events.jsonl: the address holds a secret
-        components = build_run(run, WorkerGroup(worker, ranks), state, setup=setup, folder=folder.path)
-        if plan is not None:
-            folder.write_plan(plan.as_json())
-        result = Trainer(config, components, folder, display).run()
-        if plan is not None:
-            peaks, reserved = map(folder.metric_history, ("memory/peak_bytes", "memory/reserved_peak_bytes"))
-            if comparison := compare_memory(plan, peaks, reserved):
-                display.notify(comparison)
-        return result
+        loop = open_training(run, resume=resume, display=display, ranks=ranks, others=others)
+        return loop if isinstance(loop, RunResult) else loop.run()
+
+
+def open_training(
+    run: OpenRun,
+    *,
+    resume: bool = False,
+    display: Display,
+    ranks: Ranks = SINGLE_PROCESS,
+    others: "OtherRanks | None" = None,
+) -> TrainingLoop | RunResult:
+    """Prepare everything for the first step, or for the next one of a run that resumes.
+
+    Args:
+        run: closes what is opened here.
+        resume: raise if there is no run to resume.
+        display: shows progress.
+        ranks: training processes; this one is rank 0.
+        others: is told when the other ranks wait for a command.
+
+    Returns:
+        The loop; the result of the run if it is already finished.
+
+    Raises:
+        UserError: the configuration, the data or a reward is invalid.
+        TrainingError: the rollout engine cannot be started.
+    """
+    config, others = run.config, others or OtherRanks()
+    with others.busy():
+        device = rank_device(config, ranks)
+    inputs, schedule = run.inputs, run.inputs.schedule
+    setup = open_engine(config, inputs)
+    folder = run.enter(closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))))
+    log = run.enter(RunLog(folder.path, processes=ranks.world_size))
+    console, display = display, Displays(log, display)
+    run.notify = display.notify
+    if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
+        return _finished_before(folder, summary, display.notify)
+    for note in _start_notes(config, inputs, folder):
+        display.notify(note)
+    checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
+    check_steps(schedule, state, folder.path)
+    plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, notify=display.notify)
+    spec = WorkerSpec(
+        folder=folder.path,
+        num_steps=schedule.num_steps,
+        checkpoint=checkpoint,
+        micro_batch_tokens=initial_budget(config, inputs, state, ranks),
+        longest_sequence_tokens=inputs.longest_sequence_tokens,
+    )
+    stopping.check()
+    with others.busy():
+        ranks.command(spec)
+        worker = build_worker(config, ranks, spec, device=device, tokenizer=inputs.tokenizer)
+    check_disk_space(config, worker, folder.path)
+    for note in worker.policy.notes():
+        display.notify(note)
+    _begin(log, folder, config, state, num_steps=schedule.num_steps, notify=display.notify)
+    if config.run.view:
+        _start_page(folder.path, console.notify)  # not in events.jsonl: the address holds a secret
+    components = build_run(run, WorkerGroup(worker, ranks), state, setup=setup, folder=folder.path)
+    if plan is not None:
+        folder.write_plan(plan.as_json())
+    return run.enter(closing(TrainingLoop(config, components, folder, display, memory_plan=plan)))
 
 
 def _finished_before(folder: RunFolder, summary: dict[str, Any], notify: Callable[[str], None]) -> RunResult:
     notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
     notify(f"for a new run, use another folder: run.dir={free_folder(folder.path)}")
     return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
+
+
+def _begin(
+    log: RunLog,
+    folder: RunFolder,
+    config: Config,
+    state: TrainerState | None,
+    *,
+    num_steps: int,
+    notify: Callable[[str], None],
+) -> None:
+    """Remove what later steps left in the folder, and begin the log."""
+    steps_done, files = state.steps_done if state else 0, user_files(config)
+    folder.rewind(steps_done, notify)
+    for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
+        notify(warning)
+    log.begin(steps_done=steps_done, num_steps=num_steps, files=files)
 
 
 def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]:
@@ -135,7 +173,7 @@ def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _reporting_stop(config: Config, display: Display) -> Iterator[None]:
+def reporting_stop(config: Config, display: Display) -> Iterator[None]:
     """Report the end of a run that was stopped before it had anything to save."""
     try:
         yield
@@ -146,7 +184,7 @@ def _reporting_stop(config: Config, display: Display) -> Iterator[None]:
         raise RunStopped(number) from None
 
 
-class _OtherRanks:
+class OtherRanks:
     """Tracks whether the other ranks are waiting for a command."""
 
     waiting = True
@@ -160,9 +198,9 @@ class _OtherRanks:
 
 
 @contextmanager
-def _releasing(ranks: Ranks) -> Iterator[_OtherRanks]:
+def _releasing(ranks: Ranks) -> Iterator[OtherRanks]:
     """Release ranks that wait for a command when the run ends, however it ends."""
-    others = _OtherRanks()
+    others = OtherRanks()
     try:
         yield others
     except (UserError, TrainingError, RunStopped) as error:

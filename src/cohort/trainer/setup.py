@@ -24,14 +24,15 @@ from cohort.plan.layout import check_cpu_offload, check_processes
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout import RolloutCollector
+from cohort.rollout.engines import engine_setup
+from cohort.rollout.engines.setup import EngineInputs, EngineSetup
 from cohort.run.files import DAMAGED
 from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.open_run import OpenRun
-from cohort.trainer.parity import ParityGate
-from cohort.trainer.rollout_engines import EngineSetup, LocalSetup
-from cohort.trainer.worker import Worker, keep_ranks_alive
+from cohort.trainer.parity import ParityGate, make_parity_gate
+from cohort.trainer.worker import TrainingWorkers, Worker, keep_ranks_alive
 
 
 def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
@@ -40,21 +41,14 @@ def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
     Raises:
         UserError: a requirement of the engine is missing, or it does not support this run.
     """
-    return ENGINE_SETUPS[config.rollout.engine](config, inputs)
-
-
-def _vllm(config: Config, inputs: Inputs) -> EngineSetup:
-    from cohort.trainer.vllm_setup import VllmSetup  # slow import
-
-    return VllmSetup(config, inputs)
-
-
-# `auto` that nothing has resolved is local
-ENGINE_SETUPS: dict[str, Callable[[Config, Inputs], EngineSetup]] = {
-    "auto": LocalSetup,
-    "local": LocalSetup,
-    "vllm": _vllm,
-}
+    return engine_setup(config.rollout.engine)(
+        EngineInputs(
+            config=config,
+            tokenizer=inputs.tokenizer,
+            adapter=inputs.adapter,
+            longest_sequence_tokens=inputs.longest_sequence_tokens,
+        )
+    )
 
 
 def can_reuse_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
@@ -126,9 +120,9 @@ def build_run(
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)
-    started = setup.start(workers, folder=folder, notify=run.notify)
+    started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
     collector = run.collector(started.engine, while_waiting=partial(keep_ranks_alive, workers))
-    parity = started.gate(collector)
+    parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
     group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
     if state is not None:
         group_collector.prefetcher.restore(state.pending)
@@ -173,7 +167,7 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
 def use_expandable_segments() -> None:
     """Reduce fragmentation with expandable segments, unless the environment configures the CUDA allocator.
 
-    Set through PyTorch rather than the environment, which vLLM servers would inherit. Call before the first allocation.
+    Set through PyTorch rather than the environment, which servers would inherit. Call before the first allocation.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

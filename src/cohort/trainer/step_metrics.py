@@ -1,17 +1,20 @@
 """Metrics of a step (token counts, timings, memory, speed), and warnings about it."""
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from cohort.config import RolloutConfig
-from cohort.health.reward_health import RewardWatch
-from cohort.health.warning_signs import CUT_WINDOW, logprobs_are_comparable, mostly_cut, turn_signs
+from cohort.config import Config
+from cohort.health.facts import facts_of
+from cohort.health.findings import HEALTH, Finding, findings_in
+from cohort.health.monitor import HealthMonitor
 from cohort.learner import TrainResult
 from cohort.metrics.resources import PhaseClock, device_peak_flops, flops_of, largest_peaks, speed_metrics
 from cohort.packing.batch import TrainBatch
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import TrainSequence
+from cohort.rewards import RewardRunner
+from cohort.run.folder import RunFolder
+from cohort.run.log import read_events
 from cohort.trainer.collect_groups import StepGroups
 from cohort.trainer.update import Updates
 from cohort.trainer.worker import Worker
@@ -86,17 +89,11 @@ def _prompt_tokens_saved(results: Sequence[TrainResult]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class StepWarnings:
-    """Warns the user when a step does not go as expected."""
+    """Tells the user about memory in a step, with the token budget that follows."""
 
-    rollout: RolloutConfig
     worker: Worker  # rank 0's
     notify: Callable[[str], None]
-    reward_watch: RewardWatch
     _warned_of_long_sequences: bool = field(default=False, init=False)
-    _warned_of_different_logprobs: bool = field(default=False, init=False)
-    _warned_of_cut: bool = field(default=False, init=False)
-    _last: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=CUT_WINDOW), init=False)
-    _warned_of_turns: set[str] = field(default_factory=set, init=False)  # metrics
 
     def out_of_memory(self, num_out_of_memory: int) -> None:
         """Report micro-batches that ran out of memory and the reduced token budget."""
@@ -117,47 +114,46 @@ class StepWarnings:
                 f"in an oversized micro-batch"
             )
 
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn about what the metrics of the step that just ended show."""
-        self._different_logprobs(metrics)
-        self._cut_completions(metrics)
-        self._turns(metrics)
-        for text in self.reward_watch.warnings(step, metrics):
-            self.notify(text)
 
-    def _different_logprobs(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if the sampler's logprobs differ from the trainer's by more than rounding (law 5)."""
-        rollout = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
-        if self._warned_of_different_logprobs or not logprobs_are_comparable(rollout, metrics):
-            return
-        largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
-        tolerance = self.worker.policy.logprob_tolerance
-        if largest > tolerance:
-            self._warned_of_different_logprobs = True
-            self.notify(
-                f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
-                f"{tolerance:g}); they may compute this model differently"
-            )
+def health_monitor(
+    config: Config,
+    rewards: RewardRunner,
+    *,
+    folder: RunFolder,
+    steps_done: int,
+    logprob_tolerance: float,
+    notify: Callable[[str], None],
+    on_change: Callable[[Sequence[Finding]], None],
+    alert: Callable[[int, Finding], None],
+) -> HealthMonitor:
+    """Create the monitor of a run, which goes on from what the folder holds if it resumes.
 
-    def _cut_completions(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if most completions are cut for several steps: they seldom reach an answer."""
-        self._last.append(metrics)
-        share = mostly_cut(list(self._last)) if len(self._last) == CUT_WINDOW and not self._warned_of_cut else None
-        if share is not None:
-            self._warned_of_cut = True
-            rollout = self.rollout
-            limit = f"rollout.max_completion_tokens: {rollout.max_completion_tokens}"
-            if rollout.has_turns:
-                limit += f" or {rollout.max_new_tokens_key}: {rollout.max_new_tokens}"
-            self.notify(
-                f"warning: {share:.0%} of the completions of the last {CUT_WINDOW} steps were cut at {limit}, and "
-                f"what is cut has seldom reached its answer; raise it, or add the reward overlong, which teaches "
-                f"shorter ones"
-            )
+    Args:
+        config: the run's configuration.
+        rewards: its rewards, which know more of themselves.
+        folder: its folder.
+        steps_done: steps after which it starts or resumes.
+        logprob_tolerance: largest difference of logprobs that rounding explains, in nats.
+        notify: shows a finding on the console.
+        on_change: called with all findings when they have changed.
+        alert: shows a finding in trackers.
+    """
+    rollout = config.rollout
+    limit = f"rollout.max_completion_tokens: {rollout.max_completion_tokens}"
+    if rollout.has_turns:
+        limit += f" or {rollout.max_new_tokens_key}: {rollout.max_new_tokens}"
+    facts = replace(
+        facts_of(config.model_dump(mode="json")),
+        weights=rewards.weights,
+        shaping=[f.name for f in rewards.functions if f.shapes],
+        token_limit=limit,
+        logprob_tolerance=logprob_tolerance,
+    )
 
-    def _turns(self, metrics: Mapping[str, float]) -> None:
-        """Warn once each about malformed or failing tool calls, ends by the limit of turns, and slow environments."""
-        for name, text in turn_signs(metrics, self.rollout.max_turns).items():
-            if name not in self._warned_of_turns:
-                self._warned_of_turns.add(name)
-                self.notify(f"warning: {text}")
+    def show(step: int, finding: Finding) -> None:
+        notify(f"{'warning: ' if finding.is_warning else ''}step {step}: {finding.sentence}")
+        alert(step, finding)
+
+    events = read_events(folder.path, HEALTH) if steps_done else []
+    rows = folder.metrics() if steps_done else []
+    return HealthMonitor(facts, on_change=on_change, on_notable=show, rows=rows, past=map(findings_in, events))

@@ -8,6 +8,7 @@ from typing import Any
 
 from cohort.config import Config
 from cohort.data import PromptStream
+from cohort.models import with_base
 from cohort.plan.rollout_engine import set_engine
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
@@ -18,6 +19,7 @@ from cohort.trainer.evaluation import EvalResult, evaluate
 from cohort.trainer.inputs import build_evaluation, build_reward_runner, column_names
 from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.setup import open_engine, rank_device
+from cohort.trainer.worker import TrainingWorkers
 
 
 def evaluate_model(
@@ -36,6 +38,7 @@ def evaluate_model(
     Raises:
         UserError: the configuration, the data or a reward is invalid.
     """
+    config = config.model_copy(update={"model": with_base(config.model)})
     assert config.eval is not None, "config.eval is required"
     with open_run(config, notify=notify) as run:
         # rewards get prompts under the name of the training column
@@ -106,4 +109,5 @@ def _server_engine(run: OpenRun) -> RolloutEngine:
     )
     device = rank_device(config, SINGLE_PROCESS)
     worker = build_worker(config, SINGLE_PROCESS, spec, device=device, tokenizer=inputs.tokenizer)
-    return setup.start(WorkerGroup(worker, SINGLE_PROCESS), folder=spec.folder, notify=run.notify).engine
+    workers = TrainingWorkers(WorkerGroup(worker, SINGLE_PROCESS))
+    return setup.start(workers, folder=spec.folder, notify=run.notify).engine

@@ -1,7 +1,7 @@
 """The worker on each rank (sample, compute gradients, update, publish, save), and calls on all of them."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,12 +30,12 @@ from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
 from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
-from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle, gpu_uuid
+from cohort.rollout.engines.setup import SendWeights
 from cohort.run.atomic import disk_errors
 from cohort.trainer.checkpoint import TrainerState, save_checkpoint
 
 TrainedModel = Literal["policy", "critic"]
-SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,13 +103,12 @@ class Worker:
         """Gather the weights tensor by tensor and pass them to rank 0's `send`.
 
         Args:
-            send: receives an iterator of (name as in a saved model, full tensor), and the CUDA IPC handles of the
-                ranks' buffers by GPU. None on other ranks.
+            send: None on other ranks.
             dtype: dtype of the tensors.
             share: share every rank's copy of the tensors with other processes on its GPU (CUDA IPC).
         """
         weights = stream_weights(self.policy, dtype)
-        handles: Mapping[str, Any] = {}
+        handles: Mapping[str, IpcHandle] = {}
         if share:
             with must_fit("for the buffer that shares weights with servers; lower rollout.gpu_memory_utilization"):
                 buffer = IpcBuffer(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
@@ -304,3 +303,44 @@ def keep_ranks_alive(workers: WorkerGroup[Worker]) -> None:
     """Renew the other ranks' deadlines if they are due. Call this regularly while rank 0 waits."""
     if workers.ranks.world_size > 1 and workers.seconds_idle() > workers.ranks.timeout_s / 4:
         workers.call(Worker.ping)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWorkers:
+    """The workers of all ranks, as rollout engines see them (`TrainingProcesses`)."""
+
+    workers: WorkerGroup[Worker]
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, as rank 0 has it."""
+        return self.workers.local.policy
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps done: the policy version of the current weights."""
+        return self.workers.local.engine.updates_done
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
+        """Sample completions in equal shares on all ranks."""
+        return sample(self.workers, requests)
+
+    def send_weights(self, send: SendWeights, dtype: torch.dtype, *, share: bool = False) -> None:
+        """Gather the weights tensor by tensor and pass them to `send`; see `Worker.send_weights`."""
+        self.workers.call_with_local(Worker.send_weights, send, dtype, share=share)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the trained adapter as a folder. Raises `TrainingError` if the disk is full."""
+        self.workers.call(Worker.save_adapter, folder)
+
+    def gpus(self) -> frozenset[str]:
+        """Return the UUIDs of the ranks' GPUs; none on CPU."""
+        return frozenset(gpu for gpu in self.workers.call(Worker.gpu) if gpu)
+
+    def empty_cache(self) -> None:
+        """Release the GPU memory that PyTorch caches on all ranks."""
+        self.workers.call(Worker.empty_cache)
+
+    def keep_alive(self) -> None:
+        """Renew the other ranks' deadlines if they are due."""
+        keep_ranks_alive(self.workers)

@@ -1,6 +1,5 @@
 """Rows of a completions file, as a search reads them: only the columns and row groups that it needs."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -8,17 +7,17 @@ from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cohort_view.completions import MAX_ROWS_PER_BYTE, ends_of_rows, split_groups
+from cohort.run.completions import UPGRADED_FROM, upgrade
+from cohort_view.completions import MAX_ROWS_PER_BYTE
 from cohort_view.search.evaluate import BoolArray, Constant, Range, evaluate_leaf
 from cohort_view.search.grammar import ColumnType, Leaf
 from cohort_view.values import inside
 
 _BATCH_BYTES = 16 << 20  # decoded text held at a time
 _BUFFER_BYTES = 1 << 20  # read at a time of files larger than a batch
-_IN_FILE = {"text": "completion", "length": "completion_token_ids"}
+_IN_FILE = {"text": "completion", "length": "num_tokens"}
 
 
 def facts_of_name(step: int, kind: str) -> Callable[[str], Constant | None]:
@@ -79,13 +78,18 @@ class CompletionsFile:
         leaves = self.parquet.metadata.row_group(0)
         return {leaves.column(i).path_in_schema: i for i in range(leaves.num_columns)}
 
-    def group_of(self, group_size: int | None) -> Callable[[int], int | None]:
-        """Return a function from a row of the file to the index of its group, None without prompt ids."""
-        if "prompt_id" not in self.names:
-            return lambda row: None
-        ids = self.parquet.read(columns=["prompt_id"], use_threads=False)["prompt_id"].to_pylist()
-        starts = [rows.start for rows in split_groups(ids, group_size)]
-        return lambda row: bisect_right(starts, row) - 1
+    def source(self, name: str) -> str | None:
+        """Return the column of the file that a column of the search is read or follows from, None if there is none."""
+        in_file = _IN_FILE.get(name, name)
+        return next((column for column in (in_file, UPGRADED_FROM.get(in_file)) if column in self.names), None)
+
+    def groups(self, group_size: int | None) -> Sequence[int | None]:
+        """Return the number of each row's group; None in files without."""
+        source = self.source("group")
+        if source is None:
+            return [None] * self.parquet.metadata.num_rows
+        table = upgrade(self.parquet.read(columns=[source], use_threads=False), group_size)
+        return table["group"].to_pylist()
 
 
 class RowGroup:
@@ -110,10 +114,9 @@ class RowGroup:
 
     def facts(self, name: str) -> Constant | Range | None:
         """Return what the file's footer says of a column."""
-        in_file = _IN_FILE.get(name, name)
-        if in_file not in self._file.names and not (name == "end" and "finish_reason" in self._file.names):
+        if self._file.source(name) is None:
             return Constant(None)
-        index = self._file.leaf_indices.get(in_file)
+        index = self._file.leaf_indices.get(_IN_FILE.get(name, name))
         if index is None or self._column_type(name) != "number":
             return None
         statistics = self._metadata.column(index).statistics
@@ -148,42 +151,27 @@ class RowGroup:
         if name in self._columns:
             yield self._columns[name]
             return
-        in_file = [_IN_FILE.get(name, name), *(["finish_reason"] if name == "end" else [])]
-        in_file = [column for column in in_file if column in self._file.names]
-        if not in_file:
+        source = self._file.source(name)
+        if source is None:
             yield pa.nulls(self.num_rows, pa.float64() if self._column_type(name) == "number" else pa.string())
             return
         num_bytes = self._metadata.total_byte_size
         if num_bytes <= _BATCH_BYTES:
-            table = self._file.parquet.read_row_group(self._index, columns=in_file, use_threads=False)
-            self._columns[name] = self._logical(name, table.combine_chunks().to_batches())
+            table = self._file.parquet.read_row_group(self._index, columns=[source], use_threads=False)
+            self._columns[name] = self._logical(name, table)
             yield self._columns[name]
             return
         batch_rows = max(1, self.num_rows * _BATCH_BYTES // num_bytes)
         for batch in self._file.parquet.iter_batches(
-            batch_rows, row_groups=[self._index], columns=in_file, use_threads=False
+            batch_rows, row_groups=[self._index], columns=[source], use_threads=False
         ):
             self._check()
-            yield self._logical(name, [batch])
+            yield self._logical(name, pa.Table.from_batches([batch]))
 
-    def _logical(self, name: str, batches: Sequence[pa.RecordBatch]) -> pa.Array:
-        if not batches:
-            return pa.array([], pa.float64() if self._column_type(name) == "number" else pa.string())
-        batch = batches[0]
-        if name == "end":
-            return _ends(batch)
-        values = batch.column(0)
-        if name == "length":
-            values = pc.list_value_length(values)
+    def _logical(self, name: str, table: pa.Table) -> pa.Array:
+        in_file = _IN_FILE.get(name, name)
+        column = (table if in_file in table.column_names else upgrade(table))[in_file]
+        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         if self._column_type(name) == "number":
             return values.cast(pa.float64(), safe=False)
         return values if pa.types.is_large_string(values.type) else values.cast(pa.string())
-
-
-def _ends(batch: pa.RecordBatch) -> pa.Array:
-    """Return how each trajectory ended; a single turn has only a finish reason."""
-    ends, reasons = (
-        batch[name].to_pylist() if name in batch.schema.names else [None] * len(batch)
-        for name in ("end", "finish_reason")
-    )
-    return pa.array(ends_of_rows(ends, reasons), pa.string())

@@ -166,11 +166,11 @@ class _Search:
                     rows = _rows(row_group, condition)[: self._limit - self._matches]
                     if not rows:
                         continue
-                    group_of = file.group_of(group_size(self._run.config, kind))
+                    groups = file.groups(group_size(self._run.config, kind))
                     for row, match in zip(rows, self._shown(row_group, rows), strict=True):
                         at = row_group.first_row + row
                         self._matches += 1
-                        yield Match(step=step, kind=kind, row=at, group=group_of(at), **match)
+                        yield Match(step=step, kind=kind, row=at, group=groups[at], **match)
                     if self._matches >= self._limit:
                         return
         except FileNotFoundError:  # the run resumed from an earlier step

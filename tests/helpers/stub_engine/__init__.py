@@ -1,1 +1,1 @@
-"""A third rollout engine, as one folder and one config class: a server over HTTP that samples tokens by chance."""
+"""A third rollout engine: a server over HTTP that samples tokens by chance. A folder to be copied as it is."""

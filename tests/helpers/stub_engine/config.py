@@ -9,6 +9,7 @@ class StubRolloutConfig(ServersConfig):
     """Sampling by servers to which every token is equally likely."""
 
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    program: ClassVar[str] = "stub"
     server_name: ClassVar[str] = "stub server"
     sampled_by: ClassVar[str] = "by stub servers"
     has_serve_command: ClassVar[bool] = False

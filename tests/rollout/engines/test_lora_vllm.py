@@ -12,12 +12,13 @@ from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import plan_engine
-from cohort.rollout.engines.servers.handles import ServerError
+from cohort.rollout.engines.servers.handles import RunningServer, ServerError
+from cohort.rollout.engines.servers.placement import PLACEMENT, Placement
 from cohort.rollout.engines.servers.secret import Secret
+from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
-from cohort.trainer import vllm_setup
 from cohort.trainer.inputs import build_inputs
-from cohort.trainer.placement import PLACEMENT, Placement
+from cohort.trainer.setup import open_engine
 from configs import MINIMAL
 from fake_vllm import SECRET, ThreadServer
 from runs import changed, make_inputs
@@ -33,7 +34,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
     def servers(**adapter: Any) -> vllm_setup.VllmSetup:
         config = config_from_dict(changed(raw, model={"adapter": adapter}))
-        return vllm_setup.VllmSetup(config, build_inputs(config))
+        return open_engine(config, build_inputs(config))
 
     return servers
 
@@ -88,7 +89,7 @@ def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path
     raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
     config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
     with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
-        vllm_setup.VllmSetup(config, build_inputs(config))
+        open_engine(config, build_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
@@ -169,17 +170,18 @@ def test_the_plan_decides_what_servers_keep(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(vllm_setup, "check_vllm", lambda python: "0.32.0")
     monkeypatch.setattr(vllm_setup.VllmApi, "model_names", lambda self: ["policy-base"])
     policy = SimpleNamespace(adapter=object())
-    workers: Any = SimpleNamespace(local=SimpleNamespace(policy=policy))
+    processes: Any = SimpleNamespace(policy=policy, save_adapter=None)
+    up = RunningServer(index=0, num_starts=1, url=server.url, version=None)
     try:
         for keeps in (True, False):
             placed = Placement(gpus=("0",), shared=True, keeps_base=keeps, reason="")
             monkeypatch.setenv(PLACEMENT, placed.environment()[PLACEMENT])
-            setup = vllm_setup.VllmSetup(config, build_inputs(config))
+            setup = open_engine(config, build_inputs(config))
             setup.secret = Secret(SECRET)
             server.fakes[0].calls.clear()
-            channel = setup.make_channels(workers, folder=tmp_path, notify=print)[0](server.url)
-            channel.sleep()
-            channel.close()
+            channels = setup.make_channels(processes, folder=tmp_path, notify=print)
+            channels.sleep(up)
+            channels.close()
             told = {path.partition("?")[0] for path in server.fakes[0].calls} - {"/version"}
             assert told == ({"/pause", "/release_kv_cache_memory", "/collective_rpc"} if keeps else {"/sleep"})
     finally:

@@ -16,9 +16,10 @@ from cohort.launch.slurm import plan_rollout_nodes
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
-from cohort.trainer import server_setup
-from cohort.trainer.placement import Placement, split_machine
-from cohort.trainer.setup import ENGINE_SETUPS
+from cohort.rollout.engines import SETUPS
+from cohort.rollout.engines.servers import setup as servers_setup
+from cohort.rollout.engines.servers.placement import Placement, split_machine
+from cohort.run.folder import config_changes
 from cohort.trainer.without_training import sample_rows
 from cohort.trainer.worker import Worker
 from cohort_check.launch import Launch, Setting
@@ -27,8 +28,8 @@ from plans import EIGHT
 from playing import save_turns_model, turns_tokenizer
 from runs import changed, make_inputs, metric, train
 from stub_engine.config import StubRolloutConfig
-from stub_engine.engine import StubHandle, StubSetup
 from stub_engine.server import serving
+from stub_engine.setup import StubHandle, StubSetup
 from tiny import make_tokenizer, write_jsonl
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
@@ -40,7 +41,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     field = Config.model_fields["rollout"]
     before, union = field.annotation, Union[field.annotation, StubRolloutConfig]  # noqa: UP007
     monkeypatch.setitem(ENGINES, "stub", StubRolloutConfig)
-    monkeypatch.setitem(ENGINE_SETUPS, "stub", StubSetup)
+    monkeypatch.setitem(SETUPS, "stub", "stub_engine.setup:StubSetup")
     monkeypatch.setitem(load._SECTIONS, "rollout", sections_in(union))
     field.annotation = union
     Config.model_rebuild(force=True)
@@ -137,7 +138,7 @@ def test_on_shared_gpus_cached_memory_is_freed_before_servers_start(tmp_path: Pa
         monkeypatch.setattr(cls, name, called)
 
     shared = Placement(gpus=("",), shared=True, reason="shared")
-    monkeypatch.setattr(server_setup, "server_placement", lambda config: shared)
+    monkeypatch.setattr(servers_setup, "server_placement", lambda config: shared)
     run = changed(make_inputs(tmp_path), rollout={"engine": "stub", "parity_every": 0}, train={"steps": 1})
     run = changed(run, hardware={"device": "cpu"}, run={"checkpoint_every": 1})
     for name in ("empty_cache", "load_engine_state"):
@@ -241,6 +242,13 @@ def test_its_servers_are_not_started_as_vllm():
         plan_rollout_nodes(config, num_nodes=1, gpus_per_node=0, gpus_left=0)
 
 
+def test_a_run_resumes_with_what_servers_may_change():
+    run = config_from_dict(stub())
+    assert config_changes(run, config_from_dict(stub(rollout={"servers": 2, "start_timeout_s": 60}))) == {}
+    other = {"rollout.dtype": ("auto", "float32")}
+    assert config_changes(run, config_from_dict(stub(rollout={"dtype": "float32"}))) == other
+
+
 def test_check_tells_who_samples():
     settings = {"rollout.engine": Setting("stub", ""), "model.path": Setting("m", "")}
     launch = Launch(framework="cohort", form="yaml", reason="", settings=settings)
@@ -263,7 +271,7 @@ def test_an_engine_that_does_not_declare_its_capabilities_is_refused_where_it_is
         class Forgetful(SamplingConfig):
             engine: Literal["forgetful"] = "forgetful"
 
-    some = "default_correction, has_serve_command, sampled_by"
+    some = "default_correction, has_serve_command, program, sampled_by"
     with pytest.raises(TypeError, match=f"^rollout engine OverServers must declare {some}$"):
 
         class OverServers(ServersConfig):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import cohort
-from cohort.rollout.engines.vllm.worker.cohort_weight_group import WeightGroup, describe_device
+from cohort.rollout.engines.servers.server_side.cohort_weight_group import WeightGroup, describe_device
 from fake_vllm import HANG_S, SECRET, FakeVllm, ThreadServer
 from runs import changed, make_inputs, metric
 from selection import slow

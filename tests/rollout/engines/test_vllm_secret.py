@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-import importlib.util
+import importlib
 import os
 import socket
 import sys
@@ -18,6 +18,7 @@ import pytest
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.rollout.engines.servers.handles import RemoteServer, ServerError
+from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import (
     SECRET_VARIABLE,
     Secret,
@@ -26,11 +27,12 @@ from cohort.rollout.engines.servers.secret import (
     request_headers,
 )
 from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
-from cohort.trainer import vllm_setup
 from cohort.trainer.inputs import build_inputs
+from cohort.trainer.setup import open_engine
 from fake_vllm import SECRET, Impostor, ThreadServer
 from runs import changed, make_inputs
 from vllm_runs import assert_right, make_client, run_with
@@ -45,15 +47,14 @@ Messages = list[dict[str, Any]]
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Loads the middleware as vLLM does, with a secret file."""
 
-    def load(content: str) -> Any:
+    def load(content: str, module: str = "cohort_server_auth") -> Any:
         (tmp_path / "secret").write_text(content)
         monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "secret"))
-        monkeypatch.syspath_prepend(WORKER_FOLDER)
-        spec = importlib.util.spec_from_file_location("cohort_vllm_auth", WORKER_FOLDER / "cohort_vllm_auth.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        for folder in (SERVER_SIDE, WORKER_FOLDER):
+            monkeypatch.syspath_prepend(folder)
+        for name in ("cohort_server_auth", "cohort_vllm_middleware"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(module)
 
     return load
 
@@ -126,7 +127,7 @@ def test_nothing_is_sampled_after_an_update_that_broke_off(load):
         await send({"type": "http.response.start", "status": answers.get(scope["path"], 200), "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    middleware = load("s3cret").RequireWholeWeights(app)
+    middleware = load("s3cret", "cohort_vllm_middleware").RequireWholeWeights(app)
 
     def status(path: str) -> int:
         sent: list[dict[str, Any]] = []
@@ -168,10 +169,10 @@ def test_nothing_is_sampled_after_an_update_that_broke_off(load):
 # Stands in for a server: it imports the middleware as vLLM does, and lives on. `told` is what it has learned.
 SERVER = f"""
 import os, sys, time
-sys.path.insert(0, {str(WORKER_FOLDER)!r})
-import cohort_vllm_auth
+sys.path.insert(0, {str(SERVER_SIDE)!r})
+import cohort_server_auth
 from pathlib import Path
-Path(sys.argv[1]).write_bytes(cohort_vllm_auth._EXPECTED)
+Path(sys.argv[1]).write_bytes(cohort_server_auth._EXPECTED)
 os.rename(sys.argv[1], sys.argv[1] + ".told")
 print("up", os.environ, sys.argv, flush=True)
 time.sleep(600)
@@ -352,7 +353,7 @@ def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def secret_of(**rollout: Any) -> Secret | None:
         config = config_from_dict(changed(raw, rollout=rollout))
-        return vllm_setup.VllmSetup(config, build_inputs(config)).secret
+        return open_engine(config, build_inputs(config)).secret
 
     elsewhere = {"urls": ["http://a:1"]}
     first, second = secret_of(), secret_of()

@@ -16,6 +16,7 @@ import pytest
 from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.handles import ServerError
+from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
@@ -67,12 +68,12 @@ def test_the_command_on_a_cpu():
         "--kv-cache-memory-bytes": str(2**28),
         "--no-enable-chunked-prefill": None,
         "--max-num-batched-tokens": "2048",
-        "--middleware": "cohort_vllm_auth.RequireSecret",
+        "--middleware": "cohort_server_auth.RequireSecret",
     }
     long, _ = flags(device="cpu", max_model_len=5000)
     assert long["--max-num-batched-tokens"] == "5000"  # a prompt is computed at once
     assert environment["OMP_NUM_THREADS"] == "1" and environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert environment["PYTHONPATH"] == str(WORKER_FOLDER)
+    assert environment["PYTHONPATH"] == f"{SERVER_SIDE}:{WORKER_FOLDER}"
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
@@ -131,8 +132,8 @@ def test_the_secret_is_demanded_before_the_users_middleware():
     given = [value for flag, value in pairwise(command) if flag == "--middleware"]
     assert given == [
         "mine.Middleware",
-        "cohort_vllm_auth.RequireWholeWeights",
-        "cohort_vllm_auth.RequireSecret",
+        "cohort_vllm_middleware.RequireWholeWeights",
+        "cohort_server_auth.RequireSecret",
     ]  # vLLM wraps one around the other
 
 
@@ -163,7 +164,7 @@ import os, signal, sys, time
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
-inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_API_KEY")
+inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
              if name in os.environ] + [name for name in os.environ if name.startswith("TORCHELASTIC")]
 print("port", sys.argv[1], inherited, flush=True)
 {then}
@@ -227,7 +228,6 @@ def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monk
     monkeypatch.setenv("RANK", "0")  # of torchrun; a server has no rank
     for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE"):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", "1")
-    monkeypatch.setenv("VLLM_API_KEY", "mine")  # it would be demanded in place of the secret
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # of training; weights that sleep lie otherwise
         monkeypatch.setenv(name, "expandable_segments:True")
     process = standin("time.sleep(600)")

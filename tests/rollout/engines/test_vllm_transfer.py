@@ -18,11 +18,13 @@ from cohort.models import TensorSpec
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout.engines.servers import cuda_ipc
+from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
 from cohort.rollout.engines.servers.secret import Secret
+from cohort.rollout.engines.vllm import setup as vllm_setup
 from cohort.rollout.engines.vllm import weight_channel
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
-from cohort.trainer import vllm_setup
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.trainer.worker import TrainingWorkers
 from fake_vllm import SECRET, ThreadServer
 from waiting import PATIENCE_S
 from weight_servers import EngineServer, FakeNccl, load_worker
@@ -347,9 +349,8 @@ def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, m
             machine.send_weights(value, send, share=share)
 
         worker: Any = SimpleNamespace(policy=None, send_weights=send_weights)
-        return vllm_setup._publish(
-            WorkerGroup(worker, SINGLE_PROCESS), torch.bfloat16, pytest.fail, machine.channels, version
-        )
+        processes = TrainingWorkers(WorkerGroup(worker, SINGLE_PROCESS))
+        return vllm_setup._publish(processes, torch.bfloat16, pytest.fail, machine.channels, version)
 
     def broken(channels: Any, weights: Iterator[Any], *rest: Any) -> Any:
         def stream() -> Iterator[Any]:

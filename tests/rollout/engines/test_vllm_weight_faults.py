@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from cohort.models import TensorSpec
+from cohort.rollout.engines.servers import weight_transfer
+from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.rollout.engines.vllm import weight_channel, weight_transfer
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel, send_to_servers
-from cohort.rollout.engines.vllm.weight_transfer import GroupTransfer
-from cohort.rollout.engines.vllm.worker import cohort_weight_group
+from cohort.rollout.engines.servers.server_side import cohort_weight_group
+from cohort.rollout.engines.servers.weight_transfer import GroupTransfer
+from cohort.rollout.engines.vllm import weight_channel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from fake_vllm import SECRET, ThreadServer
 from selection import slow
 from waiting import PATIENCE_S, until

@@ -258,10 +258,14 @@ def _supported_layers(model: Any) -> dict[str, Any]:
     }
 
 
+_SAME_PRODUCT = ("FalconLinear",)  # classes that write the product of `nn.Linear` in another way
+
+
 def _overrides_linear(module: nn.Linear) -> bool:
     """Whether an architecture of transformers has replaced the product of a linear layer."""
     kind = type(module)
-    return kind.__module__.startswith("transformers.models.") and kind.forward is not nn.Linear.forward
+    overrides = kind.__module__.startswith("transformers.models.") and kind.forward is not nn.Linear.forward
+    return overrides and kind.__name__ not in _SAME_PRODUCT
 
 
 def _mistaken_for_experts(layers: Iterable[str], model: Any) -> set[str]:

@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer
 
 Bucket = dict[str, int]  # offsets in the buffer by tensor name, in order
+IpcHandle = dict[str, str | int]  # as JSON values; see `ipc_handle`
 
 
 class IpcBuffer:
@@ -44,7 +44,7 @@ class IpcBuffer:
         buffer[:_PROBE_BYTES] = torch.frombuffer(bytearray(probe), dtype=torch.uint8)
         self._synchronize()
         handles = ranks.gather((gpu_uuid(device), ipc_handle(buffer) | {"probe": probe.hex()}))
-        self.handles: dict[str, Any] = dict(handles or ())  # IPC handles by GPU; empty but on rank 0
+        self.handles: dict[str, IpcHandle] = dict(handles or ())  # IPC handles by GPU; empty but on rank 0
         self._buffer: Tensor | None = buffer
 
     def stage(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +114,7 @@ def _allocator_settings() -> str:
     return set_outside or "expandable_segments:True"  # as the trainer sets it
 
 
-def ipc_handle(buffer: Tensor) -> dict[str, Any]:
+def ipc_handle(buffer: Tensor) -> IpcHandle:
     """Return the CUDA IPC handle of the buffer as JSON values; keep the buffer until the reader is done.
 
     `reduce_tensor` returns arguments in the order of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.

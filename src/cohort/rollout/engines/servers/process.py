@@ -14,16 +14,17 @@ from typing import IO
 from cohort.rollout.engines.servers import guard
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, Secret
 
+SERVER_SIDE = Path(__file__).parent / "server_side"  # modules for servers, which lack Cohort
 STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _MAX_LOG_BYTES = 4 << 20
 # Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
-# expandable segments. An API key would be demanded in place of the secret.
+# expandable segments.
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
-    *(f"TORCHELASTIC_{name}" for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE")),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT", "VLLM_API_KEY"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"),
 }
+_PREFIX_NOT_INHERITED = "TORCHELASTIC_"
 
 
 def start_guarded(
@@ -40,7 +41,11 @@ def start_guarded(
     Returns:
         the guard process. Its first line of output is the server's process group; it exits with the server.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added)
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _NOT_INHERITED and not key.startswith(_PREFIX_NOT_INHERITED)
+    }
     source, sink = os.pipe()
     try:
         with open(sink, "w", encoding="ascii") as pipe:
@@ -50,7 +55,7 @@ def start_guarded(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment | {SECRET_VARIABLE: f"/dev/fd/{source}"},
+            env=environment | dict(added) | {SECRET_VARIABLE: f"/dev/fd/{source}"},
             pass_fds=(source,),
             start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
             text=True,

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
 from cohort.errors import TrainingError
 from cohort.ranks import stopping
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
+from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServer, ServerError, requests_for
 
@@ -20,27 +20,8 @@ from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServe
 _TICK_S = 0.5
 
 
-class Channel(Protocol):
-    """Sends weights to one server."""
-
-    def sleep(self) -> None:
-        """Have the server free its GPU memory, weights included, until it receives weights again.
-
-        Raises:
-            ServerError: the server did not go to sleep.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release resources. The server may be gone."""
-        ...
-
-
-C = TypeVar("C", bound=Channel)
-
-
 @dataclass(slots=True, eq=False)
-class ServerEngine(Generic[C]):
+class ServerEngine:
     """Submits model calls to the fleet and sends weights to its servers.
 
     Weights are sent in the calling thread, since all training ranks take part: in `update_weights`, and in `advance` to
@@ -49,8 +30,7 @@ class ServerEngine(Generic[C]):
 
     fleet: Fleet  # closed with the engine
     _: KW_ONLY
-    connect: Callable[[str], C]  # opens a channel to the server at an address; may raise `ServerError`
-    publish: Callable[[Sequence[C], int], Mapping[C, ServerError]]  # sends weights of a policy version; returns errors
+    channels: Channels[Channel]  # through which weights are sent; closed with the engine
     notify: Callable[[str], None]  # receives messages for the user, in the calling thread
     while_waiting: Callable[[], None] = lambda: None  # called about twice a second during waits
     sleeps: bool = False  # whether servers share GPUs with training and sleep while it runs
@@ -60,7 +40,6 @@ class ServerEngine(Generic[C]):
     )
     _asleep: bool = field(default=False, init=False)
     _may_restart: bool = field(default=True, init=False)  # whether servers that share GPUs may take memory now
-    _channels: dict[tuple[int, int], C] = field(default_factory=dict, init=False)  # by server index and start number
     _policy_version: int | None = field(default=None, init=False)
 
     async def generate(
@@ -139,9 +118,7 @@ class ServerEngine(Generic[C]):
         """Close the fleet. Calls in flight fail with a `TrainingError`."""
         self.fleet.close()
         self._forward_notes()
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        self.channels.close()
 
     def _submit(self, calls: Sequence[PendingCall], only: RunningServer | None) -> None:
         requests: list[tuple[GenerateRequest, Future[list[ModelCall]]]] = []
@@ -189,28 +166,23 @@ class ServerEngine(Generic[C]):
 
     def _update_weights(self, behind: Sequence[RunningServer], version: int) -> None:
         with self.fleet.publishing(behind):
-            servers: dict[C, RunningServer] = {}
-            for server in behind:
-                self.while_waiting()
-                try:
-                    servers[self._channel(server)] = server
-                except ServerError as error:
-                    self.fleet.fail(server, error)
-            failures = self.publish(list(servers), version) if servers else {}
-            for channel, server in servers.items():
-                if channel in failures:
-                    self.fleet.fail(server, failures[channel])
+            connected = [server for server in behind if self._connects(server)]
+            failures = self.channels.publish(connected, version)
+            for server in connected:
+                if server in failures:
+                    self.fleet.fail(server, failures[server])
                 else:
                     self.fleet.set_version(server, version)
 
-    def _channel(self, server: RunningServer) -> C:
-        """Return the channel to this start of the server. May raise `ServerError`."""
-        started = (server.index, server.num_starts)
-        for other in [key for key in self._channels if key[0] == server.index and key != started]:
-            self._channels.pop(other).close()
-        if started not in self._channels:
-            self._channels[started] = self.connect(server.url)
-        return self._channels[started]
+    def _connects(self, server: RunningServer) -> bool:
+        """Whether a channel to the server is open; a server that does not answer is taken out of service."""
+        self.while_waiting()
+        try:
+            self.channels.open(server)
+        except ServerError as error:
+            self.fleet.fail(server, error)
+            return False
+        return True
 
     def release_gpus(self) -> None:
         """Put servers that share GPUs with training to sleep, unless requests are in flight."""
@@ -222,7 +194,7 @@ class ServerEngine(Generic[C]):
         self._wait_until(lambda: not self.fleet.num_starting())
         for server in self.fleet.running():
             try:
-                self._channel(server).sleep()
+                self.channels.sleep(server)
                 self.fleet.set_version(server, None)
             except ServerError as error:
                 self.fleet.fail(server, error)

@@ -3,32 +3,25 @@
 C tokens of a completion.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
-import httpx2
 import numpy as np
 
 from cohort.errors import UserError
 from cohort.records import FinishReason, FloatArray, ModelCall
-from cohort.rollout.engines.servers.handles import BusyError, GenerateRequest, ServerError
-from cohort.rollout.engines.servers.secret import Secret, request_headers
+from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
+from cohort.rollout.engines.servers.http_api import QUICK_TIMEOUT_S, HttpClient, RejectedError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.server import POLICY_NAME
-from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server_async
 
-_CONNECT_TIMEOUT_S = 10.0
-_QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
-_REJECTED = (400, 413, 422)
-_BUSY = (429, 503)
-_UNAUTHORIZED = 401
 # vLLM returns this for NaN and missing logprobs.
 _NO_LOGPROB = -9999.0
 # Rounding may push a probability slightly above 1.
 _LOGPROB_TOLERANCE = 1e-4
 
 
-class GenerateClient:
+class GenerateClient(HttpClient):
     """Requests completions from vLLM servers. For one event loop."""
 
     def __init__(self, *, end_token_ids: frozenset[int], vocab_size: int, secret: Secret | None, timeout_s: float):
@@ -37,35 +30,12 @@ class GenerateClient:
         Args:
             end_token_ids: tokens that end a completion. Nothing else does, except the token limit.
             vocab_size: token ids must be smaller.
-            secret: sent with every request, after the server's proof if it is mutual; None for servers without one.
+            secret: as for `HttpClient`.
             timeout_s: maximum time per request.
         """
+        super().__init__(secret=secret, timeout_s=timeout_s)
         self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        for http in self._http.values():
-            await http.aclose()
-
-    async def healthy(self, url: str) -> bool:
-        """Whether the server answers and its engine is alive.
-
-        Raises:
-            ServerError: it demands another secret, or is not the run's server.
-        """
-        try:
-            async with asyncio.timeout(_QUICK_TIMEOUT_S):
-                response = await self._send(url, "GET", "/health")
-        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
-            return False
-        _check_secret(response)
-        return response.status_code == 200
 
     async def max_model_len(self, url: str) -> int:
         """Return the server's maximum tokens of prompt and completion.
@@ -73,7 +43,7 @@ class GenerateClient:
         Raises:
             ServerError: the server does not report it.
         """
-        answer = await self._request(url, "GET", "/v1/models", timeout_s=_QUICK_TIMEOUT_S)
+        answer = await self._request(url, "GET", "/v1/models", timeout_s=QUICK_TIMEOUT_S)
         try:
             return next(int(card["max_model_len"]) for card in answer["data"] if card.get("max_model_len"))
         except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -85,7 +55,7 @@ class GenerateClient:
             answer = await self._request(
                 url, "POST", "/inference/v1/generate", timeout_s=self._timeout_s, json=self._body(request)
             )
-        except _RejectedError as error:
+        except RejectedError as error:
             raise UserError(
                 f"rollout: the vLLM server {url} rejects prompt {request.prompt_id} ({len(request.token_ids)} tokens, "
                 f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens}): {error}"
@@ -95,29 +65,6 @@ class GenerateClient:
         except (_InvalidAnswerError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             why = str(error) if isinstance(error, _InvalidAnswerError) else f"unexpected format ({error!r})"
             raise ServerError(f"{url} sent an invalid answer for prompt {request.prompt_id}: {why}") from error
-
-    def _client(self, url: str) -> httpx2.AsyncClient:
-        verify = url.startswith("https:")  # loading certificates is slow, and most servers are local
-        if verify not in self._http:
-            self._http[verify] = httpx2.AsyncClient(
-                verify=verify,
-                headers=request_headers(self._secret),
-                timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
-                # One connection per request: servers close idle ones after some seconds, and a request on such a
-                # connection would look like a crashed server.
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-                trust_env=False,  # ignore proxies from the environment
-            )
-        return self._http[verify]
-
-    async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
-        """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
-
-        async def trace(event: str, info: Any) -> None:
-            if event == CONNECTED and self._secret is not None and self._secret.mutual:
-                await check_server_async(info["return_value"], url, self._secret)
-
-        return await self._client(url).request(method, f"{url}{path}", json=json, extensions={"trace": trace})
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -138,26 +85,6 @@ class GenerateClient:
                 **({"stop": sampling.stop, "skip_special_tokens": False} if sampling.stop else {"detokenize": False}),
             },
         }
-
-    async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
-        """Send a request and return the parsed body of its answer."""
-        try:
-            async with asyncio.timeout(timeout_s):  # for the whole answer, however slowly it arrives
-                response = await self._send(url, method, path, json=json)
-        except TimeoutError as error:
-            raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
-        _check_secret(response)
-        if response.status_code != 200:
-            said = f"{response.status_code} {' '.join(response.text.split()):.300}"
-            if response.status_code in _REJECTED:
-                raise _RejectedError(said)
-            raise (BusyError if response.status_code in _BUSY else ServerError)(f"{url}{path}: {said}")
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
 
     def _parse(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> list[ModelCall]:
         if len(answer["choices"]) != request.num_completions:
@@ -198,18 +125,6 @@ class GenerateClient:
             finish_reason=finish_reason,
             policy_version=_oldest_version(choice["weight_versions"], len(token_ids), allows),
         )
-
-
-def _check_secret(response: httpx2.Response) -> None:
-    if response.status_code == _UNAUTHORIZED:
-        raise ServerError(
-            f"{response.url}: the server demands another secret (HTTP {_UNAUTHORIZED}); rollout.secret_file must be "
-            f"the file with which it was started"
-        )
-
-
-class _RejectedError(Exception):
-    """The server rejected a request as invalid."""
 
 
 class _InvalidAnswerError(Exception):

@@ -13,15 +13,15 @@ from typing import Any, Literal
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import server_memory_utilization, serving_dtype
-from cohort.rollout.engines.servers.process import GuardedServer
+from cohort.rollout.engines.servers.process import SERVER_SIDE, GuardedServer
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.run.provenance import TESTED, release
+from cohort.run.provenance import release
 
 POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
-_OLDEST, _NEWEST = (version.rpartition(".")[0] for version in TESTED["vllm"])
+_OLDEST, _NEWEST = (version.rpartition(".")[0] for version in VllmRolloutConfig.tested_versions["vllm"])
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={_NEWEST}.*')"
 
 
@@ -70,9 +70,10 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     }
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # enables the weight endpoints
+        "VLLM_API_KEY": "",  # a key of the user's environment would be demanded in place of the secret
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "PYTHONPATH": str(WORKER_FOLDER),
+        "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{WORKER_FOLDER}",
         "PYTHONUNBUFFERED": "1",
     }
     if options.device == "cpu":
@@ -101,8 +102,9 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     for key, value in arguments.items():
         command += _option(key, value)
     # repeated options add up, and the last one sees requests first
-    for name in ("RequireWholeWeights", "RequireSecret"):  # vLLM wraps the last around the others
-        command += ["--middleware", f"cohort_vllm_auth.{name}"]
+    # vLLM wraps the last around the others
+    for name in ("cohort_vllm_middleware.RequireWholeWeights", "cohort_server_auth.RequireSecret"):
+        command += ["--middleware", name]
     return command, environment
 
 
@@ -200,7 +202,7 @@ class ServerProcess(GuardedServer):
 
 def vllm_python(named: str | None) -> str:
     """Return the Python of vLLM's environment, given the value of `rollout.vllm_python`."""
-    return named or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable
+    return named or os.environ.get(VllmRolloutConfig.python_variable) or sys.executable
 
 
 def server_options(config: Config, *, gpus: str, shared: bool = False) -> ServerOptions:

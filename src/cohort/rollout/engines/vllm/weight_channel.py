@@ -9,13 +9,12 @@ answers no request until it has received a complete update, which starts with a 
 import json
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from operator import methodcaller
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,22 +23,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cohort.models import TensorSpec
+from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.weight_transfer import (
-    GroupTransfer,
-    IpcTransfer,
-    Transport,
-    WeightTransfer,
-    wait_for_both,
-)
-from cohort.rollout.engines.vllm.worker.cohort_weight_group import (
+from cohort.rollout.engines.servers.server_side.cohort_weight_group import (
     WeightGroup,
     describe_device,
     in_thread,
     result_within,
 )
+from cohort.rollout.engines.servers.weight_transfer import (
+    GroupTransfer,
+    IpcTransfer,
+    Transport,
+    WeightTransfer,
+    choose_transport,
+    wait_for_both,
+)
+from cohort.rollout.engines.vllm.api import VllmApi
 
 _WORKER_TIMEOUT_FACTOR = 8  # workers wait this many times longer than the trainer
 _ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
@@ -119,7 +120,7 @@ class WeightChannel:
             self._open_without_nccl(failure)
         self._nccl_connected |= self.transport == "nccl"
 
-    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
+    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, IpcHandle] | None = None) -> None:
         """Begin an update. The server's requests are paused until `finish` or `abort`.
 
         Args:
@@ -250,12 +251,23 @@ class WeightChannel:
         self._last_note = note
         store.set("transport", transport)
         if transport == "ipc":
-            self._transfer = IpcTransfer(self._api)
+            self._transfer = IpcTransfer(
+                open_buffers=lambda handles: self._api.init_weight_transfer({"ipc_handles": dict(handles)}),
+                load=lambda offsets: self._api.update_weights({"step": "load", "offsets": offsets}),
+            )
         else:
             device = self._device if transport == "nccl" else torch.device("cpu")
             longest_s = max(worker_timeout_s, self._meet_timeout_s)
             group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
-            self._transfer = GroupTransfer(transport, group, self._new_api(timeout_s=None), timeout_s=self._timeout_s)
+            receiving = self._new_api(timeout_s=None)
+            self._transfer = GroupTransfer(
+                transport,
+                group,
+                url=receiving.url,
+                receive=partial(receiving.update_weights, {"step": "receive"}),
+                hang_up=receiving.close,
+                timeout_s=self._timeout_s,
+            )
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
 
@@ -273,7 +285,7 @@ class WeightChannel:
             f"NCCL_DEBUG=WARN to see why: {failure}"
         )
 
-    def _prepare_transfer(self, handles: Mapping[str, Any]) -> WeightTransfer:
+    def _prepare_transfer(self, handles: Mapping[str, IpcHandle]) -> WeightTransfer:
         """Prepare the chosen transport, or another one if the GPU's memory cannot be shared."""
         transfer = self._transfer
         assert transfer is not None, "the channel is open"
@@ -342,35 +354,6 @@ class WeightChannel:
         return ServerError(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
 
 
-def choose_transport(
-    trainer: Mapping[str, str | None], workers: Sequence[Mapping[str, str | None]], *, ipc_gpus: Collection[str]
-) -> tuple[Transport, str]:
-    """Choose the fastest transport that works between these GPUs.
-
-    Args:
-        trainer: GPU and NCCL version of rank 0, from `describe_device`.
-        workers: the same of the server's workers.
-        ipc_gpus: GPUs whose ranks can share memory with this server.
-
-    Returns:
-        the transport, and a note for the user ("" if none).
-    """
-    gpus = {worker["gpu"] for worker in workers}
-    if trainer["gpu"] is None or None in gpus:
-        return "gloo", ""
-    if gpus <= set(ipc_gpus):
-        return "ipc", ""
-    if trainer["gpu"] in gpus:
-        return "gloo", "NCCL does not support two processes on one GPU: weights go through host memory"
-    others = sorted({str(worker["nccl"]) for worker in workers} - {str(trainer["nccl"])})
-    if others:
-        return "gloo", (
-            f"NCCL versions differ (trainer: {trainer['nccl']}, server: {', '.join(others)}): weights go through host "
-            f"memory, which is slower; install the same torch in both environments to avoid this"
-        )
-    return "nccl", ""
-
-
 def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
 
@@ -380,63 +363,3 @@ def _address_towards(url: str) -> str:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port or 80), timeout=_ABORT_TIMEOUT_S) as connection:
         return str(connection.getsockname()[0])
-
-
-_Call = Callable[[WeightChannel], None]
-
-
-def send_to_servers(
-    channels: Sequence[WeightChannel],
-    weights: Iterable[tuple[str, Tensor]],
-    specs: Sequence[TensorSpec],
-    version: int,
-    handles: Mapping[str, Any] | None = None,
-) -> dict[WeightChannel, ServerError]:
-    """Send one stream of weights to several servers simultaneously.
-
-    The stream is consumed to its end even if servers fail: producing it may be a collective of the training ranks.
-
-    Args:
-        channels: one per server.
-        weights: names and full (unsharded) tensors.
-        specs: all tensors, in the order of `weights`.
-        version: policy version of the weights.
-        handles: CUDA IPC handles of the ranks' buffers, by GPU; None if they share no memory.
-
-    Returns:
-        Errors by channel; all other servers have the new weights.
-    """
-    failed: dict[WeightChannel, ServerError] = {}
-
-    def call_all(channels: Sequence[WeightChannel], call: _Call) -> list[WeightChannel]:
-        calls = {channel: threads.submit(call, channel) for channel in channels}
-        wait(calls.values())
-        return _call_each(channels, lambda channel: calls[channel].result(), failed)
-
-    # in parallel, so that several hung servers cost one timeout
-    with ThreadPoolExecutor(max(1, len(channels))) as threads:
-        try:
-            live = call_all(channels, methodcaller("begin", specs, handles))
-            for name, tensor in weights:
-                # in this thread, whose CUDA stream produces the tensor; does not block
-                live = _call_each(live, methodcaller("post", name, tensor), failed)
-                live = call_all(live, methodcaller("flush"))
-            call_all(live, methodcaller("finish", version))
-        except BaseException:
-            call_all(channels, methodcaller("abort"))  # those that have begun and not finished
-            raise
-    return failed
-
-
-def _call_each(
-    channels: Sequence[WeightChannel], call: _Call, failed: dict[WeightChannel, ServerError]
-) -> list[WeightChannel]:
-    """Call each channel and return those that succeeded; add the others to `failed`."""
-    succeeded = []
-    for channel in channels:
-        try:
-            call(channel)
-            succeeded.append(channel)
-        except ServerError as error:
-            failed[channel] = error
-    return succeeded

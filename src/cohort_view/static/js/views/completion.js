@@ -11,7 +11,7 @@ import { TokenText } from "../token_text.js";
 import { conversation } from "../turns.js";
 import { breadcrumbs, problems, segmented, stat, title } from "../ui.js";
 import { visibleLine } from "../visible.js";
-import { asMessages, ending, promptBlock } from "./group.js";
+import { ending, promptBlock } from "./group.js";
 
 export async function render(root, params, context) {
   const { api, signal } = context;
@@ -31,13 +31,8 @@ export async function render(root, params, context) {
     problems(data.problems),
     summary(data),
     promptBlock(data.prompt),
-    asMessages(data.messages)?.length
-      ? h(
-          "details.fold",
-          null,
-          h("summary", null, h("b", null, "Conversation")),
-          conversation(asMessages(data.messages)),
-        )
+    data.messages
+      ? h("details.fold", null, h("summary", null, h("b", null, "Conversation")), conversation(data.messages))
       : null,
     pages(data, params),
     view.node,

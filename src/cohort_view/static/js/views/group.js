@@ -21,7 +21,6 @@ const ENDS = {
   length: "cut at the limit",
   timeout: "timed out",
   environment_error: "environment failed",
-  stop: "ended",
 };
 
 export async function render(root, params, context) {
@@ -95,26 +94,8 @@ export function groupBody(data, id, context) {
 
 /** A prompt: text, or chat messages. */
 export function promptBlock(prompt) {
-  const messages = asMessages(prompt);
-  return h(
-    "section.prompt",
-    null,
-    h("h3", null, "Prompt"),
-    messages ? conversation(messages) : textBlock(String(prompt ?? "")),
-  );
-}
-
-/** Chat messages of a prompt or completion, which may be JSON text; null if it is plain text. */
-export function asMessages(value) {
-  let parsed = value;
-  if (typeof value === "string" && value.startsWith("[{")) {
-    try {
-      parsed = JSON.parse(value);
-    } catch {
-      return null;
-    }
-  }
-  return Array.isArray(parsed) && parsed.every((item) => item && typeof item === "object") ? parsed : null;
+  const body = Array.isArray(prompt) ? conversation(prompt) : textBlock(prompt);
+  return h("section.prompt", null, h("h3", null, "Prompt"), body);
 }
 
 /** One sentence: what this group taught. */
@@ -243,19 +224,17 @@ export function advantage(value) {
 }
 
 /** How a completion ended, as a chip where it was not by itself. */
-export function ending({ end, finish_reason: reason }) {
-  const name = end ?? reason;
-  if (!name) return null;
-  const isPlain = name === "stop" || name === "answer";
+export function ending({ end }) {
+  if (!end) return null;
   return h(
-    isPlain ? "span.muted" : "span.chip.chip-warning",
-    { title: `end: ${visibleLine(name)}` },
-    ENDS[name] ?? visibleLine(name),
+    end === "answer" ? "span.muted" : "span.chip.chip-warning",
+    { title: `end: ${visibleLine(end)}` },
+    ENDS[end] ?? visibleLine(end),
   );
 }
 
 function body(item, reference) {
-  if (item.messages?.length) return conversation(item.messages);
+  if (item.messages) return conversation(item.messages);
   return comparedBlock(item.text, reference?.text ?? null, { cut: item.cut });
 }
 

@@ -84,7 +84,7 @@ function header(run, data) {
 function banners(data, id) {
   const [first, ...others] = data.banners ?? [];
   if (!first) return h("p.muted", null, unknown(data));
-  const linked = (one) => ({ ...one, link: one.link ?? evidenceLink(one, id) });
+  const linked = (one) => ({ ...one, link: evidenceLink(one, id) });
   return h(
     "div.stack.tight",
     { "aria-live": "polite" },
@@ -105,8 +105,7 @@ function unknown({ state, step }) {
 }
 
 function evidenceLink(one, id) {
-  const names = [...new Set((one.evidence ?? []).map((evidence) => evidence.metric))];
-  return names.length ? link.curves(id, { names }) : null;
+  return one.evidence?.length ? link.curves(id, { names: one.evidence }) : null;
 }
 
 function position(data) {

@@ -1,12 +1,12 @@
 """Worker extension that vLLM loads: receives a trainer's weights and loads them into the model.
 
 vLLM imports this file through `--worker-extension-cls`, from its own folder, since Cohort is not installed there. It
-imports only torch, safetensors, vLLM and the module next to it. Names, shapes and dtypes are checked before anything is
-sent. Tensors are then loaded as they arrive. vLLM keeps those of an incomplete layer (q without k and v, say), so a
+imports only torch, safetensors, vLLM and `servers/server_side/`. Names, shapes and dtypes are checked before anything
+is sent. Tensors are then loaded as they arrive. vLLM keeps those of an incomplete layer (q without k and v, say), so a
 worker holds little more than one layer beside the model.
 
-After an update that broke off, the model has part old and part new weights: `cohort_vllm_auth.RequireWholeWeights`
-answers no request until an update is complete.
+After an update that broke off, the model has part old and part new weights: `RequireWholeWeights`
+(`cohort_vllm_middleware`) answers no request until an update is complete.
 """
 
 import json

@@ -1,0 +1,225 @@
+"""HTTP requests to servers with the secret of the run: to control them, and for completions.
+
+Stateless and without retries. On each new connection a server first proves who it is, if the secret is mutual.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Self
+
+import httpx2
+
+from cohort.rollout.engines.servers.handles import BusyError, ServerError
+from cohort.rollout.engines.servers.secret import Secret, request_headers
+from cohort.rollout.engines.servers.server_proof import CONNECTED, check_server, check_server_async
+
+QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
+_CONNECT_TIMEOUT_S = 10.0
+_REJECTED = (400, 413, 422)
+_BUSY = (429, 503)
+_UNAUTHORIZED = 401
+
+
+class ServerApi:
+    """The control endpoints of one server: base class of clients with a method per endpoint. Thread-safe."""
+
+    def __init__(self, url: str, *, secret: Secret | None, timeout_s: float | None):
+        """Create a client without connecting.
+
+        Args:
+            url: address of the server, such as http://127.0.0.1:8000.
+            secret: sent with every request, after the server's proof if it is mutual; None for a server without one.
+            timeout_s: maximum time per call; None to wait until the server exits or `close` is called.
+        """
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._secret = secret
+        # servers are on the local network: ignore proxies from the environment
+        self._client = httpx2.Client(
+            base_url=self.url,
+            headers=request_headers(secret),
+            timeout=timeout_s,
+            verify=self.url.startswith("https:"),  # loading certificates takes longer than most calls
+            trust_env=False,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # a server closes a connection after some errors
+        )
+        self._sockets: set[socket.socket] = set()  # sockets of calls in progress
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connections. Calls in progress in other threads fail at once."""
+        with self._lock:
+            self._closed = True
+            for one in self._sockets:
+                _shut_down(one)
+        self._client.close()
+
+    def _request(self, method: str, endpoint: str, **request: Any) -> Any:
+        """Send a request and return the answer, parsed if it is JSON, else as text.
+
+        Raises:
+            ServerError: no answer in time, an error, or a process that is not the run's server.
+        """
+        try:
+            with self._track_sockets() as trace:
+                response = self._client.request(method, endpoint, extensions={"trace": trace}, **request)
+        except httpx2.TimeoutException as error:
+            raise self._error(endpoint, f"no answer within {self.timeout_s:g} s") from error
+        except httpx2.HTTPError as error:
+            raise self._error(endpoint, f"{type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise self._error(endpoint, f"HTTP {response.status_code}: {_error_text(response)}")
+        try:
+            return response.json()
+        except ValueError:
+            return response.text
+
+    @contextmanager
+    def _track_sockets(self) -> Iterator[Callable[[str, Any], None]]:
+        """Yield a trace callback that registers a call's sockets, so that `close` can end it, and asks for proofs.
+
+        Closing a socket does not wake a thread that reads from it; shutting it down does.
+        """
+        mine: list[socket.socket] = []
+
+        def trace(event: str, info: Any) -> None:
+            if event in (CONNECTED, "connection.start_tls.complete"):
+                mine.append(info["return_value"].get_extra_info("socket"))
+                with self._lock:
+                    self._sockets.add(mine[-1])
+                    if self._closed:
+                        _shut_down(mine[-1])
+            if event == CONNECTED and self._secret is not None and self._secret.mutual:
+                check_server(info["return_value"], self.url, self._secret, timeout_s=self.timeout_s)
+
+        try:
+            yield trace
+        finally:
+            with self._lock:
+                self._sockets.difference_update(mine)
+
+    def _field(self, endpoint: str, answer: Any, name: str, kind: type) -> Any:
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if not isinstance(value, kind):
+            raise self._error(endpoint, f"no {name} in the answer {str(answer)[:200]!r}")
+        return value
+
+    def _error(self, endpoint: str, what: str) -> ServerError:
+        return ServerError(f"{self.url}{endpoint}: {what}")
+
+
+class HttpClient:
+    """Base class of a `Client` over HTTP. For one event loop."""
+
+    def __init__(self, *, secret: Secret | None, timeout_s: float):
+        """Create a client; connections are opened per request.
+
+        Args:
+            secret: sent with every request, after the server's proof if it is mutual; None for servers without one.
+            timeout_s: maximum time per request.
+        """
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for http in self._http.values():
+            await http.aclose()
+
+    async def healthy(self, url: str) -> bool:
+        """Whether `/health` of the server answers with success.
+
+        Raises:
+            ServerError: it demands another secret, or is not the run's server.
+        """
+        try:
+            async with asyncio.timeout(QUICK_TIMEOUT_S):
+                response = await self._send(url, "GET", "/health")
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
+            return False
+        _check_secret(response)
+        return response.status_code == 200
+
+    def _client(self, url: str) -> httpx2.AsyncClient:
+        verify = url.startswith("https:")  # loading certificates is slow, and most servers are local
+        if verify not in self._http:
+            self._http[verify] = httpx2.AsyncClient(
+                verify=verify,
+                headers=request_headers(self._secret),
+                timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
+                # One connection per request: servers close idle ones after some seconds, and a request on such a
+                # connection would look like a crashed server.
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+                trust_env=False,  # ignore proxies from the environment
+            )
+        return self._http[verify]
+
+    async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
+        """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
+
+        async def trace(event: str, info: Any) -> None:
+            if event == CONNECTED and self._secret is not None and self._secret.mutual:
+                await check_server_async(info["return_value"], url, self._secret)
+
+        return await self._client(url).request(method, f"{url}{path}", json=json, extensions={"trace": trace})
+
+    async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
+        """Send a request and return the parsed body of its answer.
+
+        Raises:
+            RejectedError: the server rejects it.
+            ServerError: no answer in time, or an error; a `BusyError` if the server has no room.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):  # for the whole answer, however slowly it arrives
+                response = await self._send(url, method, path, json=json)
+        except TimeoutError as error:
+            raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
+        _check_secret(response)
+        if response.status_code != 200:
+            said = f"{response.status_code} {' '.join(response.text.split()):.300}"
+            if response.status_code in _REJECTED:
+                raise RejectedError(said)
+            raise (BusyError if response.status_code in _BUSY else ServerError)(f"{url}{path}: {said}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
+
+
+def _check_secret(response: httpx2.Response) -> None:
+    if response.status_code == _UNAUTHORIZED:
+        raise ServerError(
+            f"{response.url}: the server demands another secret (HTTP {_UNAUTHORIZED}); rollout.secret_file must be "
+            f"the file with which it was started"
+        )
+
+
+class RejectedError(Exception):
+    """The server rejected a request as invalid."""
+
+
+def _shut_down(one: socket.socket) -> None:
+    with suppress(OSError):  # already closed, or replaced by a TLS socket
+        one.shutdown(socket.SHUT_RDWR)
+
+
+def _error_text(response: httpx2.Response) -> str:
+    """Return the first line of an error, without its JSON wrapping."""
+    try:
+        said = response.json()
+        while isinstance(said, dict):
+            said = next((said[key] for key in ("error", "message", "detail") if key in said), str(said))
+    except ValueError:
+        said = response.text
+    lines = str(said).strip().splitlines()
+    return lines[0][:500] if lines else "no explanation"

@@ -1,0 +1,1 @@
+"""Files that servers of any program load from this folder; Cohort is not installed there."""

@@ -1,0 +1,23 @@
+"""The blocks of docs/python.md run, one after another, on a small model."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from runs import metric
+from tiny import save_model_folder
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    save_model_folder(tmp_path / "base", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks:
+        exec(block.replace('"Qwen/Qwen3-0.6B"', '"base"'), names)
+    assert metric(tmp_path / "runs" / "steps", "reward") == metric(tmp_path / "runs" / "digits", "reward")
+    assert "runs/steps/final" in capsys.readouterr().out
