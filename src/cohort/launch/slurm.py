@@ -28,7 +28,6 @@ class RolloutNodes:
     num_nodes: int
     servers_per_node: int
     gpus_per_server: int
-    server_name: str
 
     @property
     def num_servers(self) -> int:
@@ -97,7 +96,6 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
         num_nodes=num_nodes,
         servers_per_node=gpus_per_node // size if gpus_per_node else 1,
         gpus_per_server=size if gpus_per_node else 0,
-        server_name=rollout.server_name,
     )
     if rollout.servers not in ("auto", nodes.num_servers):
         raise UserError(
