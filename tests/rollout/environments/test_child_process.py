@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from cohort.rollout.environments.model import EnvironmentFailure
 from cohort.rollout.environments.tools import result_text
 from engines import ScriptedEngine
 from tiny import make_tokenizer
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S, is_running, until
 
 CODE = '''
 import asyncio, ctypes, decimal, os, signal, subprocess, sys, threading, time
@@ -118,12 +118,6 @@ def failure(code: UserCode, method: str, error: type[Exception], *, timeout_s: f
         return str(caught.value)
 
     return str(in_child(code, use))
-
-
-def is_running(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def test_one_instance_keeps_its_state_and_its_thread(code: UserCode):
