@@ -123,6 +123,12 @@ def test_the_guard_is_none_of_its_children(child: Child):
     assert child.call(("wait for children",), PATIENCE_S) == "none"
 
 
+def test_a_clusters_warning_does_not_end_it(child: Child):
+    child.call(("echo",), PATIENCE_S)
+    os.killpg(child.process.pid, signal.SIGUSR1)
+    assert child.call(("echo", 1), PATIENCE_S) == [1]
+
+
 def test_it_ends_when_its_parent_hangs_up(child: Child):
     child.call(("echo",), PATIENCE_S)
     child.hang_up()

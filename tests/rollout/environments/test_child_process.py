@@ -55,10 +55,11 @@ class Box:
     def flood(self, megabytes): return "x" * (megabytes << 20)
     def speak(self): print("hello"); sys.stdout.write("x" * 100)
     def garbage(self):
-        import socket
-        fd = int(sys.argv[1])
-        os.write(fd, bytes(8) + b"abc"); time.sleep(600)
-    def unknown(self): os.write(int(sys.argv[1]), (2).to_bytes(8, "big") + b"{}"); time.sleep(600)
+        os.write(int(sys.argv[1]), (3).to_bytes(4, "big") + b"abc"); time.sleep(600)
+    def unknown(self): os.write(int(sys.argv[1]), (2).to_bytes(4, "big") + b"{}"); time.sleep(600)
+    def request(self):
+        message = b'{"request": [], "method": "chat", "arguments": {}}'
+        os.write(int(sys.argv[1]), len(message).to_bytes(4, "big") + message); time.sleep(600)
     def spawn(self):
         child = subprocess.Popen(["sleep", "600"])
         return [os.getpid(), child.pid]
@@ -198,7 +199,7 @@ def test_a_call_that_hangs_is_killed(code: UserCode, method: str):
     assert failure(code, method, DeadlineMissed, timeout_s=0.2) == "did not return within 0.2 s"
 
 
-@pytest.mark.parametrize("method", ["garbage", "unknown"])
+@pytest.mark.parametrize("method", ["garbage", "unknown", "request"])
 def test_a_child_without_a_valid_answer_is_killed(code: UserCode, method: str):
     assert "sent an invalid message" in failure(code, method, EnvironmentFailure)
 
