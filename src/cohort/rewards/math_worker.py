@@ -63,7 +63,7 @@ def main() -> None:
 
 def answer(request: Mapping[str, str] | None) -> str | None:
     """Return the verdict on a request."""
-    return request and GRADERS[request["grader"]](request["gold"], request["text"])
+    return None if request is None else GRADERS[request["grader"]](request["gold"], request["text"])
 
 
 def grade(gold: str, text: str) -> str:
