@@ -63,7 +63,7 @@ def child(tmp_path: Path) -> Iterator[Child]:
     child = Child([*PYTHON, str(tmp_path / "child.py")])
     yield child
     child.kill()
-    assert not group(child.process.pid)
+    until(lambda: not group(child.process.pid))
 
 
 def group(number: int) -> list[int]:
@@ -145,6 +145,22 @@ def test_it_outlives_the_thread_that_started_it(tmp_path: Path):
     time.sleep(0.3)
     assert children[0].call(("echo", 2), PATIENCE_S) == [2]
     children[0].kill()
+
+
+def test_a_fork_of_its_parent_does_not_end_it(tmp_path: Path):
+    (tmp_path / "child.py").write_text(CHILD)
+    program = """
+import os, sys
+from cohort.processes.child import PYTHON, Child
+child = Child([*PYTHON, sys.argv[1]])
+child.call(("echo",), 600)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(child.call(("echo", 1), 600))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "child.py")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[1]\n"
 
 
 PARENT = """

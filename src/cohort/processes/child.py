@@ -91,13 +91,13 @@ class Child:
         """
         # in append mode, so that it can be truncated while the child writes
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
-        self._socket, theirs = socket.socketpair()
-        self._connection = Connection(os.dup(self._socket.fileno()))
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
         self._sending = threading.Lock()
         with theirs:
             command = [*command, str(theirs.fileno())]
             self.process = start_in_group(command, output=self._log, env=env, pass_fds=(theirs.fileno(),))
-        weakref.finalize(self, _kill, self.process, self._socket)
+        weakref.finalize(self, _kill_as, os.getpid(), self.process, self._connection)
 
     def call(self, message: Any, deadline_s: float) -> Any:
         """Send a message and return the answer.
@@ -154,12 +154,12 @@ class Child:
 
     def hang_up(self) -> None:
         """Tell the process that there are no more calls: it ends by itself."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        _shut_down(self._connection, socket.SHUT_WR)
 
     def kill(self) -> None:
         """Kill the process and its group."""
-        _kill(self.process, self._socket)
+        end_group(self.process)
+        _shut_down(self._connection, socket.SHUT_RDWR)  # should another process hold the other end
 
     def describe_output(self) -> str:
         """Return the last lines of output, with an introduction; an empty text if there was none."""
@@ -177,10 +177,16 @@ class Child:
         return ChildFailed(f"{problem}{self.describe_output()}")
 
 
-def _kill(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    end_group(process)
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # should another process hold the other end
+def _kill_as(pid: int, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    """Kill a child that is forgotten, but not in a fork of the process that started it."""
+    if os.getpid() == pid:
+        end_group(process)
+        connection.close()
+
+
+def _shut_down(connection: Connection, how: int) -> None:
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.shutdown(how)
 
 
 def connect() -> Connection:
