@@ -157,11 +157,13 @@ class Replies:
         return ProcessResult(output=output, errors=b"", ending="exited", exit_code=0, wall_s=0.0)
 
 
-class HereWorker:
+class HereWorkers:
     """Grades mathematics in this process."""
 
+    count = 1
+
     def grade(self, gold: str, text: str, *, deadline_s: float, grader: str) -> str:
-        """See `MathWorker`."""
+        """See `MathWorkers`."""
         return GRADERS[grader](gold, text)
 
 
@@ -189,7 +191,7 @@ def _reward(name: str) -> Callable[[str], Task]:
         reward = BUILTINS[name](RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=sandbox))
     grader = getattr(reward, "grader", None) or getattr(reward, "_grader", None)
     if grader is not None:
-        grader.worker = HereWorker()
+        grader.workers = HereWorkers()
     columns = _COLUMNS.get(name, {"solution": "$7$"})
     runner = RewardRunner(
         [RewardFunction(name=name, function=reward, args=_ARGUMENTS.get(name, {}), timeout_s=_WALL_S)]

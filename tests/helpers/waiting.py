@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ def until(condition: Callable[[], Any], *, timeout_s: float = PATIENCE_S, every_
     while not condition():
         assert time.monotonic() < deadline, f"it did not come about within {timeout_s:g} s"
         time.sleep(every_s)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and has not been waited for does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def num_lines(file: Path) -> int:

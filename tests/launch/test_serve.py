@@ -201,7 +201,8 @@ def test_a_server_that_ends_by_itself_is_a_failure(tmp_path):
     config = config_with("hardware.device=cpu", vllm_python=str(fake_python(tmp_path, stays_s=0)))
     with pytest.raises(TrainingError, match="the server exited with code 0"):
         serve(config, host="127.0.0.1", port=8000)
-    assert not any(map(runs, json.loads((tmp_path / "found").read_text())["pids"]))
+    pids = json.loads((tmp_path / "found").read_text())["pids"]
+    until(lambda: not any(map(runs, pids)))
 
 
 def test_another_vllm_is_refused(tmp_path):

@@ -6,18 +6,16 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.math import MathReward, MathWorker, gold_text, plain_verdict
+from cohort.rewards.math import MathReward, MathWorkers, gold_text, plain_verdict
 from cohort.rewards.math_worker import grade, latex_of_gold
 from reward_samples import MESSAGES, group, reward
-from selection import slow
+from waiting import PATIENCE_S, is_running, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -97,67 +95,115 @@ def test_math_in_the_runner(math_reward):
 
 
 def test_plain_answers_need_no_worker():
-    f = MathReward(worker=MathWorker(["/does/not/exist"]))
+    f = MathReward(workers=MathWorkers(["/does/not/exist"]))
     assert f([r"\boxed{5}", "6", "6"], answer=[5, "5", None]) == [1.0, 0.0, None]
     assert f.last_counts == {"gold_unparsable": 1}
 
 
-def test_a_killed_worker_is_replaced_and_nothing_is_lost(math_reward):
-    assert math_reward(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
-    first = math_reward._grader.worker.pid
-    os.kill(first, signal.SIGKILL)
-    assert math_reward(["0.5"], answer=["1/2"]) == [1.0]
-    assert math_reward._grader.worker.pid != first
-    assert math_reward.last_counts == {}
+def test_a_killed_worker_is_replaced_and_nothing_is_lost():
+    f = MathReward(workers=MathWorkers(count=1))
+    assert f(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
+    first = f._grader.workers.pids
+    os.kill(first[0], signal.SIGKILL)
+    assert f(["0.5"], answer=["1/2"]) == [1.0]
+    assert f._grader.workers.pids != first
+    assert f.last_counts == {}
+    f.close()
 
 
 FAKE_WORKER = """
-import json, os, sys, time
-print('{"id": null}', flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
+import os, sys, time
+from cohort.processes.child import serve
+
+folder = sys.argv[1]
+
+def answer(request):
+    if request is None:
+        return None
     if request["text"] == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if request["text"] == "die":
         os._exit(7)
-    if request["text"] == "die once" and not os.path.exists(sys.argv[1]):
-        open(sys.argv[1], "w").close()
+    if request["text"] == "die once" and not os.path.exists(f"{folder}/died"):
+        open(f"{folder}/died", "w").close()
         os.kill(os.getpid(), 9)
     if request["text"] == "babble":
-        print("not json", flush=True)
-    print(json.dumps({"id": request["id"], "verdict": "correct"}), flush=True)
+        os.write(int(sys.argv[-1]), bytes(4))
+    if request["text"].startswith("meet"):  # two at the same time
+        open(f"{folder}/{request['text']}", "w").close()
+        while len([name for name in os.listdir(folder) if name.startswith("meet")]) < 2:
+            time.sleep(0.01)
+    with open(f"{folder}/graded", "a") as file:
+        print(request["text"], file=file)
+    return "correct"
+
+serve(answer)
 """
 
 
 @pytest.fixture
 def fake_reward(tmp_path):
-    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, str(tmp_path / "died")]))
-    yield f
-    f.close()
+    def make(count=1, **options):
+        rewards.append(MathReward(workers=MathWorkers([*command, str(tmp_path)], count=count), **options))
+        return rewards[-1]
+
+    rewards, command = [], [sys.executable, "-c", FAKE_WORKER]
+    yield make
+    for f in rewards:
+        f.close()
 
 
-def test_a_hung_answer_is_not_graded_but_counted_and_the_next_is_graded(fake_reward):
-    rewards = fake_reward(["a", "hang", "hang", "b"], answer=["g"] * 4, deadline_s=0.5)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hung_answer_is_not_graded_but_counted_and_the_next_is_graded(fake_reward, count):
+    f = fake_reward(count)
+    rewards = f(["a", "hang", "hang", "b"], answer=["g"] * 4, deadline_s=0.5)
     assert rewards == [1.0, None, None, 1.0]  # the same answer twice waits once
-    assert fake_reward.last_counts == {"timeout": 2}
+    assert f.last_counts == {"timeout": 2}
 
 
 def test_a_worker_that_dies_of_an_answer(fake_reward):
-    assert fake_reward(["die once", "die", "babble", "b"], answer=["g"] * 4) == [1.0, None, None, 1.0]
-    assert fake_reward.last_counts == {"crashed": 2}
+    f = fake_reward()
+    assert f(["die once", "die", "babble", "b"], answer=["g"] * 4) == [1.0, None, None, 1.0]
+    assert f.last_counts == {"crashed": 2}
+
+
+def test_answers_are_graded_at_the_same_time_each_once_and_in_order(fake_reward, tmp_path):
+    f = fake_reward(2)
+    texts = ["meet 1", "a", "meet 2", "die", "a", "meet 1", "b"]
+    assert f(texts, answer=["g"] * 7, deadline_s=PATIENCE_S) == [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0]
+    assert sorted((tmp_path / "graded").read_text().splitlines()) == ["a", "b", "meet 1", "meet 2"]
+
+
+def test_a_call_that_is_interrupted_ends_at_once(fake_reward):
+    f = fake_reward(2, budget_s=PATIENCE_S)
+    f(["a"], answer=["g"])  # starts a worker
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            f(["hang", "b", "c"], answer=["g"] * 3, deadline_s=PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert f._grader.workers.pids == []
+    assert f(["a", "d"], answer=["g"] * 2) == [1.0, 1.0]
 
 
 def test_a_worker_killed_while_it_works(fake_reward):
-    fake_reward(["a"], answer=["g"])
-    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._grader.worker.pid])
+    f = fake_reward()
+    f(["a"], answer=["g"])
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), f._grader.workers.pids)
     killer.start()
     # Graded again by a second worker, which hangs on it too, until the deadline.
-    assert fake_reward(["hang"], answer=["g"], deadline_s=0.6) == [None]
-    assert fake_reward.last_counts == {"timeout": 1}
+    assert f(["hang"], answer=["g"], deadline_s=0.6) == [None]
+    assert f.last_counts == {"timeout": 1}
 
 
-def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
-    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, ""]), budget_s=0.4)
+def test_the_budget_ends_a_call_of_many_slow_answers(fake_reward):
+    f = fake_reward(budget_s=0.4)
     assert f(["hang", "b", "c"], answer=["g"] * 3) == [None, None, None]
     assert f.last_counts == {"timeout": 1, "out_of_time": 2}
 
@@ -167,63 +213,35 @@ def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
     [
         (
             [sys.executable, "-c", "import sys; sys.exit('no math-verify here')"],
-            ["exited immediately", "no math-verify"],
+            ["it ended with exit code 1", "no math-verify"],
         ),
         ([sys.executable, "-c", "import time; time.sleep(60)"], ["not ready within 0.3 s"]),
     ],
 )
 def test_a_worker_that_does_not_start_is_an_error(command, words):
-    f = MathReward(worker=MathWorker(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
+    f = MathReward(workers=MathWorkers(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
     with pytest.raises(UserError) as caught:
         RewardRunner([reward(f, name="math")]).score([group("p", ["x = 1"], answer="1")])
     for word in ["reward 'math'", "failed to start", *words]:
         assert word in str(caught.value)
 
 
-def gone(pid):
-    """Waits up to 10 s for a process that is not a child of this one to end."""
-    for _ in range(200):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":  # ended; nobody waits for it
-            return True
-        time.sleep(0.05)
-    return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "pass"])
-def test_the_worker_does_not_outlive_its_parent(end):
-    program = f"""
-        import os
-        from cohort.rewards.math import MathWorker
-        worker = MathWorker()
-        print(worker.grade("1/2", "0.5", deadline_s=20), worker.pid, flush=True)
-        {end}
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False
-    )
-    verdict, pid = done.stdout.split()
-    assert verdict == "correct" and gone(int(pid))
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@slow("waits for a deadline")
-def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
+def test_the_workers_do_not_outlive_their_parent():
+    """Also while they work."""
     program = """
-        import os, threading, time
-        from cohort.rewards.math import MathWorker
-        worker = MathWorker()
-        worker.grade("1/2", "0.5", deadline_s=20)
-        print(worker.pid, flush=True)
-        threading.Timer(0.3, os.kill, [os.getpid(), 9]).start()
-        worker.grade("1", "$9^{9^{9^{9}}}$", deadline_s=0.6)
+        import os, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from cohort.rewards.math import MathWorkers
+        workers = MathWorkers(count=2)
+        with ThreadPoolExecutor(2) as threads:
+            grade = lambda text: workers.grade("1/2", text, deadline_s=600)
+            print(*threads.map(grade, ["0.5", "$0.50$"]), *workers.pids, flush=True)
+            threading.Timer(0.3, os.kill, [os.getpid(), 9]).start()
+            workers.grade("1", "$9^{9^{9^{9}}}$", deadline_s=600)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == -signal.SIGKILL
-    assert gone(int(done.stdout))
+    *verdicts, pid, other = done.stdout.split()
+    assert done.returncode == -signal.SIGKILL and verdicts == ["correct"] * 2
+    until(lambda: not any(map(is_running, (int(pid), int(other)))))

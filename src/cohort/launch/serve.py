@@ -8,9 +8,10 @@ from cohort.config import Config
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import TrainingError, UserError
 from cohort.plan.rollout_engine import set_engine
+from cohort.processes.child import end_group
 from cohort.rollout.engines import servers_setup
 from cohort.rollout.engines.servers.placement import num_gpus, visible_devices
-from cohort.rollout.engines.servers.process import STOP_TIMEOUT_S, start_guarded
+from cohort.rollout.engines.servers.process import GRACE_S, start_guarded
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, read_or_create_secret, read_secret
 
 
@@ -77,10 +78,7 @@ def serve(config: Config, *, host: str, port: int) -> None:
     try:
         code = process.wait()
     finally:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        process.wait(STOP_TIMEOUT_S)
-        process.stdout.close()
+        end_group(process, grace_s=GRACE_S)
         signal.signal(signal.SIGTERM, before)
     # an error even for code 0, with which a server may exit after its engine has died
     raise TrainingError(f"the server exited with code {code}; see its output above")

@@ -132,9 +132,7 @@ class IsolatedReward:
         except RuntimeError:
             return asyncio.run(self._describe(field))
         with ThreadPoolExecutor(1) as thread:
-            described = thread.submit(asyncio.run, self._describe(field)).result()
-        self._end()  # a child process dies with the thread that started it
-        return described
+            return thread.submit(asyncio.run, self._describe(field)).result()
 
     async def _describe(self, field: str) -> Mapping[str, Any]:
         try:

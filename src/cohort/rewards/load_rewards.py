@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ from cohort.rewards.function import (
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.judge import JudgeReward
 from cohort.rewards.length import CosineReward, LengthReward, OverlongReward, SoftOverlongReward
-from cohort.rewards.math import AccuracyReward, AnswerGrader, Grader, MathReward, ReasoningAccuracyReward
+from cohort.rewards.math import (
+    AccuracyReward,
+    AnswerGrader,
+    Grader,
+    MathReward,
+    MathWorkers,
+    ReasoningAccuracyReward,
+)
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.reasoning_gym import ReasoningGymReward
@@ -75,6 +82,7 @@ class RewardContext:
     device: str = "auto"  # `hardware.device`
     run_folder: Path | None = None  # may not exist yet
     ask_servers_first: bool = True  # check that a judge's server answers; False: once a reply is not in its cache
+    math_workers: MathWorkers = field(default_factory=MathWorkers)  # of all rewards that grade answers
 
     @property
     def budget_s(self) -> float:
@@ -83,7 +91,7 @@ class RewardContext:
 
 
 def _grader(grader: Grader, context: RewardContext) -> AnswerGrader:
-    return AnswerGrader(grader, budget_s=context.budget_s)
+    return AnswerGrader(grader, workers=context.math_workers, budget_s=context.budget_s)
 
 
 # Imports of optional packages belong into `required_columns` and `__call__`: every run imports these modules.
@@ -97,7 +105,7 @@ BUILTINS: Mapping[str, Callable[[RewardContext], Callable[..., Any]]] = {
     "judge": lambda context: JudgeReward(
         budget_s=context.budget_s, run_folder=context.run_folder, ask_server_first=context.ask_servers_first
     ),
-    "math": lambda context: MathReward(budget_s=context.budget_s),
+    "math": lambda context: MathReward(workers=context.math_workers, budget_s=context.budget_s),
     "model": lambda context: ModelReward(budget_s=context.budget_s, train_device=context.device),
     "number": lambda context: NumberReward(),
     "open_r1.accuracy": lambda context: AccuracyReward(_grader("open_r1", context)),

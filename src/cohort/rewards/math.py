@@ -1,27 +1,23 @@
-"""Rewards by math-verify: `math`, and `trl.accuracy` and its kin. A child process grades answers, with a deadline each.
+"""Rewards by math-verify: `math`, and `trl.accuracy` and its kin. Child processes grade answers, with a deadline each.
 
-Answers are parsed and compared by math-verify in a separate process (`math_worker.py`): symbolic mathematics on model
+Answers are parsed and compared by math-verify in separate processes (`math_worker.py`): symbolic mathematics on model
 output can take forever, and math-verify's own timeouts only work in a main thread.
 
 `trl.accuracy` and its kin differ from `math` in what counts as an answer: LaTeX only, a box first, reasoning included.
 """
 
-import contextlib
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any, Literal
 
 from cohort.errors import UserError
+from cohort.processes.child import PYTHON, Child, ChildFailed, ChildLate
+from cohort.processes.this_process import usable_cores
 from cohort.rewards.completion_text import answer_text, completion_text, excerpt
 from cohort.rewards.function import check_number, column_values
 
@@ -29,152 +25,87 @@ Grade = Literal[
     "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
 ]  # fmt: skip
 Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
-# -P: the working directory must not hide a module of the standard library.
-WORKER_COMMAND = (sys.executable, "-P", "-m", "cohort.rewards.math_worker")
+WORKER_COMMAND = (*PYTHON, str(Path(__file__).with_name("math_worker.py")))
+_MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
 
 
-class MathWorker:
-    """Grades answers in a child process, which is started for the first answer and ends with this object.
+class MathWorkers:
+    """Child processes that grade answers, one per core. They start as they are needed, and end with this object.
 
     A child that dies (such as killed from outside) is replaced and the answer graded again, once. A child that misses
-    the deadline is killed. It exits when its standard input closes, so it does not outlive a killed parent.
+    the deadline is killed.
     """
 
-    def __init__(self, command: Sequence[str] = WORKER_COMMAND, *, start_timeout_s: float = 120.0) -> None:
-        """Create a client; the child starts with the first answer.
+    def __init__(
+        self, command: Sequence[str] = WORKER_COMMAND, *, count: int | None = None, start_timeout_s: float = 120.0
+    ) -> None:
+        """Create them without starting any.
 
         Args:
             command: command line of a program with the protocol of `math_worker`.
-            start_timeout_s: deadline for the child's imports.
+            count: how many. Default: one per core, at most 16.
+            start_timeout_s: deadline for a child's imports.
         """
+        self.count = count or min(usable_cores(), _MAX_WORKERS)
         self._command = tuple(command)
         self._start_timeout_s = start_timeout_s
-        self._lock = threading.Lock()
-        self._children: list[_Child] = []  # none or one; a list, because the finalizer must not hold `self`
-        self._num_requests = 0
-        weakref.finalize(self, _end_all, self._children)
+        self._children: list[Child | None] = [None] * self.count  # None: not started
+        self._idle: LifoQueue[int] = LifoQueue()  # places in that list; those that run are taken first
+        for place in range(self.count):
+            self._idle.put(place)
+        self._num_closed = 0
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the running child, or None."""
-        return self._children[0].process.pid if self._children else None
+    def pids(self) -> list[int]:
+        """Process ids of the running children."""
+        return [child.process.pid for child in self._children if child is not None and child.is_alive]
 
     def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Grade:
-        """Grade the answer in `text`. Returns "timeout" past the deadline, and "crashed" if two children died of it.
+        """Grade the answer in `text`; waits for a child that is free. Threads may grade at the same time.
+
+        Returns:
+            "timeout" past the deadline, and "crashed" if two children died of it.
 
         Raises:
             UserError: the child does not start.
         """
-        with self._lock:
+        num_closed, place = self._num_closed, self._idle.get()
+        try:
             for _ in range(2):
-                child = self._running_child()
-                self._num_requests += 1
-                request = {"id": self._num_requests, "gold": gold, "text": text, "deadline_s": deadline_s}
-                request["grader"] = grader
-                reply, late = child.exchange(request, deadline_s)
-                if reply is not None and not late:
-                    verdict: Grade = reply["verdict"]
+                child = self._children[place]
+                if child is None or not child.is_alive:
+                    child = self._children[place] = self._start()
+                try:
+                    verdict: Grade = child.call({"gold": gold, "text": text, "grader": grader}, deadline_s)
                     return verdict
-                _end_all(self._children)
-                if late:
+                except ChildLate:
                     return "timeout"
-        return "crashed"
+                except ChildFailed:
+                    if self._num_closed != num_closed:
+                        break
+            return "crashed"
+        finally:
+            self._idle.put(place)
 
     def close(self) -> None:
-        """Stop the child, if there is one."""
-        with self._lock:
-            _end_all(self._children)
+        """End the children, also those that grade; the next answer starts others."""
+        self._num_closed += 1
+        for child in self._children:
+            if child is not None:
+                child.kill()
 
-    def _running_child(self) -> "_Child":
-        if self._children and self._children[0].process.poll() is not None:
-            _end_all(self._children)
-        if not self._children:
-            child = _Child(self._command)
-            self._children.append(child)
-            reply, late = child.exchange(None, self._start_timeout_s)
-            if reply is None:
-                _end_all(self._children)
-                why = f"not ready within {self._start_timeout_s:g} s" if late else "it exited immediately"
-                raise UserError(
-                    f"the worker process of the math reward failed to start: {why}. Command: "
-                    f"{' '.join(self._command)}. End of its stderr: {child.stderr_tail()}"
-                )
-        return self._children[0]
-
-
-class _Child:
-    """A child process."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for the parent; and the whole group can be killed
-        )
-
-    def exchange(self, request: dict[str, Any] | None, deadline_s: float) -> tuple[dict[str, Any] | None, bool]:
-        """Send a request (None: only wait for the ready message) and wait for the reply.
-
-        Returns:
-            The reply, or None if there is no valid one; and whether the deadline passed, which kills the child.
-        """
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with self._killed_after(deadline_s) as passed:
-            try:
-                if request is not None:
-                    self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                    self.process.stdin.flush()
-                reply = json.loads(self.process.stdout.readline() or b"null")
-            except (OSError, ValueError):  # a broken pipe, or a line cut short
-                reply = None
-        expected = None if request is None else request["id"]
-        is_right = isinstance(reply, dict) and reply.get("id", -1) == expected
-        return (reply if is_right else None), passed.is_set()
-
-    @contextlib.contextmanager
-    def _killed_after(self, deadline_s: float) -> Iterator[threading.Event]:
-        """Kill the child after a deadline: closed pipes then end any read or write of the parent."""
-        passed = threading.Event()
-
-        def kill() -> None:
-            passed.set()
-            self.kill()
-
-        timer = threading.Timer(deadline_s, kill)
-        timer.daemon = True
-        timer.start()
+    def _start(self) -> Child:
+        child = Child(self._command)
         try:
-            yield passed
-        finally:
-            timer.cancel()
-
-    def kill(self) -> None:
-        """Kill the child and its process group."""
-        if self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill the child and close its pipes."""
-        self.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # unwritten data
-                    pipe.close()
-
-    def stderr_tail(self) -> str:
-        """Return the end of its standard error."""
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")[-600:].strip() or "(none)"
-
-
-def _end_all(children: list[_Child]) -> None:
-    while children:
-        children.pop().end()
+            child.call(None, self._start_timeout_s)
+            return child
+        except ChildLate:
+            why = f"not ready within {self._start_timeout_s:g} s{child.describe_output()}"
+        except ChildFailed as failure:
+            why = f"it {failure}"
+        raise UserError(
+            f"the worker process of the math reward failed to start: {why}. Command: {' '.join(self._command)}"
+        )
 
 
 VERDICT_REWARDS: Mapping[Grade, float | None] = {
@@ -189,27 +120,27 @@ VERDICT_REWARDS: Mapping[Grade, float | None] = {
 
 
 class AnswerGrader:
-    """Grades completions against gold answers in a worker process, which starts with the first call that needs it."""
+    """Grades completions against gold answers in worker processes, which start with the first call that needs them."""
 
     def __init__(
         self,
         grader: Grader = "math",
         *,
-        worker: MathWorker | None = None,
+        workers: MathWorkers | None = None,
         budget_s: float = 240.0,
         shortcut: Callable[[str, str], Grade | None] = lambda gold, text: None,
     ) -> None:
         """Create a grader.
 
         Args:
-            grader: how the worker reads and compares answers.
-            worker: default a `MathWorker()`.
+            grader: how the workers read and compare answers.
+            workers: default `MathWorkers()`.
             budget_s: seconds for all completions of a call; the rest is not graded.
-            shortcut: the verdict on a gold answer and a text where it is known without the worker, else None.
+            shortcut: the verdict on a gold answer and a text where it is known without a worker, else None.
         """
         self.last_counts: dict[Grade, int] = {}  # verdicts of the last call other than "correct" and "wrong"
         self._grader = grader
-        self.worker = worker or MathWorker()
+        self.workers = workers or MathWorkers()
         self._budget_s = budget_s
         self._shortcut = shortcut
 
@@ -217,28 +148,44 @@ class AnswerGrader:
         """Return one verdict per completion; `deadline_s` is for each.
 
         Raises:
-            UserError: the worker does not start.
+            UserError: a worker does not start.
         """
         end = time.monotonic() + self._budget_s
-        verdicts: dict[tuple[str, str], Grade] = {}  # completions of a group repeat: grade each answer once
         pairs = list(zip(golds, texts, strict=True))
-        for pair in pairs:
-            if pair not in verdicts:
-                verdicts[pair] = self._shortcut(*pair) or self._grade(*pair, min(deadline_s, end - time.monotonic()))
+        verdicts: dict[tuple[str, str], Grade] = {}
+        left = []
+        for pair in dict.fromkeys(pairs):  # completions of a group repeat: grade each answer once
+            known = self._shortcut(*pair) or (None if pair[0] else "gold_unparsable")
+            if known is None:
+                left.append(pair)
+            else:
+                verdicts[pair] = known
+        verdicts.update(zip(left, self._grade(left, deadline_s, end), strict=True))
         counts = Counter(verdicts[pair] for pair in pairs)
         self.last_counts = {kind: n for kind, n in counts.items() if kind not in ("correct", "wrong")}
         return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
-        """Stop the worker; the next call starts another."""
-        self.worker.close()
+        """Stop the workers; the next call starts others."""
+        self.workers.close()
 
-    def _grade(self, gold: str, text: str, deadline_s: float) -> Grade:
-        if deadline_s <= 0:
-            return "out_of_time"
-        if not gold:
-            return "gold_unparsable"
-        return self.worker.grade(gold, text, deadline_s=deadline_s, grader=self._grader)
+    def _grade(self, pairs: Sequence[tuple[str, str]], deadline_s: float, end: float) -> list[Grade]:
+        """Grade answers in all workers at the same time; those that begin after `end` are "out_of_time"."""
+
+        def grade(pair: tuple[str, str]) -> Grade:
+            left_s = min(deadline_s, end - time.monotonic())
+            if left_s <= 0:
+                return "out_of_time"
+            return self.workers.grade(*pair, deadline_s=left_s, grader=self._grader)
+
+        with ThreadPoolExecutor(max(1, min(self.workers.count, len(pairs)))) as threads:
+            futures = [threads.submit(grade, pair) for pair in pairs]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:  # the run stops, or the deadline of the call has passed
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.workers.close()
+                raise
 
 
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
@@ -253,7 +200,7 @@ class MathReward:
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
     `</think>` if there is one. Adjacent boxes form a set of answers, as in math-verify. The gold answer is a number,
     LaTeX with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and
-    answers that miss the deadline or crash the worker; `last_counts` counts them.
+    answers that miss the deadline or crash their worker; `last_counts` counts them.
 
     Arguments (in `rewards[i].args`):
         answer_column: dataset column with the gold answer. Default "answer".
@@ -262,14 +209,14 @@ class MathReward:
 
     __name__ = "math"
 
-    def __init__(self, *, worker: MathWorker | None = None, budget_s: float = 240.0) -> None:
-        """Create the reward; the worker process starts with the first call that needs it.
+    def __init__(self, *, workers: MathWorkers | None = None, budget_s: float = 240.0) -> None:
+        """Create the reward; worker processes start with the first call that needs them.
 
         Args:
-            worker: grades answers that are not plain integers; default a `MathWorker()`.
+            workers: grade answers that are not plain integers; default `MathWorkers()`.
             budget_s: seconds for all completions of a call; the rest is not graded.
         """
-        self._grader = AnswerGrader(worker=worker, budget_s=budget_s, shortcut=plain_verdict)
+        self._grader = AnswerGrader(workers=workers, budget_s=budget_s, shortcut=plain_verdict)
 
     @property
     def last_counts(self) -> Mapping[Grade, int]:
@@ -292,14 +239,14 @@ class MathReward:
         """Return one reward per completion.
 
         Raises:
-            UserError: a gold answer is neither text nor a number, or the worker does not start.
+            UserError: a gold answer is neither text nor a number, or a worker does not start.
         """
         golds = [gold_text(answer, answer_column) for answer in column_values(columns, answer_column)]
         texts = [answer_text(completion) for completion in completions]
         return [VERDICT_REWARDS[verdict] for verdict in self._grader.grade_all(golds, texts, deadline_s=deadline_s)]
 
     def close(self) -> None:
-        """Stop the worker; the next call starts another."""
+        """Stop the workers; the next call starts others."""
         self._grader.close()
 
 
@@ -320,7 +267,7 @@ def gold_text(answer: Any, answer_column: str = "answer") -> str:
 
 
 def plain_verdict(gold: str, text: str) -> Grade | None:
-    """Return the verdict if both answers are plain integers, for which the worker would find the same; else None.
+    """Return the verdict if both answers are plain integers, for which a worker would find the same; else None.
 
     Integers below 10^12 without leading zeros are equal exactly if their texts are, and math-verify compares them
     exactly.
@@ -335,7 +282,7 @@ def plain_verdict(gold: str, text: str) -> Grade | None:
 
 
 class GradedReward:
-    """Base of rewards that grade answers in a worker process."""
+    """Base of rewards that grade answers in worker processes."""
 
     def __init__(self, grader: AnswerGrader) -> None:
         self.grader = grader
@@ -346,7 +293,7 @@ class GradedReward:
         return self.grader.last_counts
 
     def close(self) -> None:
-        """Stop the worker; the next call starts another."""
+        """Stop the workers; the next call starts others."""
         self.grader.close()
 
     def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Grade]:

@@ -1,19 +1,15 @@
-"""The math reward's child process: `python -m cohort.rewards.math_worker`.
+"""A child process of the math rewards, which compares answers with math-verify.
 
-It writes `{"id": null}` when ready. Then each line of standard input is a request
-`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10, "grader": "math"}`, answered by one line on
-standard output, `{"id": 1, "verdict": "correct"}`. It exits when standard input closes.
+A request is `{"gold": "1/2", "text": "... \\boxed{0.5}", "grader": "math"}`; its answer is a verdict like "correct".
+None is answered with None, once all is imported.
 """
 
 import contextlib
-import json
 import logging
-import os
 import re
 import resource
-import signal
-import sys
 import warnings
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -21,12 +17,12 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import And, Eq, Float, MatrixBase, Mul, Set, Tuple, UnevaluatedExpr
 
+from cohort.processes.child import serve
 from cohort.rewards.completion_text import find_marks
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _MAX_CHARS = 15_000  # of a completion: math-verify's patterns take time quadratic in it
 _MAX_BOX_CHARS = 2_000  # of an answer that can be parsed
-_ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
 # A box takes precedence over other LaTeX, and that over a plain number.
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _OPEN_R1: dict[str, Any] = {"basic_latex": True, "units": True, "equations": True}
@@ -57,24 +53,17 @@ _UNIT = re.compile(  # a single letter may be a variable, unless it is in \text 
 
 
 def main() -> None:
-    """Answer requests until standard input closes."""
+    """Answer requests until the parent hangs up."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    # SIGALRM's default action ends the process in the kernel: it works even while a long computation blocks the
-    # interpreter, and if the parent that would have killed this process is gone.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    # Keep the pipe clean: what libraries print goes to standard error.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    replies.write('{"id": null}\n')
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_GRACE_S)
-        verdict = GRADERS[request["grader"]](request["gold"], request["text"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps({"id": request["id"], "verdict": verdict}) + "\n")
+    serve(answer)
+
+
+def answer(request: Mapping[str, str] | None) -> str | None:
+    """Return the verdict on a request."""
+    return None if request is None else GRADERS[request["grader"]](request["gold"], request["text"])
 
 
 def grade(gold: str, text: str) -> str:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cohort.errors import UserError
-from cohort.rollout.engines.servers import guard
+from cohort.rollout.engines.servers import process as server_process
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import Secret
@@ -183,7 +183,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             return [sys.executable, "-c", script, str(port)], {}
 
         monkeypatch.setattr(server_module, "server_command", command)
-        monkeypatch.setattr(guard, "GRACE_S", 0.3)
+        monkeypatch.setattr(server_process, "GRACE_S", 0.3)
         options = ServerOptions(**OPTIONS, device="cpu")
         made.append(ServerProcess(options, secret=Secret.new(), log_file=tmp_path / "logs" / "server.log"))
         return made[-1]
@@ -193,11 +193,11 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process.stop()
 
 
-def group_of(process: ServerProcess) -> list[psutil.Process]:
+def group_of(number: int) -> list[psutil.Process]:
     found = []
     for candidate in psutil.process_iter():
         try:
-            if os.getpgid(candidate.pid) == process._group and candidate.status() != psutil.STATUS_ZOMBIE:
+            if os.getpgid(candidate.pid) == number and candidate.status() != psutil.STATUS_ZOMBIE:
                 found.append(candidate)
         except (OSError, psutil.Error):
             pass
@@ -216,11 +216,10 @@ def test_every_end_is_a_failure_and_leaves_nothing_behind(standin, then: str, sa
     process = standin(then)
     assert process.poll() == "not started"
     process.start()
-    group = process._group
+    number = process._process.pid
     until(lambda: process.poll() is not None)
     assert process.poll() == said
-    process._group = group
-    until(lambda: not group_of(process))  # the kernel may take its time
+    until(lambda: not group_of(number))  # its guard and the kernel may take their time
     assert process.log() == f"port {process.url.rsplit(':', 1)[1]} []\n"
 
 
@@ -234,49 +233,38 @@ def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monk
     process.start()
     until(process.log)
     assert process.poll() is None
-    old, url = group_of(process), process.url
-    assert len(old) == 2
+    old, url = group_of(process._process.pid), process.url
+    assert len(old) == 3  # with its guard
     process.start()
     until(process.log)
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in old))
     assert process.url != url
     assert process.log() == f"port {process.url.rsplit(':', 1)[1]} []\n"  # of this start alone
-    current = group_of(process)
+    current = group_of(process._process.pid)
     process.stop()
     assert not psutil.wait_procs(current, timeout=600)[1]
 
 
-def test_a_guard_that_is_killed_is_told_and_its_server_ended(standin):
-    process = standin("time.sleep(600)")
-    process.start()
-    until(process.log)
-    members = group_of(process)
-    process._guard.kill()
-    until(lambda: process.poll() is not None)
-    assert process.poll() == "guard killed by SIGKILL"
-    assert not psutil.wait_procs(members, timeout=600)[1]
-
-
 PARENT = """
-import os, subprocess, sys, time
-guard = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], sys.executable, "-c", sys.argv[2], "1"],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-server = guard.stdout.readline().strip()
-if os.fork() == 0:  # a child without exec holds the guard's input open
+import os, sys, time
+from cohort.rollout.engines.servers.process import start_guarded
+from cohort.rollout.engines.servers.secret import Secret
+process = start_guarded([sys.executable, "-c", sys.argv[1], "1"], {}, secret=Secret.new(), log=open(os.devnull, "wb"))
+if os.fork() == 0:  # a child without exec holds all that this process has open
     time.sleep(600)
-print(guard.pid, server, flush=True)
+print(process.pid, flush=True)
 time.sleep(600)
 """
 
 
 def test_servers_end_with_a_parent_that_is_killed():
     script = SERVER.format(then="time.sleep(600)")
-    command = [sys.executable, "-c", PARENT, guard.__file__, script]
+    command = [sys.executable, "-c", PARENT, script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stdout is not None
-        guarding, server = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
-        until(lambda: server.children())
-        members = [guarding, server, *server.children()]
+        number = int(parent.stdout.readline())
+        until(lambda: len(group_of(number)) == 3)  # server, engine and guard
+        members = group_of(number)
         parent.send_signal(signal.SIGKILL)
         try:
             assert not psutil.wait_procs(members, timeout=600)[1]

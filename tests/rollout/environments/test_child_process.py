@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from cohort.rollout.environments.model import EnvironmentFailure
 from cohort.rollout.environments.tools import result_text
 from engines import ScriptedEngine
 from tiny import make_tokenizer
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S, is_running, until
 
 CODE = '''
 import asyncio, ctypes, decimal, os, signal, subprocess, sys, threading, time
@@ -55,10 +55,11 @@ class Box:
     def flood(self, megabytes): return "x" * (megabytes << 20)
     def speak(self): print("hello"); sys.stdout.write("x" * 100)
     def garbage(self):
-        import socket
-        fd = int(sys.argv[1])
-        os.write(fd, bytes(8) + b"abc"); time.sleep(600)
-    def unknown(self): os.write(int(sys.argv[1]), (2).to_bytes(8, "big") + b"{}"); time.sleep(600)
+        os.write(int(sys.argv[1]), (3).to_bytes(4, "big") + b"abc"); time.sleep(600)
+    def unknown(self): os.write(int(sys.argv[1]), (2).to_bytes(4, "big") + b"{}"); time.sleep(600)
+    def request(self):
+        message = b'{"request": [], "method": "chat", "arguments": {}}'
+        os.write(int(sys.argv[1]), len(message).to_bytes(4, "big") + message); time.sleep(600)
     def spawn(self):
         child = subprocess.Popen(["sleep", "600"])
         return [os.getpid(), child.pid]
@@ -118,12 +119,6 @@ def failure(code: UserCode, method: str, error: type[Exception], *, timeout_s: f
         return str(caught.value)
 
     return str(in_child(code, use))
-
-
-def is_running(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def test_one_instance_keeps_its_state_and_its_thread(code: UserCode):
@@ -204,7 +199,7 @@ def test_a_call_that_hangs_is_killed(code: UserCode, method: str):
     assert failure(code, method, DeadlineMissed, timeout_s=0.2) == "did not return within 0.2 s"
 
 
-@pytest.mark.parametrize("method", ["garbage", "unknown"])
+@pytest.mark.parametrize("method", ["garbage", "unknown", "request"])
 def test_a_child_without_a_valid_answer_is_killed(code: UserCode, method: str):
     assert "sent an invalid message" in failure(code, method, EnvironmentFailure)
 

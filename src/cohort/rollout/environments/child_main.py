@@ -1,14 +1,9 @@
 """The child process of isolated user code: hosts one environment instance, or functions.
 
-Run by path, so that it starts fast: `python -P -u -X faulthandler child_main.py CHANNEL PARENT`, with an inherited
-socket and the parent's process id. The child, and whatever it has started, dies with its parent.
-
-Each message on the socket is a `HEADER` with its length, and the content. The parent sends pickles. The child answers
-in JSON: no answer can make the parent run code.
+Run by path, so that it starts fast. See `cohort.processes.child` for how it talks to its parent.
 """
 
 import asyncio
-import ctypes
 import faulthandler
 import inspect
 import json
@@ -16,7 +11,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,11 +18,12 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cohort.config.user_code import describe_error, load_callable, load_function
-from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
+from cohort.processes.child import CLOSE_TIMEOUT_S, MAX_ANSWER_BYTES, connect
 
 if TYPE_CHECKING:
     from cohort.chat import Reply
@@ -37,37 +32,13 @@ if TYPE_CHECKING:
 _MAX_ATTRIBUTE_BYTES = 1 << 20
 _MAX_ATTRIBUTES_BYTES = 16 << 20  # of all of them
 _MAX_ERROR_CHARACTERS = 20_000
-_PR_SET_PDEATHSIG = 1
 
 
-def main(channel: socket.socket, parent: int) -> None:
-    """Answer calls until the parent closes the channel or dies."""
+def main() -> None:
+    """Answer calls until the parent hangs up."""
     if sys.version_info >= (3, 14):
         faulthandler.enable(c_stack=False)  # dozens of lines that would hide the last output
-    channel.set_inheritable(False)
-    os.register_at_fork(after_in_child=channel.close)  # it must close when this process ends
-    if sys.platform == "linux":
-        _die_with(parent)
-        worker = os.getpid()
-        if os.fork() == 0:
-            _guard(worker)
-    Host(channel).run()
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, even while an extension blocks the interpreter."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _guard(worker: int) -> None:
-    """Kill the process group when the worker ends, however it does. Never returns."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == worker:
-        signal.sigwait({signal.SIGTERM})
-    os.killpg(0, signal.SIGKILL)
+    Host(connect()).run()
 
 
 class Host:
@@ -77,9 +48,9 @@ class Host:
     while asynchronous ones do, and while the parent asks for nothing.
     """
 
-    def __init__(self, channel: socket.socket):
+    def __init__(self, connection: Connection):
         """Create a host; `run` starts it."""
-        self._channel = channel
+        self._connection = connection
         self._loop = asyncio.new_event_loop()
         self._target: Any = None
         self._close: Callable[[], Any] = lambda: None
@@ -91,7 +62,7 @@ class Host:
     def run(self) -> None:
         """Answer calls forever."""
         asyncio.set_event_loop(self._loop)
-        threading.Thread(target=self._read, name="channel", daemon=True).start()
+        threading.Thread(target=self._read, name="connection", daemon=True).start()
         while True:
             self._is_idle = True
             self._loop.run_forever()
@@ -103,13 +74,59 @@ class Host:
         """Send a message to the parent.
 
         Raises:
-            ValueError: it has more than `MAX_MESSAGE_BYTES`.
+            ValueError: it has more than `MAX_ANSWER_BYTES`.
             TypeError: it is not JSON.
         """
         content = json.dumps(message).encode()
-        if len(content) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"{len(content)} bytes are too many for one message; at most {MAX_MESSAGE_BYTES}")
-        self._channel.sendall(HEADER.pack(len(content)) + content)
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError(f"{len(content)} bytes are too many for one message; at most {MAX_ANSWER_BYTES}")
+        self._connection.send_bytes(content)
+
+    def load(
+        self, field: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool
+    ) -> None:
+        """Load functions by name; without any, create the environment of `use`."""
+        if functions:
+            loaded = {name: load_function(path, field=field) for name, path in functions.items()}
+            self._target = SimpleNamespace(**loaded)
+            return
+        if of_library:
+            from cohort.config.rollout import EnvironmentSpec
+            from cohort.rollout.environments.sources import find_source
+
+            self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=field).create()
+        else:
+            self._target = load_callable(use, field=field)(**args)
+        self._close = getattr(self._target, "close", self._close)
+
+    def call(
+        self,
+        name: str,
+        seed: int | None,
+        positional: Sequence[Any],
+        arguments: Mapping[str, Any],
+        turns_left: int | None,
+    ) -> Any:
+        """Call a method or function; `turns_left` is that of the model, if it takes one."""
+        if seed is not None:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+        model = () if turns_left is None else (Model(self, turns_left=turns_left),)
+        return getattr(self._target, name)(*positional, *model, **arguments)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the instance's public attributes that are JSON."""
+        return _attributes(self._target)
+
+    def kind(self) -> list[str | None]:
+        """Return the module, the qualified name and the file of the instance's class."""
+        kind = type(self._target)
+        return [kind.__module__, kind.__qualname__, getattr(sys.modules.get(kind.__module__), "__file__", None)]
+
+    def close(self) -> Any:
+        """Close the instance. The process ends afterwards."""
+        return self._close()
 
     async def request(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of the trajectory's model and return its result."""
@@ -129,21 +146,10 @@ class Host:
     def _read(self) -> None:
         with suppress(OSError, EOFError):
             while True:
-                (length,) = HEADER.unpack(self._receive(HEADER.size))
-                kind, number, content = pickle.loads(self._receive(length))
-                self._loop.call_soon_threadsafe(self._on_message, kind, number, content)
-        self._loop.call_soon_threadsafe(self._on_message, "close", 0, b"")
+                self._loop.call_soon_threadsafe(self._on_message, *self._connection.recv())
+        self._loop.call_soon_threadsafe(self._on_message, "close", 0, pickle.dumps({}))
         time.sleep(CLOSE_TIMEOUT_S)
         os.killpg(0, signal.SIGKILL)
-
-    def _receive(self, length: int) -> bytes:
-        content = bytearray()
-        while len(content) < length:
-            chunk = self._channel.recv(min(length - len(content), 1 << 20))
-            if not chunk:
-                raise EOFError
-            content += chunk
-        return bytes(content)
 
     def _on_message(self, kind: str, number: int, content: bytes) -> None:
         if kind == "answer":
@@ -156,20 +162,8 @@ class Host:
             self._loop.stop()
 
     def _call(self, kind: str, content: bytes) -> None:
-        result: Any = None
         try:
-            if kind == "load":
-                self._load(**pickle.loads(content))
-            elif kind == "attributes":
-                result = _attributes(self._target)
-            elif kind == "kind":
-                made = type(self._target)
-                file = getattr(sys.modules.get(made.__module__), "__file__", None)
-                result = [made.__module__, made.__qualname__, file]
-            elif kind == "close":
-                result = self._close()
-            else:
-                result = self._start(**pickle.loads(content))
+            result = getattr(self, kind)(**pickle.loads(content))
             if inspect.isawaitable(result):
                 result = self._loop.run_until_complete(_wait_for(result))
             self._answer(result)
@@ -181,39 +175,6 @@ class Host:
         finally:
             if kind == "close":
                 os.killpg(0, signal.SIGKILL)
-
-    def _load(
-        self, field: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool
-    ) -> None:
-        """Load functions by name; without any, create the environment of `use`."""
-        if functions:
-            loaded = {name: load_function(path, field=field) for name, path in functions.items()}
-            self._target = SimpleNamespace(**loaded)
-            return
-        if of_library:
-            from cohort.config.rollout import EnvironmentSpec
-            from cohort.rollout.environments.sources import find_source
-
-            self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=field).create()
-        else:
-            self._target = load_callable(use, field=field)(**args)
-        self._close = getattr(self._target, "close", self._close)
-
-    def _start(
-        self,
-        name: str,
-        seed: int | None,
-        positional: Sequence[Any],
-        arguments: Mapping[str, Any],
-        turns_left: int | None,
-    ) -> Any:
-        """Call a method or function; `turns_left` is that of the model, if it takes one."""
-        if seed is not None:
-            random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed)
-        model = () if turns_left is None else (Model(self, turns_left=turns_left),)
-        return getattr(self._target, name)(*positional, *model, **arguments)
 
     def _answer(self, result: Any) -> None:
         try:
@@ -331,4 +292,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), parent=int(sys.argv[2]))
+    main()

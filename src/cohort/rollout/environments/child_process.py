@@ -1,37 +1,24 @@
-"""Run user code in child processes, which can be killed and may crash without ending the run.
-
-The children's sockets are served by the event loop itself: it needs neither threads per child nor asyncio's own
-subprocesses, which wait for a child in a way that assumes that the loop always runs.
-"""
+"""Run user code in child processes, which can be killed and may crash without ending the run."""
 
 import asyncio
-import json
 import os
 import pickle
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from cohort.config.user_code import describe_error
-from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
+from cohort.processes.child import CLOSE_TIMEOUT_S, PYTHON, Child, ChildFailed
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
-from cohort.rollout.environments.handle import DeadlineMissed
+from cohort.rollout.environments.handle import DeadlineMissed, UserThread, in_thread
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 
-_CHILD = Path(__file__).with_name("child_main.py")
+_COMMAND = (*PYTHON, str(Path(__file__).with_name("child_main.py")))
 START_TIMEOUT_S = 120.0  # for imports and the constructor
-_END_TIMEOUT_S = 1.0  # between the end of a child's socket and that of the child
-_MAX_LOG_BYTES = 16 << 20
-_TAIL_BYTES = 4096  # of the log in messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +50,10 @@ class ChildProcess:
         self.instance = Attributes(code.name)
         self._code = code
         self._lock = asyncio.Lock()
-        self._send_lock = asyncio.Lock()
         self._closing: threading.Thread | None = None
-        # in append mode, so that it can be truncated while the child writes
-        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
-        self._channel, other = socket.socketpair()
-        self._channel.setblocking(False)
-        with other:
-            self.process = subprocess.Popen(
-                (
-                    *(sys.executable, "-P", "-u", "-X", "faulthandler", str(_CHILD)),
-                    *(str(other.fileno()), str(os.getpid())),
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
-                pass_fds=(other.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the parent; and the whole group can be killed
-            )
-        weakref.finalize(self, _kill, self.process)
+        env = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+        self._child = Child(_COMMAND, env=env)
+        self.process = self._child.process
 
     @classmethod
     async def start(cls, code: UserCode, *, timeout_s: float = START_TIMEOUT_S) -> Self:
@@ -160,13 +131,12 @@ class ChildProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process is running and not closing."""
-        return self.process.poll() is None and self._closing is None
+        return self._child.is_alive and self._closing is None
 
     def close(self) -> None:
         """Call the instance's `close()`, if it has one, and end the process. Does not wait for it."""
         if self._closing is None:
-            with suppress(OSError):
-                self._channel.shutdown(socket.SHUT_WR)  # the child closes the instance, and ends
+            self._child.hang_up()  # the child closes the instance, and ends
             self._closing = threading.Thread(target=self._end, name="close a child process", daemon=True)
             self._closing.start()
 
@@ -178,7 +148,11 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and its descendants."""
-        _kill(self.process)
+        self._child.kill()
+
+    def describe_output(self) -> str:
+        """Return the last lines of output, with an introduction; an empty text if there was none."""
+        return self._child.describe_output()
 
     def _end(self) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -194,23 +168,17 @@ class ChildProcess:
         except Exception as error:
             why = describe_error(error)
             raise EnvironmentFailure(f"{self._code.name}: an argument cannot be passed to a process: {why}") from error
-        if not self.is_alive:
-            raise EnvironmentFailure(self._describe_end())
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
                 result = await self._exchange(kind, pickled, model)
         except BaseException as error:
-            is_ended = isinstance(error, OSError | EOFError) and not deadline.expired()
-            text = self._describe_end() if is_ended else ""
             self.kill()
-            if is_ended:
-                raise EnvironmentFailure(text) from None
             if deadline.expired():
                 raise DeadlineMissed(f"did not return within {timeout_s:g} s") from None
+            if isinstance(error, ChildFailed):
+                raise EnvironmentFailure(f"the process of {self._code.name} {error}") from None
             raise
-        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
-            os.ftruncate(self._log.fileno(), 0)
         if isinstance(result, ChildError):
             raise result
         return result
@@ -218,10 +186,11 @@ class ChildProcess:
     async def _exchange(self, kind: str, content: bytes, model: RolloutModel | None) -> Any:
         """Send a request, answer the child's requests to the model, and return the result or the user code's error."""
         answers: dict[int, asyncio.Task[None]] = {}
+        thread = UserThread(f"process of {self._code.name}")
         try:
-            await self._send(kind, 0, content)
+            await thread.call(self._child.send, {"message": (kind, 0, content)})
             while True:
-                message = await self._receive()
+                message = await thread.call(self._child.receive, {})
                 if "request" in message and model is not None:
                     number = message["request"]
                     answers[number] = asyncio.create_task(self._answer(model, message))
@@ -234,6 +203,7 @@ class ChildProcess:
                 f"{self._code.name}: its process sent an invalid message: {error!r:.200}"
             ) from error
         finally:
+            thread.close()
             for task in answers.values():
                 task.cancel()
 
@@ -249,46 +219,8 @@ class ChildProcess:
             answer = "failure", str(failure)
         except Exception as error:
             answer = "error", describe_error(error)
-        with suppress(OSError):  # the child has ended, which `_exchange` learns by itself
-            await self._send("answer", message["request"], pickle.dumps(answer))
-
-    async def _send(self, kind: str, number: int, content: bytes) -> None:
-        frame = pickle.dumps((kind, number, content))
-        async with self._send_lock:
-            await asyncio.get_running_loop().sock_sendall(self._channel, HEADER.pack(len(frame)) + frame)
-
-    async def _receive(self) -> dict[str, Any]:
-        (length,) = HEADER.unpack(await self._receive_bytes(HEADER.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {length} bytes")
-        message: dict[str, Any] = json.loads(await self._receive_bytes(length))
-        return message
-
-    async def _receive_bytes(self, length: int) -> bytes:
-        content = bytearray()
-        while len(content) < length:
-            chunk = await asyncio.get_running_loop().sock_recv(self._channel, min(length - len(content), 1 << 20))
-            if not chunk:
-                raise EOFError
-            content += chunk
-        return bytes(content)
-
-    def _describe_end(self) -> str:
-        """Say how the process ended, with its last lines of output."""
-        code = None
-        with suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(_END_TIMEOUT_S)
-        how = "closed its connection" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        return f"the process of {self._code.name} {how}{self.describe_output()}"
-
-    def describe_output(self) -> str:
-        """Return the last lines of output, with an introduction; an empty text if there was none."""
-        descriptor = self._log.fileno()
-        start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
-        output = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").strip()
-        return f". Its last output:\n{output}" if output else ""
+        with suppress(ChildFailed):  # which `_exchange` learns by itself
+            await in_thread(self._child.send, {"message": ("answer", message["request"], pickle.dumps(answer))})
 
 
 class ChildPool:
@@ -381,11 +313,3 @@ def _read_result(message: Mapping[str, Any]) -> Any:
     if message["type"] in ("bytes", "bytearray"):  # others recognize it by its type
         return message["text"].encode()
     return type(message["type"], (_Shown,), {"__module__": message["module"]})(message["text"], message["number"])
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(CLOSE_TIMEOUT_S)

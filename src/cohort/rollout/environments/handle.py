@@ -183,6 +183,15 @@ class UserThread:
         self._thread.join(timeout_s)
 
 
+async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Run a function in a daemon thread of its own and wait for its result."""
+    thread = UserThread("call")
+    try:
+        return await thread.call(function, arguments)
+    finally:
+        thread.close()
+
+
 async def call_function(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, thread: UserThread, timeout_s: float | None
 ) -> Any:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
-from cohort.processes.messages import CLOSE_TIMEOUT_S
+from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import Prompt, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.child_process import ChildPool

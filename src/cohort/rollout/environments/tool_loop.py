@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cohort.chat import Reply, append_observation, prompt_messages
-from cohort.processes.messages import CLOSE_TIMEOUT_S
+from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import EndReason, Message, Trajectory, TurnStats
 from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded

@@ -4,18 +4,16 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from cohort.rollout.engines.servers import guard
+from cohort.processes.child import end_group, start_in_group
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE, Secret
 
 SERVER_SIDE = Path(__file__).parent / "server_side"  # modules for servers, which lack Cohort
-STOP_TIMEOUT_S = guard.GRACE_S + 5.0
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _MAX_LOG_BYTES = 4 << 20
 # Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
 # expandable segments.
@@ -29,8 +27,8 @@ _PREFIX_NOT_INHERITED = "TORCHELASTIC_"
 
 def start_guarded(
     command: Sequence[str], added: Mapping[str, str], *, secret: Secret, log: IO[bytes] | None
-) -> subprocess.Popen[str]:
-    """Start a server that stops when this process dies, or when the standard input of its guard is closed.
+) -> "subprocess.Popen[bytes]":
+    """Start a server that stops when this process dies.
 
     Args:
         command: the server's command line.
@@ -39,7 +37,7 @@ def start_guarded(
         log: file for the server's output; None for this process's standard error.
 
     Returns:
-        the guard process. Its first line of output is the server's process group; it exits with the server.
+        its process, to be stopped with `end_group`.
     """
     environment = {
         key: value
@@ -50,15 +48,12 @@ def start_guarded(
     try:
         with open(sink, "w", encoding="ascii") as pipe:
             pipe.write(f"{secret.text}\n")
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
+        return start_in_group(
+            command,
+            output=2 if log is None else log,
             env=environment | dict(added) | {SECRET_VARIABLE: f"/dev/fd/{source}"},
             pass_fds=(source,),
-            start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
-            text=True,
+            grace_s=GRACE_S,
         )
     finally:
         os.close(source)
@@ -77,8 +72,7 @@ class GuardedServer(ABC):
         self.secret = secret
         self.log_file = log_file
         self.url = ""
-        self._guard: subprocess.Popen[str] | None = None
-        self._group = 0  # process id of the server, and its process group
+        self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     @abstractmethod
@@ -93,24 +87,17 @@ class GuardedServer(ABC):
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
-            self._guard = start_guarded(command, added, secret=self.secret, log=log)
+            self._process = start_guarded(command, added, secret=self.secret, log=log)
         self.url = f"http://127.0.0.1:{port}"
-        assert self._guard.stdout is not None
-        self._group = int(self._guard.stdout.readline() or 0)
 
     def poll(self) -> str | None:
         """Return None while the server runs, else how it ended. Exit code 0 is a failure too."""
-        if self._guard is None:
+        if self._process is None:
             return "not started"
-        code = self._guard.poll()
+        code = self._process.poll()
         if code is None:
             return None
-        self._end_group()
-        if code < 0:
-            return f"guard killed by {signal.Signals(-code).name}"
-        if code - 128 in set(signal.Signals):
-            return f"killed by {signal.Signals(code - 128).name}"
-        return f"exited with code {code}"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def log(self) -> str:
         """Return the log since the last start, at most its last 4 MiB."""
@@ -124,26 +111,9 @@ class GuardedServer(ABC):
 
     def stop(self) -> None:
         """Stop the server and all of its processes within seconds. It can be restarted."""
-        if self._guard is None:
-            return
-        assert self._guard.stdin is not None and self._guard.stdout is not None
-        with suppress(OSError):
-            self._guard.stdin.close()  # the guard sees the end of its input
-        try:
-            self._guard.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-        self._guard.stdout.close()
-        self._end_group()
-        self._guard = None
-
-    def _end_group(self) -> None:
-        """Kill what is left of the server's process group if the guard was killed."""
-        if self._group:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._group, signal.SIGKILL)
-            self._group = 0
+        if self._process is not None:
+            end_group(self._process, grace_s=GRACE_S)
+        self._process = None
 
 
 def _free_port() -> int:

@@ -1,0 +1,206 @@
+"""Child processes that answer calls within a deadline, and end with this process: both ends.
+
+A child has a process group of its own, which a guard kills when the child or this process ends (`guard.py`). Messages
+to a child are pickles. Its answers are JSON: no answer can make this process run code.
+"""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from cohort.processes import guard
+
+# -P: the working directory must not hide a module of the standard library.
+PYTHON = (sys.executable, "-P", "-u", "-X", "faulthandler")
+MAX_ANSWER_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 5.0  # for a child to close what it holds
+_END_TIMEOUT_S = 1.0  # between the end of a child's connection and that of the child
+_MAX_LOG_BYTES = 16 << 20
+_TAIL_BYTES = 4096  # of the output in messages
+
+
+def start_in_group(
+    command: Sequence[str],
+    *,
+    output: IO[bytes] | int,
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    grace_s: float = 0.0,
+) -> "subprocess.Popen[bytes]":
+    """Start a command in a process group of its own, which is killed when the command or this process ends.
+
+    Args:
+        command: its command line.
+        output: file for its standard output and standard error.
+        env: its environment; None for this process's.
+        pass_fds: descriptors that it inherits.
+        grace_s: seconds between SIGTERM and SIGKILL when this process ends first.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace_s), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=env,
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+
+
+def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float = 0.0) -> None:
+    """Kill what `start_in_group` started: at once, or `grace_s` seconds after a SIGTERM."""
+    if process.returncode is None:  # else its id may be another's, and its guard has killed the group
+        with suppress(ProcessLookupError, PermissionError):
+            if grace_s and process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(grace_s)
+            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(CLOSE_TIMEOUT_S)
+
+
+class ChildFailed(Exception):  # noqa: N818
+    """A child ended, or sent something else than an answer. Its text says so after a name for the child."""
+
+
+class ChildLate(ChildFailed):
+    """A child did not answer within the deadline."""
+
+
+class Child:
+    """A child process that answers calls. Whatever goes wrong kills its group."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
+        """Start a process.
+
+        Args:
+            command: its command line, to which the number of the descriptor for `connect` is appended.
+            env: its environment; None for this process's.
+        """
+        # in append mode, so that it can be truncated while the child writes
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        with theirs:
+            command = [*command, str(theirs.fileno())]
+            self.process = start_in_group(command, output=self._log, env=env, pass_fds=(theirs.fileno(),))
+        weakref.finalize(self, _kill_as, os.getpid(), self.process, self._connection)
+
+    def call(self, message: Any, deadline_s: float) -> Any:
+        """Send a message and return the answer.
+
+        Raises:
+            ChildLate: no complete answer came within the deadline.
+            ChildFailed: the process ended, or the answer is invalid.
+        """
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self.kill()  # which ends a read or write that waits
+
+        timer = threading.Timer(deadline_s, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            self.send(message)
+            answer = self.receive()
+        except ChildFailed:
+            if not late.is_set():
+                raise
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise ChildLate(f"did not answer within {deadline_s:g} s")
+        return answer
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises `ChildFailed` if the process has ended."""
+        content = pickle.dumps(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(content)
+        except OSError:
+            raise self._failure("closed its connection") from None
+
+    def receive(self) -> Any:
+        """Wait for a message and return it. Raises `ChildFailed` if the process has ended, or it is none."""
+        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+            os.ftruncate(self._log.fileno(), 0)
+        try:
+            return json.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+        except EOFError:
+            raise self._failure("closed its connection") from None
+        except (OSError, ValueError) as error:  # it is too long, cut off or not JSON
+            raise self._failure(f"sent an invalid message: {error!r:.200}") from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running."""
+        return self.process.poll() is None
+
+    def hang_up(self) -> None:
+        """Tell the process that there are no more calls: it ends by itself."""
+        _shut_down(self._connection, socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """Kill the process and its group."""
+        end_group(self.process)
+        _shut_down(self._connection, socket.SHUT_RDWR)  # should another process hold the other end
+
+    def describe_output(self) -> str:
+        """Return the last lines of output, with an introduction; an empty text if there was none."""
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
+        output = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").strip()
+        return f". Its last output:\n{output}" if output else ""
+
+    def _failure(self, problem: str) -> ChildFailed:
+        """Kill the process, and return how it ended, or else the problem, with its last lines of output."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_END_TIMEOUT_S)
+            problem = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self.kill()
+        return ChildFailed(f"{problem}{self.describe_output()}")
+
+
+def _kill_as(pid: int, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    """Kill a child that is forgotten, but not in a fork of the process that started it."""
+    if os.getpid() == pid:
+        end_group(process)
+        connection.close()
+
+
+def _shut_down(connection: Connection, how: int) -> None:
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.shutdown(how)
+
+
+def connect() -> Connection:
+    """Return a child's connection to its parent. No process that the child starts inherits it."""
+    descriptor = int(sys.argv[-1])
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    os.register_at_fork(after_in_child=connection.close)
+    return connection
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """Answer a child's messages until its parent hangs up."""
+    connection = connect()
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(json.dumps(answer(connection.recv())).encode())
