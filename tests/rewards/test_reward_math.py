@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from builtin_rewards import Builtin
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.math import MathReward, MathWorker, gold_text, plain_verdict
+from cohort.rewards.math import MathWorker, gold_text, plain_verdict
 from cohort.rewards.math_worker import grade, latex_of_gold
 from reward_samples import MESSAGES, group, reward
 from selection import slow
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def math_reward():
-    f = MathReward()
+    f = Builtin("math")
     yield f
     f.close()
 
@@ -97,17 +98,17 @@ def test_math_in_the_runner(math_reward):
 
 
 def test_plain_answers_need_no_worker():
-    f = MathReward(worker=MathWorker(["/does/not/exist"]))
+    f = Builtin("math", worker=MathWorker(["/does/not/exist"]))
     assert f([r"\boxed{5}", "6", "6"], answer=[5, "5", None]) == [1.0, 0.0, None]
     assert f.last_counts == {"gold_unparsable": 1}
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(math_reward):
     assert math_reward(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
-    first = math_reward._grader.worker.pid
+    first = math_reward.grader.worker.pid
     os.kill(first, signal.SIGKILL)
     assert math_reward(["0.5"], answer=["1/2"]) == [1.0]
-    assert math_reward._grader.worker.pid != first
+    assert math_reward.grader.worker.pid != first
     assert math_reward.last_counts == {}
 
 
@@ -131,7 +132,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def fake_reward(tmp_path):
-    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, str(tmp_path / "died")]))
+    f = Builtin("math", worker=MathWorker([sys.executable, "-c", FAKE_WORKER, str(tmp_path / "died")]))
     yield f
     f.close()
 
@@ -149,7 +150,7 @@ def test_a_worker_that_dies_of_an_answer(fake_reward):
 
 def test_a_worker_killed_while_it_works(fake_reward):
     fake_reward(["a"], answer=["g"])
-    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._grader.worker.pid])
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward.grader.worker.pid])
     killer.start()
     # Graded again by a second worker, which hangs on it too, until the deadline.
     assert fake_reward(["hang"], answer=["g"], deadline_s=0.6) == [None]
@@ -157,7 +158,7 @@ def test_a_worker_killed_while_it_works(fake_reward):
 
 
 def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
-    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, ""]), budget_s=0.4)
+    f = Builtin("math", worker=MathWorker([sys.executable, "-c", FAKE_WORKER, ""]), budget_s=0.4)
     assert f(["hang", "b", "c"], answer=["g"] * 3) == [None, None, None]
     assert f.last_counts == {"timeout": 1, "out_of_time": 2}
 
@@ -173,7 +174,7 @@ def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
     ],
 )
 def test_a_worker_that_does_not_start_is_an_error(command, words):
-    f = MathReward(worker=MathWorker(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
+    f = Builtin("math", worker=MathWorker(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
     with pytest.raises(UserError) as caught:
         RewardRunner([reward(f, name="math")]).score([group("p", ["x = 1"], answer="1")])
     for word in ["reward 'math'", "failed to start", *words]:

@@ -19,16 +19,18 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
+from cohort.config.rewards import AccuracySettings, MathSettings, ReasoningAccuracySettings
 from cohort.errors import UserError
+from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.completion_text import answer_text, completion_text, excerpt
-from cohort.rewards.function import check_number, column_values
 
 Grade = Literal[
     "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
 ]  # fmt: skip
 Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
+G = TypeVar("G", bound=AccuracySettings | MathSettings)
 # -P: the working directory must not hide a module of the standard library.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "cohort.rewards.math_worker")
 
@@ -247,60 +249,51 @@ _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 _PLAIN_ANSWER = re.compile(r"(?:[^$\\\[\]{}]*?\\boxed\{([^{}]*)\}[\s.]*|\s*(-?[0-9]+)\s*)")
 
 
-class MathReward:
+class GradedReward(BuiltinReward[G]):
+    """Base of rewards that grade answers in a worker process, which starts with the first call that needs it."""
+
+    def __init__(self, settings: G, context: RewardContext, *, grader: Grader = "math") -> None:
+        super().__init__(settings, context)
+        if grader == "math":
+            self.grader = AnswerGrader(grader, budget_s=context.budget_s, shortcut=plain_verdict)
+        else:
+            self.grader = AnswerGrader(grader, budget_s=context.budget_s)
+
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return (self.settings.answer_column,)
+
+    def close(self) -> None:
+        """Stop the worker; the next call starts another."""
+        self.grader.close()
+
+    def grade(self, completions: Sequence[Any], golds: Sequence[Any]) -> list[Grade]:
+        """Return one verdict per completion; a gold answer of None cannot be parsed."""
+        texts = [answer_text(completion) for completion in completions]
+        golds = ["" if gold is None else str(gold) for gold in golds]
+        verdicts = self.grader.grade_all(golds, texts, deadline_s=self.settings.deadline_s)
+        self.last_counts = {str(kind): number for kind, number in self.grader.last_counts.items()}
+        return verdicts
+
+
+class MathReward(GradedReward[MathSettings]):
     """1.0 if the answer is right, 0.0 if it is wrong or cannot be parsed, None if it was not graded.
 
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
     `</think>` if there is one. Adjacent boxes form a set of answers, as in math-verify. The gold answer is a number,
     LaTeX with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and
     answers that miss the deadline or crash the worker; `last_counts` counts them.
-
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer. Default "answer".
-        deadline_s: seconds per answer. Default 10.
     """
 
-    __name__ = "math"
-
-    def __init__(self, *, worker: MathWorker | None = None, budget_s: float = 240.0) -> None:
-        """Create the reward; the worker process starts with the first call that needs it.
-
-        Args:
-            worker: grades answers that are not plain integers; default a `MathWorker()`.
-            budget_s: seconds for all completions of a call; the rest is not graded.
-        """
-        self._grader = AnswerGrader(worker=worker, budget_s=budget_s, shortcut=plain_verdict)
-
-    @property
-    def last_counts(self) -> Mapping[Grade, int]:
-        """Verdicts of the last call other than "correct" and "wrong"."""
-        return self._grader.last_counts
-
-    def required_columns(self, *, answer_column: str = "answer", deadline_s: float = 10.0) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "answer",
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
             UserError: a gold answer is neither text nor a number, or the worker does not start.
         """
-        golds = [gold_text(answer, answer_column) for answer in column_values(columns, answer_column)]
-        texts = [answer_text(completion) for completion in completions]
-        return [VERDICT_REWARDS[verdict] for verdict in self._grader.grade_all(golds, texts, deadline_s=deadline_s)]
-
-    def close(self) -> None:
-        """Stop the worker; the next call starts another."""
-        self._grader.close()
+        column = self.settings.answer_column
+        golds = [gold_text(answer, column) for answer in columns[column]]
+        return [VERDICT_REWARDS[verdict] for verdict in self.grade(completions, golds)]
 
 
 def gold_text(answer: Any, answer_column: str = "answer") -> str:
@@ -334,96 +327,26 @@ def plain_verdict(gold: str, text: str) -> Grade | None:
     return "correct" if gold == answer else "wrong"
 
 
-class GradedReward:
-    """Base of rewards that grade answers in a worker process."""
+class AccuracyReward(GradedReward[AccuracySettings]):
+    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
 
-    def __init__(self, grader: AnswerGrader) -> None:
-        self.grader = grader
-
-    @property
-    def last_counts(self) -> Mapping[Grade, int]:
-        """Verdicts of the last call other than "correct" and "wrong"."""
-        return self.grader.last_counts
-
-    def close(self) -> None:
-        """Stop the worker; the next call starts another."""
-        self.grader.close()
-
-    def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Grade]:
-        """Return one verdict per completion; a gold answer of None cannot be parsed."""
-        texts = [answer_text(completion) for completion in completions]
-        return self.grader.grade_all(
-            ["" if gold is None else str(gold) for gold in golds], texts, deadline_s=deadline_s
-        )
-
-
-class AccuracyReward(GradedReward):
-    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded.
-
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer, as LaTeX or a number. Default "solution".
-        deadline_s: seconds per answer. Default 10.
-    """
-
-    def required_columns(self, *, answer_column: str = "solution", deadline_s: float = 10.0) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "solution",
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion."""
-        verdicts = self.grade(completions, column_values(columns, answer_column), deadline_s=deadline_s)
+        verdicts = self.grade(completions, columns[self.settings.answer_column])
         return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
-class ReasoningAccuracyReward(GradedReward):
-    """Like `trl.accuracy`, for the text after the reasoning; 0.0 if the reasoning does not end.
+class ReasoningAccuracyReward(GradedReward[ReasoningAccuracySettings]):
+    """Like `trl.accuracy`, for the text after the reasoning; 0.0 if the reasoning does not end."""
 
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer, as LaTeX or a number. Default "solution".
-        reasoning_delimiters: texts that end the reasoning; the answer follows the last occurrence of the first one
-            that the completion has. Default ["</think>"].
-        deadline_s: seconds per answer. Default 10.
-    """
-
-    def required_columns(
-        self,
-        *,
-        answer_column: str = "solution",
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        deadline_s: float = 10.0,
-    ) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        is_list = isinstance(reasoning_delimiters, list | tuple) and bool(reasoning_delimiters)
-        if not is_list or not all(isinstance(text, str) and text for text in reasoning_delimiters):
-            raise ValueError(f"reasoning_delimiters must be a list of texts, got {reasoning_delimiters!r}")
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "solution",
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion."""
         texts = [completion_text(completion) for completion in completions]
-        ends = [next((end for end in reasoning_delimiters if end in text), None) for text in texts]
+        ends = [next((end for end in self.settings.reasoning_delimiters if end in text), None) for text in texts]
         finished = [i for i, end in enumerate(ends) if end is not None]
         answers = [texts[i].rpartition(ends[i] or "")[2] for i in finished]
-        solutions = column_values(columns, answer_column)
-        golds = [solutions[i] for i in finished]
+        solutions = columns[self.settings.answer_column]
         rewards: list[float | None] = [0.0] * len(texts)
-        for i, verdict in zip(finished, self.grade(answers, golds, deadline_s=deadline_s), strict=True):
+        for i, verdict in zip(finished, self.grade(answers, [solutions[i] for i in finished]), strict=True):
             rewards[i] = VERDICT_REWARDS[verdict]
         return rewards

@@ -5,7 +5,8 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -13,8 +14,8 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from cohort.config.rewards import ServerSettings
 from cohort.errors import UserError
-from cohort.rewards.function import check_number
 
 _CONNECT_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.5
@@ -32,6 +33,33 @@ class Failure:
 
     kind: str  # for counts: connection, timeout, http_503, rejected, invalid_answer or out_of_time
     message: str
+
+
+class NotJudged:
+    """Counts the completions of a run that were not judged, by kind of failure, with an example of each."""
+
+    def __init__(self, who: str) -> None:
+        """Create it; `who` begins the warnings."""
+        self._who = who
+        self._failures: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def count(self, failures: Iterable[Failure]) -> dict[str, int]:
+        """Add the failures of a call, and return their counts."""
+        counts: Counter[str] = Counter()
+        for failure in failures:
+            counts["not_judged"] += 1
+            counts[failure.kind] += 1
+            self._failures[failure.kind] += 1
+            self._examples.setdefault(failure.kind, failure.message)
+        return dict(counts)
+
+    def warnings(self) -> list[str]:
+        """Return warnings for the run's summary."""
+        return [
+            f"{self._who}: {number} completions were not judged ({kind}), for example: {self._examples[kind]}"
+            for kind, number in self._failures.items()
+        ]
 
 
 @dataclass(slots=True)
@@ -90,6 +118,16 @@ class RemoteClient:
             "timeout": httpx2.Timeout(self.request_timeout_s, connect=min(_CONNECT_TIMEOUT_S, self.request_timeout_s)),
         }
         object.__setattr__(self, "_client_options", options)
+
+    @classmethod
+    def of(cls, settings: ServerSettings, url: str) -> "RemoteClient":
+        """Create a client with the settings of a reward.
+
+        Raises:
+            ValueError: as for the class.
+        """
+        names = ServerSettings.model_fields
+        return cls(url=url, **{name: getattr(settings, name) for name in names})
 
     def get(self, url: str) -> httpx2.Response:
         """Return the answer to one GET, whatever its status.
@@ -223,17 +261,6 @@ class RemoteClient:
             return parse(i, response.json()), None, None
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             return None, Failure("invalid_answer", f"{self.url}: {error!r} in {_said(response)}"), None
-
-
-def check_endpoint_arguments(*, max_concurrent: object, request_timeout_s: object, retries: object) -> None:
-    """Check the arguments of rewards that are passed to `RemoteClient`.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    check_number("max_concurrent", max_concurrent, minimum=1, whole=True)
-    check_number("request_timeout_s", request_timeout_s, above=0)
-    check_number("retries", retries, minimum=0, whole=True)
 
 
 def _encoded(body: Any) -> bytes:
