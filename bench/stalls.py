@@ -401,7 +401,7 @@ def _by_size(names: Sequence[str], seconds: Sequence[float | None]) -> dict[str,
 
 def _judging(output: bytes, tests: Any) -> Task:
     reward = code_reward(output)
-    return lambda: reward(["x"], tests=[tests])
+    return lambda: reward(["x"], columns={"tests": [tests]})
 
 
 if __name__ == "__main__":

@@ -185,6 +185,7 @@ def test_an_answer_is_read_in_the_last_100_000_characters(reward, answer):
     [
         ("jsonschema", "json-schema", RewardConfig(use="json_schema", args={"schema": {"type": "object"}})),
         ("reasoning_gym", "reasoning-gym", RewardConfig(use="reasoning_gym")),
+        ("openai", "judge", RewardConfig(use="model", args={"url": "http://host"})),
     ],
 )
 def test_a_missing_package_is_named_before_the_run(monkeypatch, package, extra, config):

@@ -1,25 +1,26 @@
 """The reward `judge`: scores, cache, and what happens when the server does not answer. Real servers on loopback."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from builtin_rewards import configured, load_builtin
-from cohort.config.rewards import JudgeSettings
+from cohort.config.rewards import JudgeSettings, ServerSettings
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.completion_text import transcript
 from cohort.rewards.judge import CACHE_NAME, JudgePrompt, ReplyCache, rubric_of
-from cohort.rewards.remote import Failure, RemoteClient, _retry_after_s
+from cohort.rewards.remote import Failure, RemoteClient
 from json_server import chat_reply, serving
 from reward_samples import MESSAGES, group, reward
 from waiting import free_port, until
@@ -29,7 +30,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "rewards"
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr("cohort.rewards.remote._FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
 @pytest.fixture
@@ -280,7 +281,7 @@ def test_text_and_replies_that_cannot_be_read_are_not_the_end(prompt):
         def too_deep(number, answer):
             raise RecursionError("maximum recursion depth exceeded while decoding a JSON array")
 
-        endpoint = RemoteClient(url=server.url, retries=0)
+        endpoint = RemoteClient(ServerSettings(retries=0), server.url)
         [failure] = asyncio.run(endpoint.post_all([{"messages": [{"content": "a"}]}], too_deep, budget_s=9))
         assert isinstance(failure, Failure) and failure.kind == "invalid_answer"
 
@@ -298,14 +299,6 @@ def test_others_are_tried_again_when_one_request_always_fails(prompt):
     with serving(answer) as server:
         args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1, "max_concurrent": 1}
         assert ask(judge_of(args), ["bad", "a", "ab"]) == [None, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [("7", 7.0), ("0.5", 0.5), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), (None, None)],
-)
-def test_retry_after_is_a_number_or_a_date(header, seconds):
-    assert _retry_after_s(httpx2.Response(429, headers={"Retry-After": header} if header else {})) == seconds
 
 
 def test_failures_are_not_judged_and_counted(prompt):
@@ -387,29 +380,68 @@ def test_replies_are_kept_in_the_run_folder(prompt, tmp_path):
     again = judge_of({**args, "pattern": r"(\d)"}, run_folder=folder)
     assert ask(again, ["ab", "a"]) == [2.0, 1.0]
     assert again.last_counts == {"cached": 2}
-    assert len((folder / CACHE_NAME).read_text().splitlines()) == 2
     changed = ask(judge_of({**args, "sampling": {"temperature": 1}, "retries": 0}, run_folder=folder), ["a"])
     assert changed == [None]  # other sampling parameters are another request
 
 
-def test_the_cache_skips_half_a_line_and_reads_what_others_add(tmp_path):
-    file = tmp_path / "cache.jsonl"
+def test_processes_share_a_cache_and_a_killed_one_loses_nothing(tmp_path):
+    file = tmp_path / "cache.sqlite"
     first, second = ReplyCache(file), ReplyCache(file)
-    first.put("a", "one\nü")
-    with file.open("ab") as broken:
-        broken.write(b'{"key": "b", "rep')  # a process was killed here
-    assert ReplyCache(file).get("a") == "one\nü"
+    first.put("a", "one\nü\ud800")
+    assert (second.get("a"), second.get("b")) == ("one\nü\ud800", None)
+    program = (
+        "import sys, itertools; from pathlib import Path; from cohort.rewards.judge import ReplyCache\n"
+        "cache = ReplyCache(Path(sys.argv[1]))\n"
+        "for i in itertools.count():\n    cache.put(f'key {i}', 'reply' * 1000)\n    print(i, flush=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE)
+    lines = [int(writer.stdout.readline()) for _ in range(20)]
+    writer.kill()
+    lines += [int(line) for line in writer.stdout]
+    writer.wait()
+    writer.stdout.close()
+    assert all(second.get(f"key {i}") == "reply" * 1000 for i in lines)
     second.put("c", "three")
-    assert (second.get("a"), second.get("b"), second.get("c")) == ("one\nü", None, "three")
     assert ReplyCache(file).get("c") == "three"
-    assert [json.loads(line)["key"] for line in file.read_text().splitlines() if line.endswith("}")] == ["a", "c"]
+
+
+def test_a_cache_in_json_lines_is_imported_once(tmp_path, prompt):
+    folder, mine = tmp_path / "run", tmp_path / "mine.jsonl"
+    folder.mkdir()
+    lines = [json.dumps({"key": "a", "reply": "Score: 1"}), '{"key": "b", "rep', json.dumps({"key": "a", "reply": "x"})]
+    for file in (mine, folder / "judge_replies.jsonl"):
+        file.write_text("\n".join(lines))
+    assert ReplyCache(mine, lines=mine).get("a") == "x"
+    ReplyCache(mine, lines=mine).put("a", "y")
+    assert ReplyCache(mine, lines=mine).get("a") == "y"
+    args = {"url": "http://host", "model": "judge", "prompt": prompt}
+    judge_of(args, run_folder=folder)._opened_cache().put("a", "y")
+    cache = judge_of(args, run_folder=folder)._opened_cache()
+    assert (cache.path, cache.get("a")) == (folder / CACHE_NAME, "y")
+    assert sorted(file.name for file in folder.iterdir()) == ["judge_replies.jsonl", CACHE_NAME]
+
+
+def test_a_full_disk_leaves_replies_in_memory_and_a_wrong_file_is_an_error(tmp_path):
+    cache = ReplyCache(tmp_path / "cache.sqlite")
+    cache._database.execute("PRAGMA max_page_count = 3")  # what SQLite says of a full disk
+    cache.put("a", "x" * 100_000)
+    assert (cache.get("a"), ReplyCache(cache.path).get("a")) == ("x" * 100_000, None)
+    (tmp_path / "text").write_text("no cache\n" * 100)
+    with pytest.raises(UserError, match=r"args.cache: '.*text' cannot be opened: file is not a database"):
+        ReplyCache(tmp_path / "text")
+
+
+def num_replies(cache):
+    with contextlib.closing(sqlite3.connect(cache)) as database, contextlib.suppress(sqlite3.OperationalError):
+        return database.execute("SELECT count(*) FROM replies").fetchone()[0]
+    return 0
 
 
 def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
     """With the example's server and prompt: what was judged is kept, and judged completions are not asked again."""
     port = free_port()
     command = [sys.executable, str(FOLDER / "judge_stub.py"), "--port", str(port)]
-    cache = tmp_path / "cache.jsonl"
+    cache = tmp_path / "cache.sqlite"
     args = {
         "url": f"http://127.0.0.1:{port}",
         "model": "stub-judge",
@@ -425,7 +457,7 @@ def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
     assert server.stdout.readline().startswith(b"stub judge")
 
     def kill_after_some() -> None:
-        until(lambda: cache.exists() and cache.read_bytes().count(b"\n") >= 3)
+        until(lambda: cache.exists() and num_replies(cache) >= 3)
         os.kill(server.pid, signal.SIGKILL)
 
     try:

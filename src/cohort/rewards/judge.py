@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,65 +82,85 @@ def content_key(content: Any) -> str:
 
 
 class ReplyCache:
-    """Replies in a JSON-lines file, one line for each. Several processes may use the same file.
+    """Replies in an SQLite file. Several processes may use the same file, and one that is killed loses no reply."""
 
-    A line is appended by one write, so a killed process leaves at most a last line that does not end, which is skipped.
-    Only keys and positions are in memory.
-    """
-
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, lines: Path | None = None) -> None:
         """Open or create a cache.
 
         Args:
             path: the file; None: in memory only.
+            lines: a file that may hold replies in JSON lines, which a new cache imports. It may be `path` itself.
+
+        Raises:
+            UserError: the file cannot be opened.
         """
         self.path = path
-        self._places: dict[str, tuple[int, int]] = {}  # key -> offset and bytes of its line
-        self._in_memory: dict[str, str] = {}
-        self._read_to = 0
-        self._file = -1
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._read_lines()
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+        self._in_memory: dict[str, str] = {}  # what the disk did not take
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if lines is not None and (lines == path or not path.exists()) and _is_json_lines(lines):
+                    _import_lines(lines, path)
+            self._database = _open_database(path or ":memory:")
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"args.cache: {str(path)!r} cannot be opened: {error}; set it to another file, on a local disk"
+            ) from error
 
     def get(self, key: str) -> str | None:
         """Return the reply of a key, or None."""
-        if key not in self._places:
-            return self._in_memory.get(key)
-        offset, size = self._places[key]
-        return str(json.loads(os.pread(self._file, size, offset))["reply"])
+        row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        return self._in_memory.get(key) if row is None else str(row[0], "utf-8", "surrogatepass")
 
     def put(self, key: str, reply: str) -> None:
         """Keep a reply. If the disk fails, it is kept in memory."""
-        if self._file < 0:
-            self._in_memory[key] = reply
-            return
-        line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
-        end = os.lseek(self._file, 0, os.SEEK_END)
-        if end and os.pread(self._file, 1, end - 1) != b"\n":  # a process was killed while it wrote
-            line = b"\n" + line
         try:
-            os.write(self._file, line)
-        except OSError:
+            self._database.execute(_INSERT, (key, _encoded(reply)))
+        except sqlite3.Error:
             self._in_memory[key] = reply
-            return
-        self._read_lines()  # those of other processes too
 
-    def _read_lines(self) -> None:
-        """Read the lines that were added since the last time."""
-        with open(self._file, "rb", closefd=False) as lines:
-            lines.seek(self._read_to)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                with suppress(ValueError, LookupError, TypeError):  # half a line
-                    self._places[json.loads(line)["key"]] = (self._read_to, len(line))
-                self._read_to += len(line)
+
+_INSERT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
+_LOCK_TIMEOUT_S = 30.0  # for another process that writes
+
+
+def _open_database(path: Path | str) -> sqlite3.Connection:
+    # a reply is written when it is put, so that a killed process loses none, without waiting for the disk
+    database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB NOT NULL)")
+    return database
+
+
+def _encoded(reply: str) -> bytes:
+    return reply.encode(errors="surrogatepass")  # JSON may hold halves of surrogate pairs
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether a file is a cache in JSON lines, which earlier versions wrote."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == b"{"
+    except FileNotFoundError:
+        return False
+
+
+def _import_lines(lines: Path, path: Path) -> None:
+    """Write a database with the replies of a file in JSON lines to `path`, in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    database = _open_database(temporary)
+    database.execute("BEGIN")
+    with lines.open("rb") as file:
+        for line in file:
+            with suppress(
+                ValueError, LookupError, TypeError, AttributeError
+            ):  # half a line, of a process that was killed
+                content = json.loads(line)
+                database.execute(_INSERT, (content["key"], _encoded(content["reply"])))
+    database.execute("COMMIT")
+    database.close()
+    os.replace(temporary, path)
 
 
 _NUMBER = r"(-?(?:\d+(?:\.\d+)?|(?<!\.)\.\d+))"
@@ -238,7 +259,8 @@ def _criterion(name: str, own: CriterionSettings, common: JudgeSettings, start: 
     )
 
 
-CACHE_NAME = "judge_replies.jsonl"
+CACHE_NAME = "judge_replies.sqlite"
+_OLD_CACHE_NAME = "judge_replies.jsonl"
 _SAMPLING: Mapping[str, Any] = {"temperature": 0, "max_tokens": 1024}
 
 
@@ -264,7 +286,7 @@ class JudgeReward(BuiltinReward[JudgeSettings]):
 
     @cached_property
     def _endpoint(self) -> RemoteClient:
-        return RemoteClient.of(self.settings, _chat_url(self.settings.url))
+        return RemoteClient(self.settings, _chat_url(self.settings.url))
 
     def required_columns(self) -> Sequence[str]:
         """See `BuiltinReward`."""
@@ -320,11 +342,11 @@ class JudgeReward(BuiltinReward[JudgeSettings]):
 
     def _opened_cache(self) -> ReplyCache:
         path = None if self.settings.cache is None else Path(expand_home(self.settings.cache))
-        run_folder = self.context.run_folder
+        lines, run_folder = path, self.context.run_folder
         if path is None and run_folder is not None and run_folder.is_dir():
-            path = run_folder / CACHE_NAME
+            path, lines = run_folder / CACHE_NAME, run_folder / _OLD_CACHE_NAME
         if self._cache is None or self._cache.path != path:
-            self._cache = ReplyCache(path)
+            self._cache = ReplyCache(path, lines=lines)
         return self._cache
 
     def _scored(self, replies: Sequence[str | Failure]) -> list[float | None]:
@@ -357,9 +379,9 @@ class JudgeReward(BuiltinReward[JudgeSettings]):
         Raises:
             ValueError: it does not.
         """
-        response = self._endpoint.get(f"{self._endpoint.url.removesuffix('/chat/completions')}/models")
+        answer = self._endpoint.get(f"{self._endpoint.url.removesuffix('/chat/completions')}/models")
         try:
-            known = [str(card["id"]) for card in response.json()["data"]]
+            known = [str(card["id"]) for card in json.loads(answer)["data"]]
         except (ValueError, LookupError, TypeError):
             return  # not every server lists its models
         model = self.settings.model

@@ -124,7 +124,7 @@ class ModelReward(BuiltinReward[ModelSettings]):
         url = s.url if s.api == "json" else f"{s.url.rstrip('/').removesuffix('/pooling')}/pooling"
         label = 0 if s.label is None else s.label
         assert isinstance(label, int)
-        return RemoteModel(endpoint=RemoteClient.of(s, url), api=s.api, model=s.model, label=label, truncate=s.truncate)
+        return RemoteModel(endpoint=RemoteClient(s, url), api=s.api, model=s.model, label=label, truncate=s.truncate)
 
     def check(self) -> None:
         """See `BuiltinReward`. Asks a server for the score of a short completion."""
