@@ -19,7 +19,7 @@ from cohort.config.hardware import SandboxConfig
 from cohort.demo import run
 from cohort.demo.functions import FunctionProblem, demonstration, generate, habit, split_of
 from cohort.demo.tasks import CODE
-from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
+from cohort.rewards.code.row_tests import CallCase, FunctionTests, read_tests
 from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
 from cohort.sandbox.pool import Sandbox

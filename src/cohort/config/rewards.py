@@ -325,11 +325,15 @@ class ServerSettings(Section):
     request_timeout_s: float = Field(60.0, gt=0, description="Seconds for one attempt.")
     retries: int = Field(4, ge=0, description="Attempts after the first one.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, values: Any) -> Any:
+        is_mapping = isinstance(values, dict)
+        return {key: value for key, value in values.items() if value is not None} if is_mapping else values
+
 
 def _is_device(value: Any) -> bool:
-    return value in ("train", "cpu", "cuda") or (
-        isinstance(value, str) and re.fullmatch(r"cuda:\d+", value) is not None
-    )
+    return isinstance(value, str) and re.fullmatch(r"train|cpu|cuda(:\d+)?", value) is not None
 
 
 class ModelSettings(ServerSettings):
@@ -363,12 +367,6 @@ class ModelSettings(ServerSettings):
         min_length=1,
         description="`url` with `api: pooling` only: name of the model, as the server has it. Default: the only one.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, values: Any) -> Any:
-        is_mapping = isinstance(values, dict)
-        return {key: value for key, value in values.items() if value is not None} if is_mapping else values
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -10,8 +10,8 @@ from typing import Any
 from cohort.config.rewards import CodeSettings
 from cohort.errors import UserError
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
-from cohort.rewards.code_verdict import CodeVerdict, job_request, judge
+from cohort.rewards.code.row_tests import ProgramTests, Tests, read_tests
+from cohort.rewards.code.verdict import CodeVerdict, job_request, judge
 from cohort.rewards.completion_text import answer_text, excerpt
 from cohort.sandbox import Job
 from cohort.sandbox.process import Limits
@@ -25,7 +25,7 @@ class CodeReward(BuiltinReward[CodeSettings]):
     """Share of the row's tests that the completion's code passes; None if the sandbox could not judge it.
 
     The code is the last fenced block in the language after the last `</think>`; without such a block, the last one
-    without a language; else the whole text. Forms of tests: see `code_tests`. Code that crashes, hangs or exceeds a
+    without a language; else the whole text. Forms of tests: see `row_tests`. Code that crashes, hangs or exceeds a
     limit fails. Not judged, and counted by `last_counts`: completions for which the sandbox does not start, that the
     deadline leaves no time for, or whose tests cannot be read or fail before the code runs. `last_details` are the
     results of each test, as JSON.
