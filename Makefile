@@ -123,6 +123,7 @@ docs: $(READY)
 	@$(BIN)/python tools/docs/config_page.py > docs/config.md
 	@$(BIN)/python tools/docs/algorithm_tables.py docs/algorithms.md docs/gpu.md README.md
 	@$(BIN)/python tools/docs/check_findings.py docs/check.md
+	@$(BIN)/python tools/docs/reward_arguments.py docs/rewards.md
 	@$(BIN)/python tools/docs/metric_table.py docs/metrics.md
 
 bench: $(EXTRAS_READY)

@@ -11,9 +11,11 @@ import os
 import time
 
 from cohort.config.hardware import SandboxConfig
+from cohort.config.rewards import CodeSettings
 from cohort.errors import UserError
+from cohort.rewards.builtin import RewardContext
 from cohort.rewards.code import CodeReward
-from cohort.sandbox import Sandbox, open_sandbox
+from cohort.sandbox import SharedSandbox
 from cohort.sandbox.pool import default_concurrency
 
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 5) == 15"]
@@ -30,7 +32,8 @@ def main() -> None:
     print("|---|--:|--:|--:|--:|")
     for backend in ("sandlock", "bubblewrap", "container"):
         try:
-            sandbox = open_sandbox(SandboxConfig(backend=backend, max_concurrent=args.concurrent))
+            sandbox = SharedSandbox(SandboxConfig(backend=backend, max_concurrent=args.concurrent))
+            sandbox.open()
         except UserError as error:
             print(f"| {backend} | | | {str(error).partition('(')[2].partition('). Install')[0]} | |")
             continue
@@ -42,11 +45,12 @@ def main() -> None:
         )
 
 
-def measure(sandbox: Sandbox, num_verdicts: int) -> float:
+def measure(sandbox: SharedSandbox, num_verdicts: int) -> float:
     """Seconds for completions that all differ, since equal ones are judged once."""
     completions = [f"```python\ndef add(a, b):\n    return a + b  # {i}\n```" for i in range(num_verdicts)]
     start = time.perf_counter()
-    rewards = CodeReward(sandbox)(completions, tests=[TESTS] * num_verdicts)
+    reward = CodeReward(CodeSettings(), RewardContext(max_completion_tokens=100, sandbox=sandbox))
+    rewards = reward(completions, columns={"tests": [TESTS] * num_verdicts})
     seconds = time.perf_counter() - start
     assert rewards == [1.0] * num_verdicts
     return seconds

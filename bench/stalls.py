@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from chat_tokenizers import GEMMA, fixture_template, make_tokenizer
 from cohort.chat import ChatTemplate, ResponseParser
 from cohort.config.hardware import SandboxConfig
+from cohort.config.rewards import REWARD_SETTINGS, CodeSettings, JudgeSettings
 from cohort.display.console import ConsoleDisplay
 from cohort.display.trajectory import trajectory_lines
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardFunction, RewardRunner
+from cohort.rewards.builtin import RewardContext
 from cohort.rewards.code import CodeReward
 from cohort.rewards.completion_text import messages_of, plain_text
-from cohort.rewards.judge import JudgePrompt, content_key, read_rubric
-from cohort.rewards.load_rewards import BUILTINS, RewardContext
+from cohort.rewards.judge import JudgePrompt, content_key, rubric_of
+from cohort.rewards.load_rewards import BUILTINS
+from cohort.rewards.math import GradedReward
 from cohort.rewards.math_worker import GRADERS
 from cohort.rewards.reasoning_gym import answer_in_tags
 from cohort.run.log import StepReport
@@ -173,7 +177,8 @@ BEGUN = b'{"ready": true}\n{"begun": true}\n'
 def code_reward(output: bytes) -> CodeReward:
     """The reward `code` with programs that all return the same."""
     sandbox = Sandbox(backend=Replies(output), limits=Limits.of(SandboxConfig()), max_concurrent=1)
-    return CodeReward(sandbox, budget_s=_WALL_S)
+    opened = SimpleNamespace(open=lambda: sandbox)
+    return CodeReward(CodeSettings(), RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=opened))
 
 
 def _group(text: str, columns: Mapping[str, Any]) -> RolloutGroup:
@@ -187,21 +192,20 @@ def _reward(name: str) -> Callable[[str], Task]:
     if name == "code":
         reward: Any = code_reward(BEGUN)
     else:
+        settings = REWARD_SETTINGS[name].model_validate(_ARGUMENTS.get(name, {}))
         sandbox = SharedSandbox(SandboxConfig())
-        reward = BUILTINS[name](RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=sandbox))
-    grader = getattr(reward, "grader", None) or getattr(reward, "_grader", None)
-    if grader is not None:
-        grader.workers = HereWorkers()
+        reward = BUILTINS[name](settings, RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=sandbox))
+    if isinstance(reward, GradedReward):
+        reward.grader.workers = HereWorkers()
     columns = _COLUMNS.get(name, {"solution": "$7$"})
-    runner = RewardRunner(
-        [RewardFunction(name=name, function=reward, args=_ARGUMENTS.get(name, {}), timeout_s=_WALL_S)]
-    )
+    runner = RewardRunner([RewardFunction(name=name, function=reward, timeout_s=_WALL_S)])
     return lambda text: lambda group=_group(text, columns): runner.score([group])
 
 
 def _judge(text: str) -> Task:
     """A request to a judge, and a reply that is as long."""
-    rubric = read_rubric(pattern=None, range=None, values=None, criteria={"style": {}, "correctness": {}})
+    criteria = {"style": {}, "correctness": {}}
+    rubric = rubric_of(JudgeSettings(url="http://host", model="m", prompt="p", criteria=criteria))
 
     def task() -> None:
         content_key({"messages": [JudgePrompt("{completion}").render({"completion": text})]})
@@ -399,7 +403,7 @@ def _by_size(names: Sequence[str], seconds: Sequence[float | None]) -> dict[str,
 
 def _judging(output: bytes, tests: Any) -> Task:
     reward = code_reward(output)
-    return lambda: reward(["x"], tests=[tests])
+    return lambda: reward(["x"], columns={"tests": [tests]})
 
 
 if __name__ == "__main__":

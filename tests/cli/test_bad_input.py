@@ -81,7 +81,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         ({"rewards": [{"use": "syntax.py:f"}]}, ["syntax.py:f' does not import: SyntaxError"]),
         (
             {"rewards": [{"use": "exact", "args": {"patern": "x"}}]},
-            ["takes no argument 'patern'; did you mean pattern"],
+            ["error: rewards.0.args.patern: unknown key; did you mean pattern"],
         ),
         ({"data": {"path": "unanswered.jsonl"}}, ["error: rewards[0]: reward 'exact' needs the column 'answer'"]),
         # the evaluation

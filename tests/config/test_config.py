@@ -88,7 +88,7 @@ def test_overrides_change_sections_lists_and_the_algorithm():
             "train.steps=7",
             "train.learning_rate=1e-5",  # YAML 1.1 reads this as text
             "rewards.0.weight=0.5",
-            "rewards.0.args.pattern='#### (.*)'",
+            "rewards.0.args.answer_column='#### a'",
             "algorithm.name=dapo",
             "eval.path=held.jsonl",
             "run.log=[tensorboard, wandb]",
@@ -99,7 +99,7 @@ def test_overrides_change_sections_lists_and_the_algorithm():
     assert config.train.steps == 7
     assert config.train.learning_rate == 1e-5
     assert config.rewards[0].weight == 0.5
-    assert config.rewards[0].args == {"pattern": "#### (.*)"}
+    assert config.rewards[0].args == {"answer_column": "#### a"}
     assert config.algorithm == AlgorithmConfig(name="dapo")
     assert config.eval is not None
     assert config.eval.path == "held.jsonl"

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from builtin_rewards import Builtin
 from cohort.config import Config
 from cohort.config.hardware import SandboxConfig
 from cohort.demo import run
 from cohort.demo.functions import FunctionProblem, generate, split_of
 from cohort.demo.tasks import CODE
-from cohort.rewards.code import CodeReward
-from cohort.rewards.code_tests import CallCase, FunctionTests, read_tests
+from cohort.rewards.code.row_tests import CallCase, FunctionTests, read_tests
 from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
 from cohort.sandbox.pool import Sandbox
@@ -124,7 +124,7 @@ def test_habits_are_mostly_bad_and_only_the_proper_one_passes():
 def test_answers_pass_and_habits_fail_in_processes():
     """The answer of another problem fails too."""
     backend = Unconfined(find_interpreter((), new_folder()))
-    reward = CodeReward(Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=2))
+    reward = Builtin("code", sandbox=Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=2))
     problems = generate(1, 6)
     rng = random.Random(1)
     habits = [code_habit(problem, rng)[1]["content"] for problem in problems]

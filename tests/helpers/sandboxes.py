@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
+from builtin_rewards import Builtin
 from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
-from cohort.rewards.code import CodeReward
 from cohort.sandbox import Sandbox, open_sandbox
 
 # `make test-extras` installs sandlock; the others are programs of the system
@@ -44,4 +44,4 @@ def graded(sandbox: Sandbox, code: str, tests, **settings) -> float | None:
     names = ("score", "language", "case_s")
     args = {k: v for k, v in settings.items() if k in names}
     columns = {k: [v] for k, v in settings.items() if k not in names}
-    return CodeReward(sandbox)([code], tests=[tests], **args, **columns)[0]
+    return Builtin("code", args, sandbox=sandbox)([code], tests=[tests], **columns)[0]

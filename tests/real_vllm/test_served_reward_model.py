@@ -7,7 +7,7 @@ import httpx2
 import pytest
 import torch
 
-from cohort.rewards.model import ModelReward
+from builtin_rewards import load_builtin
 from reward_models import MESSAGES, naive_scores, save_reward_model
 from waiting import free_port, until
 
@@ -44,14 +44,14 @@ def served(tmp_path_factory, vllm_python):
 
 def test_pooling_gives_the_values_of_transformers(served):
     folder, url = served
-    reward = ModelReward(budget_s=60)
-    reward.required_columns(url=url, model="rm")
+    reward = load_builtin("model", {"url": url, "model": "rm"}, budget_s=60)
+    reward.check()
     completions = [[{"role": "assistant", "content": text}] for text in ("4", "a longer answer " * 5, "?")]
-    scores = reward([MESSAGES] * 3, completions, url=url, model="rm")
+    scores = reward([MESSAGES] * 3, completions)
     torch.testing.assert_close(scores, naive_scores(folder, [MESSAGES] * 3, completions), atol=1e-4, rtol=1e-4)
     assert reward.last_counts == {}
 
 
 def test_the_label_must_be_one_of_the_model(served):
     with pytest.raises(ValueError, match="expected a list with output 3"):
-        ModelReward().required_columns(url=served[1], label=3)
+        load_builtin("model", {"url": served[1], "label": 3}).check()

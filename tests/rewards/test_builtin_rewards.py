@@ -7,14 +7,11 @@ import sys
 
 import pytest
 
+from builtin_rewards import Builtin, configured, load_builtin
 from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.choice import ChoiceReward
 from cohort.rewards.completion_text import completion_text
-from cohort.rewards.json_schema import JsonSchemaReward
-from cohort.rewards.number import NumberReward
-from cohort.rewards.text import ExactSetReward, RegexReward
 from cohort.trainer.inputs import build_inputs
 from commands import set_up
 from reward_samples import MESSAGES, group, reward
@@ -50,12 +47,12 @@ from tiny import copy_task_rows, write_jsonl
     ],
 )
 def test_choice_reads_the_stated_letter(text, picked):
-    scores = ChoiceReward()([text] * 4, answer=["A", "B", "(c)", "D."])
+    scores = Builtin("choice")([text] * 4, answer=["A", "B", "(c)", "D."])
     assert scores == [float(letter == picked) for letter in "ABCD"]
 
 
 def test_choice_arguments():
-    f = ChoiceReward()
+    f = Builtin("choice")
     assert f(["B", "B", "B"], answer=[1, "0", None], first_number=0) == [1.0, 0.0, None]
     assert f(["B", "B"], gold=[2, 2.0], answer_column="gold", first_number=1) == [1.0, 1.0]
     assert f(["I pick C; not D", "none"], answer=["C", "C"], pattern=r"pick (\w)") == [1.0, 0.0]
@@ -114,11 +111,11 @@ def test_choice_arguments():
     ],
 )
 def test_number(text, gold, expected):
-    assert NumberReward()([text], answer=[gold]) == [expected]
+    assert Builtin("number")([text], answer=[gold]) == [expected]
 
 
 def test_number_tolerances_are_exact():
-    f = NumberReward()
+    f = Builtin("number")
     assert f(["1.1", "1.11", "0.9"], answer=[1, 1, 1], abs_tol=0.1) == [1.0, 0.0, 1.0]
     assert f(["110", "110.1"], answer=[100, 100], rel_tol=0.1) == [1.0, 0.0]
     big = 12345678901234567890
@@ -129,7 +126,7 @@ def test_number_tolerances_are_exact():
 
 
 def test_exact_set():
-    f = ExactSetReward()
+    f = Builtin("exact_set")
     assert f(["b, a", "a,b,a", "a", "", "A,b"], answer=["a,b"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert f(["<think>c</think>b, a"], answer=[["a", "b"]]) == [1.0]
     assert f(["2;1", "1"], gold=[[1, 2], None], answer_column="gold", separator=";") == [1.0, None]
@@ -139,7 +136,7 @@ def test_exact_set():
 
 
 def test_regex():
-    f = RegexReward()
+    f = Builtin("regex")
     assert f(["a cat\nsat", "a dog", ""], pattern="^sat") == [1.0, 0.0, 0.0]
     assert f([" cat\n", "a cat"], pattern="cat", whole=True) == [1.0, 0.0]
     assert f(["I am sorry", "fine"], pattern="(?i)SORRY", negate=True) == [0.0, 1.0]
@@ -149,14 +146,23 @@ def test_regex():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use": "choice", "args": {"letters": "abc"}}, ["letters must be different capital letters", "'abc'"]),
-        ({"use": "choice", "args": {"first_number": -1}}, ["first_number must be a whole number at least 0, got -1"]),
+        ({"use": "choice", "args": {"letters": "abc"}}, ["args.letters: 'abc': must be different capital letters"]),
+        (
+            {"use": "choice", "args": {"first_number": -1}},
+            ["args.first_number: -1: input should be"],
+        ),
         ({"use": "choice", "args": {"pattern": "A"}}, ["exactly 1 group"]),
-        ({"use": "number", "args": {"rel_tol": -1}}, ["rel_tol must be a number at least 0, got -1"]),
-        ({"use": "number", "args": {"abs_tol": True}}, ["abs_tol must be a number at least 0, got True"]),
-        ({"use": "exact_set", "args": {"separator": ""}}, ["separator must be a text, got ''"]),
-        ({"use": "exact_set", "args": {"ignore_case": 1}}, ["ignore_case must be true or false, got 1"]),
-        ({"use": "regex"}, ["'pattern'"]),
+        ({"use": "number", "args": {"rel_tol": -1}}, ["args.rel_tol: -1: input should be greater than or equal to 0"]),
+        ({"use": "number", "args": {"abs_tol": True}}, ["args: abs_tol: True: must be a number"]),
+        (
+            {"use": "exact_set", "args": {"separator": ""}},
+            ["args.separator: '': string should have"],
+        ),
+        (
+            {"use": "exact_set", "args": {"ignore_case": "x"}},
+            ["args.ignore_case: 'x': input should be a"],
+        ),
+        ({"use": "regex"}, ["args.pattern: missing"]),
         ({"use": "regex", "args": {"pattern": "("}}, ["not a regular expression"]),
         ({"use": "json_schema"}, ["give either schema or schema_column"]),
         ({"use": "number", "args": {"answer_column": "gold"}}, ["the column 'gold'"]),
@@ -164,12 +170,12 @@ def test_regex():
 )
 def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
     with pytest.raises(UserError) as caught:
-        build_rewards([RewardConfig(**settings)], columns=["answer"], max_completion_tokens=8)
-    for word in ["rewards[0].args" if "answer_column" not in str(settings) else "rewards[0]", *words]:
+        build_rewards(configured(settings), columns=["answer"], max_completion_tokens=8)
+    for word in ["rewards.0.args" if "answer_column" not in str(settings) else "rewards[0]", *words]:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("reward", "answer"), [(NumberReward(), "7"), (ChoiceReward(), "B")])
+@pytest.mark.parametrize(("reward", "answer"), [(Builtin("number"), "7"), (Builtin("choice"), "B")])
 def test_an_answer_is_read_in_the_last_100_000_characters(reward, answer):
     assert reward([answer + "\n" * 99_999, answer + "\n" * 100_000], answer=[answer] * 2) == [1.0, 0.0]
 
@@ -179,6 +185,7 @@ def test_an_answer_is_read_in_the_last_100_000_characters(reward, answer):
     [
         ("jsonschema", "json-schema", RewardConfig(use="json_schema", args={"schema": {"type": "object"}})),
         ("reasoning_gym", "reasoning-gym", RewardConfig(use="reasoning_gym")),
+        ("openai", "judge", RewardConfig(use="model", args={"url": "http://host"})),
     ],
 )
 def test_a_missing_package_is_named_before_the_run(monkeypatch, package, extra, config):
@@ -270,7 +277,7 @@ def test_the_text_of_several_turns_is_a_plain_text_to_others():
         seen.extend(pickle.loads(pickle.dumps(completions)))
         return [0.0]
 
-    functions = [reward(f, name="f"), reward(RegexReward(), args={"pattern": "<call>"})]
+    functions = [reward(f, name="f"), reward(load_builtin("regex", {"pattern": "<call>"}))]
     [scored] = RewardRunner(functions).score([turns("q", [CALL, RESULT])])
     assert seen == ['<call>{"a": 42}</call>'] and type(seen[0]) is str and scored.rewards.tolist() == [1.0]
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}, RESULT]
@@ -282,7 +289,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 
 @pytest.mark.extras
 def test_json_schema():
-    f = JsonSchemaReward()
+    f = Builtin("json_schema")
     texts = [
         '{"n": 1}',
         '{"n": "1"}',
@@ -301,7 +308,7 @@ def test_json_schema():
 
 @pytest.mark.extras
 def test_json_schema_takes_bounded_time():
-    f = JsonSchemaReward()
+    f = Builtin("json_schema")
     fenced = "```json\n[1]" + " " * 300_000 + "\n```"
     assert f(["[" + "1," * 99_998 + end for end in ("11]", "111]")] + [fenced], schema={}) == [1.0, 0.0, 1.0]
     many = json.dumps([{"a": i} for i in range(15_000)])
@@ -320,24 +327,28 @@ def test_json_schema_takes_bounded_time():
     ],
 )
 def test_json_schema_compares_items_as_json(items, is_unique):
-    assert JsonSchemaReward()([items, items], schema={"uniqueItems": True}) == [float(is_unique)] * 2
-    assert JsonSchemaReward()([items], schema={"uniqueItems": False}) == [1.0]
+    assert Builtin("json_schema")([items, items], schema={"uniqueItems": True}) == [float(is_unique)] * 2
+    assert Builtin("json_schema")([items], schema={"uniqueItems": False}) == [1.0]
 
 
 @pytest.mark.extras
 def test_json_schema_fetches_nothing_and_checks_the_schema():
-    f = JsonSchemaReward()
+    f = Builtin("json_schema")
+
+    def checked(schema):
+        load_builtin("json_schema", {"schema": schema}).check()
+
     with pytest.raises(ValueError, match="schema is not a JSON schema: 'intger' is not valid"):
-        f.required_columns(schema={"type": "intger"})
+        checked({"type": "intger"})
     remote = r"schema: \$ref 'http://127.0.0.1:9/s' leads to nothing in the schema. Other documents are not fetched"
     with pytest.raises(ValueError, match=remote):
-        f.required_columns(schema={"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}})
+        checked({"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}})
     with pytest.raises(UserError, match=r"the column 's' holds .*http://127\.0\.0\.1:9/s"):
         f(["1"], schema_column="s", s=['{"$ref": "http://127.0.0.1:9/s"}'])
     with pytest.raises(ValueError, match=r"schema: \$ref '#/\$defs/citty' leads to nothing in the schema\.$"):
-        f.required_columns(schema={"$defs": {"city": {}}, "items": {"$ref": "#/$defs/citty"}})
+        checked({"$defs": {"city": {}}, "items": {"$ref": "#/$defs/citty"}})
     with pytest.raises(ValueError, match="schema refers to itself without end"):
-        f.required_columns(schema={"$ref": "#"})
+        checked({"$ref": "#"})
     tree = {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"}
     assert f(["[[], [[]]]", "[[1]]"], schema=tree) == [1.0, 0.0]
     draft_7 = {

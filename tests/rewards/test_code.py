@@ -1,5 +1,6 @@
 """The reward `code`: scores, arguments, and completions that were not judged."""
 
+import dataclasses
 import json
 import marshal
 import re
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from builtin_rewards import Builtin, configured
 from cohort.config import config_from_dict
 from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, check_columns
-from cohort.rewards.code import CodeReward, extract_code
+from cohort.rewards.code import extract_code
 from cohort.sandbox.pool import Sandbox
 from cohort.sandbox.process import Limits, ProcessResult
 from reward_samples import group, reward
@@ -62,9 +64,10 @@ class UsesItsTime:
         return ProcessResult(output=output, errors=b"", ending="wall time", exit_code=None, wall_s=limits.wall_s)
 
 
-def made(*outputs):
+def made(*outputs, **args):
     backend = Replies(*outputs)
-    return backend, CodeReward(Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=1))
+    sandbox = Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=1)
+    return backend, Builtin("code", args, sandbox=sandbox)
 
 
 READY, BEGUN = {"ready": True}, {"begun": True}
@@ -98,8 +101,8 @@ def test_setup_runs_before_the_code_in_every_form():
 
 
 def test_columns_with_the_names_of_arguments():
-    backend, code = made([READY, BEGUN, {"case": 0, "value": 3}])
-    f = reward(code, args={"setup_column": "setup", "tests_column": "score"})
+    backend, code = made([READY, BEGUN, {"case": 0, "value": 3}], setup_column="setup", tests_column="score")
+    f = reward(code.function)
     [scored] = RewardRunner([f]).score([group("q", ["x"], setup="import math", score=["assert add(1, 2) == 3"])])
     assert backend.requests[0]["parts"]["before"] == "import math"
     assert scored.rewards.tolist() == [1.0]
@@ -160,7 +163,7 @@ def test_rows_without_tests_and_time():
     _, code = made()
     assert code(["x"], tests=[None]) == [None]
     assert code.last_counts == {"no_tests": 1}
-    code._budget_s = 0.0
+    code.function.context = dataclasses.replace(code.context, timeout_s=0.0)
     assert code(["x"], tests=[MBPP]) == [None]
     assert code.last_details == ['{"not_judged": "out of time"}']
 
@@ -168,8 +171,8 @@ def test_rows_without_tests_and_time():
 def test_code_that_uses_up_the_time_of_all_is_not_judged():
     backend = UsesItsTime()
     sandbox = Sandbox(backend=backend, limits=Limits.of(SandboxConfig(wall_s=30.0)), max_concurrent=1)
-    assert CodeReward(sandbox, budget_s=240.0)(["x"], tests=[MBPP]) == [0.0]
-    short = CodeReward(sandbox, budget_s=20.0)
+    assert Builtin("code", sandbox=sandbox, budget_s=240.0)(["x"], tests=[MBPP]) == [0.0]
+    short = Builtin("code", sandbox=sandbox, budget_s=20.0)
     assert short(["x"], tests=[MBPP]) == [None]
     assert short.last_details == ['{"not_judged": "out of time"}']
     assert backend.wall_s[0] == 30.0 and backend.wall_s[1] <= 20.0
@@ -180,7 +183,7 @@ def test_a_sandbox_that_does_not_answer_in_time_judges_nothing(monkeypatch):
     backend = UsesItsTime()
     monkeypatch.setattr(backend, "run", lambda *a, **k: answers.wait(60) and UsesItsTime().run(*a, **k))
     sandbox = Sandbox(backend=backend, limits=Limits.of(SandboxConfig()), max_concurrent=1)
-    assert CodeReward(sandbox, budget_s=0.2)(["x", "y"], tests=[MBPP] * 2) == [None, None]
+    assert Builtin("code", sandbox=sandbox, budget_s=0.2)(["x", "y"], tests=[MBPP] * 2) == [None, None]
     answers.set()
 
 
@@ -192,7 +195,7 @@ def test_completions_of_a_group_that_are_equal_are_judged_once():
 
 def test_verdicts_are_counted_while_they_are_made_and_timed():
     _, code = made([READY, BEGUN], [READY, BEGUN])
-    runner, told = RewardRunner([reward(code, name="code")], columns=["tests"]), []
+    runner, told = RewardRunner([reward(code.function, name="code")], columns=["tests"]), []
     runner.on_progress = lambda *how: told.append(how)
     runner.score([group("q", ["x", "x", "y"], tests=MBPP)])
     assert told == [("code", 0, 3), ("code", 1, 2), ("code", 2, 2), ("code", 3, 3)]  # two are equal
@@ -201,7 +204,7 @@ def test_verdicts_are_counted_while_they_are_made_and_timed():
 
 def test_details_reach_the_scored_groups():
     _, code = made([READY, BEGUN, {"case": 0, "value": 1}])
-    runner = RewardRunner([reward(code, name="code")], columns=["tests"])
+    runner = RewardRunner([reward(code.function, name="code")], columns=["tests"])
     [scored] = runner.score([group("q", ["x", "x"], tests=["assert f() == 1"])])
     assert scored.rewards.tolist() == [1.0, 1.0]
     assert scored.reward_details == {"code": ('{"tests": ["passed"]}',) * 2}
@@ -209,7 +212,7 @@ def test_details_reach_the_scored_groups():
 
 def test_details_are_those_of_the_rows_that_a_reward_is_for():
     _, code = made([READY, BEGUN, {"case": 0, "value": 1}])
-    runner = RewardRunner([reward(code, name="code", where={"source": "code"})], columns=["tests", "source"])
+    runner = RewardRunner([reward(code.function, name="code", where={"source": "code"})], columns=["tests", "source"])
     rows = [
         group("q", ["x"], tests=None, source="math"),
         group("q", ["x"], tests=["assert f() == 1"], source="code"),
@@ -242,20 +245,22 @@ def test_blocks_of_other_languages():
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        ({"score": "most"}, "score: 'most' must be all or fraction"),
-        ({"case_s": 0}, "case_s: 0 must be"),
-        ({"max_tests": 0}, "max_tests: 0 must be"),
-        ({"setup": "import"}, "setup: 'import' is not Python"),
-        ({"setup": "import re", "language": {"c": {"run": "./main"}}}, "setup: is for language: python"),
-        ({"language": "cpp"}, "language: 'cpp' must be python, or"),
+        ({"score": "most"}, "args.score: 'most': input should be 'all' or 'fraction'"),
+        ({"case_s": 0}, "args.case_s: 0: input should be greater than 0"),
+        ({"max_tests": 0}, "args.max_tests: 0: input should be greater than or equal to 1"),
+        ({"setup": "import"}, "args.setup: 'import': is not Python"),
+        (
+            {"setup": "import re", "language": {"c": {"run": "./main"}}},
+            "setup: import re has no effect with",
+        ),
+        ({"language": "cpp"}, "args.language: 'cpp': must be python, or"),
         ({"language": {"cpp": {"compile": "g++"}}}, "must be python, or"),
         ({"language": {"../cpp": {"run": "./main"}}}, "must be python, or"),
     ],
 )
 def test_arguments(args, match):
-    _, code = made()
     with pytest.raises(UserError, match=match):
-        check_columns(reward(code, args=args), ["tests"], field="rewards[0]")
+        configured({"use": "code", "args": args})
 
 
 def test_rows_whose_tests_cannot_be_read_are_counted_unless_none_can():
@@ -274,9 +279,9 @@ def test_rows_whose_tests_cannot_be_read_are_counted_unless_none_can():
 
 def test_columns():
     _, code = made()
-    check_columns(reward(code), ["tests"], field="rewards[0]")
+    check_columns(reward(code.function), ["tests"], field="rewards[0]")
     with pytest.raises(UserError, match="needs the column 'tests'"):
-        check_columns(reward(code), ["test"], field="rewards[0]")
+        check_columns(reward(code.function), ["test"], field="rewards[0]")
     with pytest.raises(UserError, match=r"the column 'tests' holds 5, which cannot be read as tests"):
         code(["x"], tests=[5])
     with pytest.raises(UserError, match="cpp needs stdin tests"):
@@ -292,6 +297,5 @@ def test_the_configurations_of_the_page():
     assert backends == ["bubblewrap", "container", "sandbox_fusion", "auto"]
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if block.startswith("rewards:")]
     configs = [config_from_dict({**sections, **yaml.safe_load(block)}) for block in blocks]
-    _, code = made()
-    columns = [code.required_columns(**config.rewards[0].args) for config in configs]
+    columns = [made(**config.rewards[0].args)[1].required_columns() for config in configs]
     assert columns == [("tests",), ("private_test_cases",), ("tests",)]

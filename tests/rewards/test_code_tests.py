@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cohort.rewards.code_tests import AssertCase, CallCase, StdinCase, read_tests
-from cohort.rewards.code_verdict import equals, same_output
+from cohort.rewards.code.row_tests import AssertCase, CallCase, StdinCase, read_tests
+from cohort.rewards.code.verdict import equals, same_output
 from cohort.sandbox.guest import encode
 
 # google-research-datasets/mbpp, task 11

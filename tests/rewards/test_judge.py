@@ -1,24 +1,26 @@
 """The reward `judge`: scores, cache, and what happens when the server does not answer. Real servers on loopback."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import httpx2
 import pytest
 
-from cohort.config import RewardConfig
+from builtin_rewards import configured, load_builtin
+from cohort.config.rewards import JudgeSettings, ServerSettings
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rewards.completion_text import transcript
-from cohort.rewards.judge import CACHE_NAME, JudgePrompt, JudgeReward, ReplyCache, read_rubric
-from cohort.rewards.remote import Failure, RemoteClient, _retry_after_s
+from cohort.rewards.judge import CACHE_NAME, JudgePrompt, ReplyCache, rubric_of
+from cohort.rewards.remote import Failure, RemoteClient
 from json_server import chat_reply, serving
 from reward_samples import MESSAGES, group, reward
 from waiting import free_port, until
@@ -28,7 +30,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "rewards"
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr("cohort.rewards.remote._FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
 @pytest.fixture
@@ -47,17 +49,22 @@ def length_judge(body):
     return chat_reply(f"I think.\nScore: {len(sent(body).split('A: ')[1].splitlines()[0])}")
 
 
-def ask(judge, completions, **args):
-    return asyncio.run(judge(["q"] * len(completions), completions, answer=["r"] * len(completions), **args))
+def judge_of(args, **context):
+    return load_builtin("judge", args, **context)
+
+
+def ask(judge, completions):
+    columns = {"answer": ["r"] * len(completions)}
+    return asyncio.run(judge(["q"] * len(completions), completions, columns=columns))
 
 
 def test_scores_the_prompt_file_with_columns(prompt):
     with serving(length_judge) as server:
-        judge, told = JudgeReward(), []
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "range": [1, 5]}
-        assert judge.required_columns(**args) == ["answer"]
+        judge, told = judge_of({"url": server.url, "model": "judge", "prompt": prompt, "range": [1, 5]}), []
+        judge.check()
+        assert judge.required_columns() == ["answer"]
         judge.on_progress = lambda *how: told.append(how)
-        assert ask(judge, ["a", "abcde", "abc", "a"], **args) == [0.0, 1.0, 0.5, 0.0]
+        assert ask(judge, ["a", "abcde", "abc", "a"]) == [0.0, 1.0, 0.5, 0.0]
         assert told == [(1, 3), (2, 3), (3, 3)]
         assert sorted(map(sent, server.bodies))[0] == "Q: q\nA: a\nReference: r {answer} {json: 1}"
         assert len(server.bodies) == 3  # equal completions are judged once
@@ -81,7 +88,6 @@ def test_criteria_are_weighted_and_in_the_details(prompt):
     with serving(
         lambda body: chat_reply(next(r for text, r in replies.items() if f"A: {text}" in sent(body)))
     ) as server:
-        judge = JudgeReward()
         args = {
             "url": server.url,
             "model": "judge",
@@ -89,7 +95,7 @@ def test_criteria_are_weighted_and_in_the_details(prompt):
             "range": [1, 10],
             "criteria": {"correctness": {"weight": 2}, "style": None},
         }
-        runner = RewardRunner([reward(judge, name="judge", args=args)], columns=["answer"])
+        runner = RewardRunner([reward(judge_of(args), name="judge")], columns=["answer"])
         (scored,) = runner.score([group("q", ["good", "bad", "x"], answer="r")])
         assert scored.rewards.tolist() == pytest.approx([(2 * 1 + 1 / 3) / 3, 0.0, float("nan")], nan_ok=True)
         assert scored.reward_details["judge/correctness"] == ("1", "0", None)
@@ -131,7 +137,7 @@ def test_transcripts_have_roles_and_tool_calls():
     ],
 )
 def test_patterns(settings, reply, score):
-    rubric = read_rubric(**{"pattern": None, "range": None, "values": None, "criteria": None, **settings})
+    rubric = rubric_of(JudgeSettings(url="u", model="m", prompt="p", **settings))
     assert rubric.mean(rubric.scores(reply)) == score
 
 
@@ -146,7 +152,7 @@ def test_patterns(settings, reply, score):
     ],
 )
 def test_replies_without_a_score(settings, reply, message):
-    rubric = read_rubric(**{"pattern": None, "range": None, "values": None, "criteria": None, **settings})
+    rubric = rubric_of(JudgeSettings(url="u", model="m", prompt="p", **settings))
     with pytest.raises(ValueError, match=message):
         rubric.scores(reply)
 
@@ -156,7 +162,7 @@ def test_a_placeholder_may_have_the_name_of_an_argument(tmp_path):
     file.write_text("{model}: {completion}")
     with serving(lambda body: chat_reply("Score: 1")) as server:
         args = {"url": server.url, "model": "judge", "prompt": str(file)}
-        built = build_rewards([RewardConfig(use="judge", args=args)], columns=["model"], max_completion_tokens=8)
+        built = build_rewards(configured({"use": "judge", "args": args}), columns=["model"], max_completion_tokens=8)
         [scored] = RewardRunner(built).score([group("q", ["a"], model="Ford T")])
         assert scored.rewards.tolist() == [1.0]
         assert sent(server.bodies[0]) == "Ford T: a"
@@ -186,7 +192,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 def test_the_exact_text_that_a_judge_is_sent(prompt, question, completion, expected):
     with serving(lambda body: chat_reply("Score: 1")) as server:
         args = {"url": server.url, "model": "judge", "prompt": prompt}
-        assert asyncio.run(JudgeReward()([question], [completion], answer=["r"], **args)) == [1.0]
+        assert asyncio.run(judge_of(args)([question], [completion], columns={"answer": ["r"]})) == [1.0]
         assert server.bodies[-1]["messages"] == [{"role": "user", "content": expected}]
 
 
@@ -202,12 +208,12 @@ def test_placeholders_are_filled_in_once():
         ({"url": "http://me:pw@host"}, "url: must not hold a user name or password"),
         ({"model": "jugde"}, "model: the server at url has no model 'jugde'; did you mean judge. Models: judge"),
         ({"prompt": "missing.txt"}, "prompt: 'missing.txt' cannot be read"),
-        ({"pattern": "x"}, "pattern 'x' must have exactly 1 group"),
-        ({"range": [5, 1]}, r"range: \[5, 1\] must be \[low, high\] with low below high"),
+        ({"pattern": "x"}, "pattern: 'x': must have exactly 1 group"),
+        ({"range": [5, 1]}, r"range: \[5, 1\]: must be \[low, high\] with low below high"),
         ({"values": {True: 1}}, "values: True must be a word; put it in quotes"),
         ({"range": [1, 2], "values": {"a": 1}}, "range: has no effect with values"),
         ({"criteria": {"style": {"wieght": 2}}}, "criteria.style.wieght: unknown key; did you mean weight"),
-        ({"criteria": {"style": {"weight": 0}}}, "criteria.style.weight must be a number above 0, got 0"),
+        ({"criteria": {"style": {"weight": 0}}}, "criteria.style.weight: 0: input should be greater than 0"),
         ({"criteria": {"a": {}, "b": {}}, "pattern": r"(\d)"}, "pattern: would find the same score"),
         ({"criteria": {"reply": {}}}, "criteria.reply: is the name of the column"),
         ({"sampling": {"n": 2}}, "sampling.n: is set by this reward"),
@@ -215,36 +221,36 @@ def test_placeholders_are_filled_in_once():
             {"api_key_env": "COHORT_NO_SUCH_KEY"},
             "api_key_env: the environment variable 'COHORT_NO_SUCH_KEY'",
         ),
-        ({"max_concurrent": 0}, "max_concurrent must be a whole number at least 1, got 0"),
-        ({"request_timeout_s": 0}, "request_timeout_s must be a number above 0, got 0"),
-        ({"retries": -1}, "retries must be a whole number at least 0, got -1"),
+        ({"max_concurrent": 0}, "max_concurrent: 0: input should be greater than or equal to 1"),
+        ({"request_timeout_s": 0}, "request_timeout_s: 0: input should be greater than 0"),
+        ({"retries": -1}, "retries: -1: input should be greater than or equal to 0"),
     ],
 )
 def test_wrong_arguments(prompt, args, message):
     with (
         serving(length_judge) as server,
-        pytest.raises(UserError, match=rf"rewards\[0\].args: reward 'judge': {message}"),
+        pytest.raises(UserError, match=rf"rewards(\[0\].args: reward 'judge': |\.0\.args[.:] ?){message}"),
     ):
         settings = {"url": server.url, "model": "judge", "prompt": prompt, **args}
-        build_rewards([RewardConfig(use="judge", args=settings)], columns=["answer"], max_completion_tokens=8)
+        build_rewards(configured({"use": "judge", "args": settings}), columns=["answer"], max_completion_tokens=8)
 
 
 def test_a_server_that_is_down_and_a_missing_column_are_errors_at_the_start(prompt):
     args = {"url": f"http://127.0.0.1:{free_port()}", "model": "judge", "prompt": prompt}
     with pytest.raises(UserError, match=r"/v1/models does not answer \(ConnectError.*start the server first"):
-        build_rewards([RewardConfig(use="judge", args=args)], columns=["answer"], max_completion_tokens=8)
+        build_rewards(configured({"use": "judge", "args": args}), columns=["answer"], max_completion_tokens=8)
     with serving(length_judge) as server, pytest.raises(UserError, match="needs the column 'answer'"):
         args["url"] = server.url
-        build_rewards([RewardConfig(use="judge", args=args)], columns=["solution"], max_completion_tokens=8)
+        build_rewards(configured({"use": "judge", "args": args}), columns=["solution"], max_completion_tokens=8)
 
 
 def test_retries_with_retry_after_and_sends_the_key(prompt, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     with serving(length_judge) as server:
         server.faults = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"}), (0, {}), (500, {"Retry-After": "0"})]
-        judge = JudgeReward()
         args = {"url": f"{server.url}/v1/", "model": "judge", "prompt": prompt, "api_key_env": "JUDGE_KEY"}
-        assert ask(judge, ["abc"], **args) == [3.0]
+        judge = judge_of(args)
+        assert ask(judge, ["abc"]) == [3.0]
         assert len(server.bodies) == 5 and server.keys == {"Bearer s3cret"}
         assert judge.last_counts == {}
 
@@ -252,30 +258,30 @@ def test_retries_with_retry_after_and_sends_the_key(prompt, monkeypatch):
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_a_refusal_is_an_error_until_the_server_has_judged_something(prompt, status):
     with serving(length_judge) as server:
-        judge = JudgeReward()
         args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 1}
-        judge.required_columns(**args)
+        judge = judge_of(args)
+        judge.check()
         server.faults = [(status, {})] * 2
         with pytest.raises(UserError, match=rf"answers {status} .*check url, model and api_key_env"):
-            ask(judge, ["a", "ab"], **args)
+            ask(judge, ["a", "ab"])
         server.faults = [(status, {})]  # one flagged text among others
-        assert ask(judge, ["a", "ab", "abc"], **args) == [None, 2.0, 3.0]
+        assert ask(judge, ["a", "ab", "abc"]) == [None, 2.0, 3.0]
         assert judge.last_counts == {"not_judged": 1, f"http_{status}": 1}
         server.faults = [(status, {})]
-        assert ask(judge, ["abcd"], **args) == [None]
-        assert ask(judge, ["abcd"], **args) == [4.0]
+        assert ask(judge, ["abcd"]) == [None]
+        assert ask(judge, ["abcd"]) == [4.0]
 
 
 def test_text_and_replies_that_cannot_be_read_are_not_the_end(prompt):
     with serving(lambda body: chat_reply(f"Score: {len(sent(body))}")) as server:
-        judge = JudgeReward()
         args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
-        assert ask(judge, ["\ud800"], **args) == [len("Q: q\nA: x\nReference: r {answer} {json: 1}")]
+        judge = judge_of(args)
+        assert ask(judge, ["\ud800"]) == [len("Q: q\nA: x\nReference: r {answer} {json: 1}")]
 
         def too_deep(number, answer):
             raise RecursionError("maximum recursion depth exceeded while decoding a JSON array")
 
-        endpoint = RemoteClient(url=server.url, retries=0)
+        endpoint = RemoteClient(ServerSettings(retries=0), server.url)
         [failure] = asyncio.run(endpoint.post_all([{"messages": [{"content": "a"}]}], too_deep, budget_s=9))
         assert isinstance(failure, Failure) and failure.kind == "invalid_answer"
 
@@ -292,31 +298,23 @@ def test_others_are_tried_again_when_one_request_always_fails(prompt):
 
     with serving(answer) as server:
         args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1, "max_concurrent": 1}
-        assert ask(JudgeReward(), ["bad", "a", "ab"], **args) == [None, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [("7", 7.0), ("0.5", 0.5), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), (None, None)],
-)
-def test_retry_after_is_a_number_or_a_date(header, seconds):
-    assert _retry_after_s(httpx2.Response(429, headers={"Retry-After": header} if header else {})) == seconds
+        assert ask(judge_of(args), ["bad", "a", "ab"]) == [None, 1.0, 2.0]
 
 
 def test_failures_are_not_judged_and_counted(prompt):
     with serving(length_judge) as server:
-        judge = JudgeReward(budget_s=5)
         args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1}
+        judge = judge_of(args, budget_s=5)
         server.faults = [(400, {})]
-        assert ask(judge, ["a"], **args) == [None]
+        assert ask(judge, ["a"]) == [None]
         assert judge.last_counts == {"not_judged": 1, "rejected": 1}
         server.faults = [(503, {"Retry-After": "0"})] * 2
-        assert ask(judge, ["a"], **args) == [None]
+        assert ask(judge, ["a"]) == [None]
         assert judge.last_counts == {"not_judged": 1, "http_503": 1}
         server.faults = [(503, {"Retry-After": "3600"})]  # longer than what is left: no waiting
-        assert ask(judge, ["a"], **args) == [None]
+        assert ask(judge, ["a"]) == [None]
         server.answer = lambda body: {"choices": []}
-        assert ask(judge, ["a"], **args, request_timeout_s=2) == [None]
+        assert ask(judge, ["a"]) == [None]
         assert judge.last_counts == {"not_judged": 1, "invalid_answer": 1}
         assert [w.split(", for example")[0] for w in judge.warnings] == [
             "judge: 1 completions were not judged (rejected)",
@@ -327,18 +325,18 @@ def test_failures_are_not_judged_and_counted(prompt):
 
 def test_the_prompt_file_is_read_once(prompt):
     with serving(length_judge) as server:
-        judge = JudgeReward()
         args = {"url": server.url, "model": "judge", "prompt": prompt}
-        judge.required_columns(**args)
+        judge = judge_of(args)
+        judge.required_columns()
         Path(prompt).unlink()
-        assert ask(judge, ["abc"], **args) == [3.0]
+        assert ask(judge, ["abc"]) == [3.0]
 
 
 def test_a_step_that_no_judge_scored_ends_with_the_reason(prompt):
     with serving(length_judge) as server:
         server.faults = [(503, {"Retry-After": "0"})]
         args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
-        runner = RewardRunner([reward(JudgeReward(), name="judge", args=args)], columns=["answer"])
+        runner = RewardRunner([reward(judge_of(args), name="judge")], columns=["answer"])
         with pytest.raises(UserError, match=r"\(counted: judge/not_judged: 1, judge/http_503: 1\)"):
             runner.score([group("q", ["a"], answer="r")])
 
@@ -351,9 +349,9 @@ def test_a_server_that_hangs_ends_with_the_deadline(prompt):
         return length_judge(body)
 
     with serving(hang) as server:
-        judge = JudgeReward(budget_s=0.3)
         args = {"url": server.url, "model": "judge", "prompt": prompt}
-        assert ask(judge, ["a", "ab"], **args) == [None, None]
+        judge = judge_of(args, budget_s=0.3)
+        assert ask(judge, ["a", "ab"]) == [None, None]
         assert judge.last_counts == {"not_judged": 2, "out_of_time": 2}
         release.set()
 
@@ -365,7 +363,7 @@ def test_at_most_max_concurrent_requests(prompt):
 
     with serving(slow) as server:
         args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 3}
-        assert ask(JudgeReward(), ["a" * n for n in range(1, 13)], **args) == [float(n) for n in range(1, 13)]
+        assert ask(judge_of(args), ["a" * n for n in range(1, 13)]) == [float(n) for n in range(1, 13)]
         assert server.most_in_flight <= 3
 
 
@@ -373,37 +371,77 @@ def test_replies_are_kept_in_the_run_folder(prompt, tmp_path):
     folder = tmp_path / "run"
     with serving(length_judge) as server:
         args = {"url": server.url, "model": "judge", "prompt": prompt}
-        ask(JudgeReward(run_folder=folder), ["a"], **args)
+        ask(judge_of(args, run_folder=folder), ["a"])
         assert not folder.exists()  # not made by a reward
         folder.mkdir()
-        ask(JudgeReward(run_folder=folder), ["a", "ab"], **args)
+        ask(judge_of(args, run_folder=folder), ["a", "ab"])
         assert len(server.bodies) == 3
-    again = JudgeReward(run_folder=folder)  # the server is gone; another pattern reads the same replies
-    assert ask(again, ["ab", "a"], **args, pattern=r"(\d)") == [2.0, 1.0]
+    # the server is gone; another pattern reads the same replies
+    again = judge_of({**args, "pattern": r"(\d)"}, run_folder=folder)
+    assert ask(again, ["ab", "a"]) == [2.0, 1.0]
     assert again.last_counts == {"cached": 2}
-    assert len((folder / CACHE_NAME).read_text().splitlines()) == 2
-    changed = ask(again, ["a"], **args, sampling={"temperature": 1}, retries=0)
+    changed = ask(judge_of({**args, "sampling": {"temperature": 1}, "retries": 0}, run_folder=folder), ["a"])
     assert changed == [None]  # other sampling parameters are another request
 
 
-def test_the_cache_skips_half_a_line_and_reads_what_others_add(tmp_path):
-    file = tmp_path / "cache.jsonl"
+def test_processes_share_a_cache_and_a_killed_one_loses_nothing(tmp_path):
+    file = tmp_path / "cache.sqlite"
     first, second = ReplyCache(file), ReplyCache(file)
-    first.put("a", "one\nü")
-    with file.open("ab") as broken:
-        broken.write(b'{"key": "b", "rep')  # a process was killed here
-    assert ReplyCache(file).get("a") == "one\nü"
+    first.put("a", "one\nü\ud800")
+    assert (second.get("a"), second.get("b")) == ("one\nü\ud800", None)
+    program = (
+        "import sys, itertools; from pathlib import Path; from cohort.rewards.judge import ReplyCache\n"
+        "cache = ReplyCache(Path(sys.argv[1]))\n"
+        "for i in itertools.count():\n    cache.put(f'key {i}', 'reply' * 1000)\n    print(i, flush=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE)
+    lines = [int(writer.stdout.readline()) for _ in range(20)]
+    writer.kill()
+    lines += [int(line) for line in writer.stdout]
+    writer.wait()
+    writer.stdout.close()
+    assert all(second.get(f"key {i}") == "reply" * 1000 for i in lines)
     second.put("c", "three")
-    assert (second.get("a"), second.get("b"), second.get("c")) == ("one\nü", None, "three")
     assert ReplyCache(file).get("c") == "three"
-    assert [json.loads(line)["key"] for line in file.read_text().splitlines() if line.endswith("}")] == ["a", "c"]
+
+
+def test_a_cache_in_json_lines_is_imported_once(tmp_path, prompt):
+    folder, mine = tmp_path / "run", tmp_path / "mine.jsonl"
+    folder.mkdir()
+    lines = [json.dumps({"key": "a", "reply": "Score: 1"}), '{"key": "b", "rep', json.dumps({"key": "a", "reply": "x"})]
+    for file in (mine, folder / "judge_replies.jsonl"):
+        file.write_text("\n".join(lines))
+    assert ReplyCache(mine, lines=mine).get("a") == "x"
+    ReplyCache(mine, lines=mine).put("a", "y")
+    assert ReplyCache(mine, lines=mine).get("a") == "y"
+    args = {"url": "http://host", "model": "judge", "prompt": prompt}
+    judge_of(args, run_folder=folder)._opened_cache().put("a", "y")
+    cache = judge_of(args, run_folder=folder)._opened_cache()
+    assert (cache.path, cache.get("a")) == (folder / CACHE_NAME, "y")
+    assert sorted(file.name for file in folder.iterdir()) == ["judge_replies.jsonl", CACHE_NAME]
+
+
+def test_a_full_disk_leaves_replies_in_memory_and_a_wrong_file_is_an_error(tmp_path):
+    cache = ReplyCache(tmp_path / "cache.sqlite")
+    cache._database.execute("PRAGMA max_page_count = 3")  # what SQLite says of a full disk
+    cache.put("a", "x" * 100_000)
+    assert (cache.get("a"), ReplyCache(cache.path).get("a")) == ("x" * 100_000, None)
+    (tmp_path / "text").write_text("no cache\n" * 100)
+    with pytest.raises(UserError, match=r"args.cache: '.*text' cannot be opened: file is not a database"):
+        ReplyCache(tmp_path / "text")
+
+
+def num_replies(cache):
+    with contextlib.closing(sqlite3.connect(cache)) as database, contextlib.suppress(sqlite3.OperationalError):
+        return database.execute("SELECT count(*) FROM replies").fetchone()[0]
+    return 0
 
 
 def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
     """With the example's server and prompt: what was judged is kept, and judged completions are not asked again."""
     port = free_port()
     command = [sys.executable, str(FOLDER / "judge_stub.py"), "--port", str(port)]
-    cache = tmp_path / "cache.jsonl"
+    cache = tmp_path / "cache.sqlite"
     args = {
         "url": f"http://127.0.0.1:{port}",
         "model": "stub-judge",
@@ -419,13 +457,13 @@ def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
     assert server.stdout.readline().startswith(b"stub judge")
 
     def kill_after_some() -> None:
-        until(lambda: cache.exists() and cache.read_bytes().count(b"\n") >= 3)
+        until(lambda: cache.exists() and num_replies(cache) >= 3)
         os.kill(server.pid, signal.SIGKILL)
 
     try:
         threading.Thread(target=kill_after_some, daemon=True).start()
-        judge = JudgeReward()
-        scores = ask(judge, texts, **args)
+        judge = judge_of(args)
+        scores = ask(judge, texts)
     finally:
         server.kill()
         server.wait()
@@ -433,4 +471,4 @@ def test_a_server_killed_midway_leaves_the_rest_unjudged(tmp_path):
     done = [score for score in scores if score is not None]
     assert 3 <= len(done) < len(texts)
     assert judge.last_counts["not_judged"] == len(texts) - len(done) and judge.last_counts["connection"] > 0
-    assert ask(JudgeReward(), texts[: len(done)], **args) == scores[: len(done)]
+    assert ask(judge_of(args), texts[: len(done)]) == scores[: len(done)]

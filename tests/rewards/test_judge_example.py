@@ -34,6 +34,8 @@ def test_paths_among_arguments_are_found_beside_the_file(tmp_path):
     sections = "model: {path: m}\ndata: {path: d}\ntrain: {steps: 1}\n"
     (tmp_path / "run.yaml").write_text(f"{sections}rewards: [{{use: model, args: {{path: rm}}}}]\n")
     assert load_config(tmp_path / "run.yaml").rewards[0].args == {"path": str(tmp_path / "rm")}
-    (tmp_path / "run.yaml").write_text(f"{sections}rewards: [{{use: judge, args: {{cache: c.jsonl, prompt: none}}}}]\n")
+    (tmp_path / "run.yaml").write_text(
+        f"{sections}rewards: [{{use: judge, url: u, model: m, args: {{cache: c.jsonl, prompt: none}}}}]\n"
+    )
     args = load_config(tmp_path / "run.yaml").rewards[0].args
-    assert args == {"cache": str(tmp_path / "c.jsonl"), "prompt": "none"}
+    assert args == {"url": "u", "model": "m", "cache": str(tmp_path / "c.jsonl"), "prompt": "none"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from builtin_rewards import load_builtin
+from builtin_rewards import Builtin
 
 # Texts whose box is right or wrong, by length in characters; the shortest is a box alone.
 RIGHT = {length: r"\boxed{1}".ljust(length, ".") for length in (9, 10, 20, 25, 30, 50, 59, 75, 100, 150, 200)}
@@ -10,7 +10,7 @@ WRONG = {length: r"\boxed{2}".ljust(length, ".") for length in (10, 20, 25, 30, 
 
 
 def values(use, **arguments):
-    return load_builtin(use)(**arguments)
+    return Builtin(use)(**arguments)
 
 
 def tokens(*lengths):

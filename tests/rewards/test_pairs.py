@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from builtin_rewards import load_builtin
+from builtin_rewards import Builtin
 from cohort.config.hardware import SandboxConfig
 from cohort.rewards.code import extract_code
 from cohort.sandbox import SharedSandbox
@@ -39,7 +39,7 @@ def expected(pair: Pair) -> float | None:
 def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
     """The reward of each pair, with one call for all that have the same arguments."""
     sandbox = SharedSandbox(SandboxConfig(confinement="none", cpu_s=1)) if name == "code" else None
-    function = load_builtin(name, sandbox=sandbox)
+    function = Builtin(name, sandbox=sandbox)
     groups = defaultdict(list)
     for i, pair in enumerate(pairs):
         groups[json.dumps(pair.get("args", {}))].append(i)

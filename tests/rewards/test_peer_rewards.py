@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builtin_rewards import Builtin, call, configured, load_builtin
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import build_rewards
-from cohort.rewards.function import keyword_parameters
-from cohort.rewards.load_rewards import BUILTINS, RewardContext
-from cohort.sandbox import SharedSandbox
+from cohort.rewards.load_rewards import BUILTINS
+from cohort.rewards.math_workers import MathWorkers
 from selection import slow
 
 TABLE = json.loads(Path(__file__).with_name("peer_rewards.json").read_text(encoding="utf-8"))
@@ -30,15 +30,6 @@ INPUTS = {
 }
 CASES = [pytest.param(case, id=f"{case['use']}-{i}") for i, case in enumerate(TABLE["cases"])]
 GRADED = ("accuracy", "cosine", "len", "reasoning_accuracy")  # each case starts a worker for math-verify
-
-
-def load(use, **options):
-    return BUILTINS[use](RewardContext(max_completion_tokens=8, sandbox=SharedSandbox(), **options))
-
-
-def call(function, **inputs):
-    parameters = keyword_parameters(function)
-    return function(**{name: value for name, value in inputs.items() if parameters.accepts(name)})
 
 
 def test_the_table_covers_every_name():
@@ -55,15 +46,9 @@ def _marks(use: str) -> list[pytest.MarkDecorator]:
     "case", [pytest.param(*case.values, id=case.id, marks=_marks(case.values[0]["use"])) for case in CASES]
 )
 def test_values_are_those_of_the_peer(case):
-    function = load(case["use"])
-    values = function(**_accepted(function), **case["args"])
+    values = call(load_builtin(case["use"], case["args"], workers=MathWorkers(count=1)), **INPUTS)
     assert values == [value if value is None else pytest.approx(value, abs=1e-12) for value in case["values"]]
     assert len({value for value in values if value is not None}) > 1  # the rows tell the values apart
-
-
-def _accepted(function):
-    parameters = keyword_parameters(function)
-    return {name: value for name, value in INPUTS.items() if parameters.accepts(name)}
 
 
 @pytest.mark.extras
@@ -104,14 +89,14 @@ near_texts = st.lists(st.sampled_from([*WHOLE, *PIECES]), max_size=4).flatmap(
 @given(text=near_texts | st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_the_linear_matcher_agrees_with_the_pattern(use, text):
     expected = re.match(PATTERNS[use], text, re.DOTALL | re.MULTILINE) is not None
-    assert load(use)([text]) == [float(expected)]
+    assert Builtin(use)([text]) == [float(expected)]
 
 
 def test_long_texts_take_linear_time():
     texts = ["<think>\n" + "\n</think>\n<answer>\n```python" * 100_000, "Step 1" * 300_000, "<think>" * 300_000]
     for use in ("open_r1.format", "open_r1.code_format", "open_r1.reasoning_steps"):
-        assert load(use)(texts) == [0.0, 0.0, 0.0]
-    assert load("trl.think_format")(texts) == [1.0, 0.0, 0.0]
+        assert Builtin(use)(texts) == [0.0, 0.0, 0.0]
+    assert Builtin("trl.think_format")(texts) == [1.0, 0.0, 0.0]
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -120,60 +105,61 @@ def test_long_texts_take_linear_time():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use": "trl.cosine"}, ["max_len must be a whole number at least 1, got None"]),
+        ({"use": "trl.cosine"}, ["rewards.0.args.max_len: missing"]),
         (
             {"use": "open_r1.cosine", "args": {"min_value_wrong": "low"}},
-            ["min_value_wrong must be a number, got 'low'"],
+            ["args.min_value_wrong: 'low': input should be a valid number"],
         ),
         ({"use": "trl.accuracy", "args": {"answer_column": "gold"}}, ["the column 'gold'", "Columns: solution"]),
-        ({"use": "trl.accuracy", "args": {"deadline_s": 0}}, ["deadline_s must be a number above 0, got 0"]),
+        ({"use": "trl.accuracy", "args": {"deadline_s": 0}}, ["args.deadline_s: 0: input should be greater than 0"]),
         (
             {"use": "trl.reasoning_accuracy", "args": {"reasoning_delimiters": "x"}},
-            ["must be a list of texts, got 'x'"],
+            ["args.reasoning_delimiters: 'x': must be a list"],
         ),
-        ({"use": "open_r1.repetition_penalty"}, ["'ngram_size'"]),
+        ({"use": "open_r1.repetition_penalty"}, ["args.ngram_size: missing", "args.max_penalty: missing"]),
         (
             {"use": "trl.repetition_penalty", "args": {"max_penalty": 1.5}},
-            ["max_penalty must be a number at most 0, got 1.5"],
+            ["args.max_penalty: 1.5: input should be less than or equal to 0"],
         ),
         (
             {"use": "trl.repetition_penalty", "args": {"ngram_size": 0}},
-            ["ngram_size must be a whole number at least 1"],
+            ["args.ngram_size: 0: input should be greater than or equal to 1"],
         ),
         (
             {"use": "open_r1.repetition_penalty", "args": {"ngram_size": 2, "max_penalty": -1, "language": "de"}},
-            ["language must be en or zh, got 'de'"],
+            ["args.language: 'de': input should be 'en' or 'zh'"],
         ),
         (
             {"use": "trl.soft_overlong", "args": {"max_completion_len": 8, "soft_punish_cache": 9}},
-            ["soft_punish_cache must be a whole number at least 0 and at most 8, got 9"],
+            ["args: soft_punish_cache: 9 must be at most max_completion_len, 8"],
         ),
         ({"use": "open_r1.code_format", "args": {"language": "("}}, ["'('", "not a regular expression"]),
-        ({"use": "open_r1.format", "args": {"pattern": "x"}}, ["takes no argument 'pattern'"]),
+        ({"use": "open_r1.format", "args": {"pattern": "x"}}, ["args.pattern: unknown key. It takes: none"]),
         ({"use": "open_r1.fromat"}, ["no built-in reward 'open_r1.fromat'; did you mean open_r1.format?"]),
     ],
 )
 def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
     with pytest.raises(UserError) as caught:
-        build_rewards([RewardConfig(**settings)], columns=["solution"], max_completion_tokens=8)
-    for word in ["rewards[0]", *words]:
+        build_rewards(configured(settings), columns=["solution"], max_completion_tokens=8)
+    assert str(caught.value).startswith(("rewards[0]", "rewards.0.args"))
+    for word in words:
         assert word in str(caught.value)
 
 
 def test_languages_of_rows():
     text = "<think>\na\n</think>\n<answer>\n```%s\nx\n```\n</answer>"
-    f = load("open_r1.code_format")
+    f = Builtin("open_r1.code_format")
     rows = {"language_column": "lang", "lang": ["cpp", "cpp"]}
     assert f([text % "cpp", text % "python"], **rows) == [1.0, 0.0]
 
 
 def test_chinese_words_are_those_of_jieba(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", types.SimpleNamespace(cut=iter))
-    f, args = load("open_r1.repetition_penalty"), {"ngram_size": 2, "max_penalty": -1.0, "language": "zh"}
+    f, args = Builtin("open_r1.repetition_penalty"), {"ngram_size": 2, "max_penalty": -1.0, "language": "zh"}
     assert f(["我我我", "我你他", "我"], **args) == [-0.5, 0.0, 0.0]
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(ValueError, match=r"needs the package jieba; install it with `pip install jieba`"):
-        f.required_columns(**args)
+        f.check()
 
 
 def test_penalties_only_shape_and_have_the_name_of_their_source():
@@ -190,10 +176,9 @@ def test_penalties_only_shape_and_have_the_name_of_their_source():
 def test_what_was_not_graded_is_not_scored():
     """A worker that does not answer in time; Open-R1's 1.0 is for gold answers that cannot be parsed, and no more."""
     for use in ("open_r1.accuracy", "open_r1.cosine", "open_r1.len", "trl.accuracy", "trl.cosine"):
-        f = load(use, timeout_s=1e-9)
-        args = {"max_len": 4} if use == "trl.cosine" else {}
+        f = load_builtin(use, {"max_len": 4} if use == "trl.cosine" else {}, timeout_s=1e-9)
         inputs = {"completions": ["$1$", "$12$"], "completion_ids": [[1], [2]], "solution": ["$1$", "$1$"]}
-        assert call(f, **inputs, **args) == [None, None]
+        assert call(f, **inputs) == [None, None]
         assert f.last_counts == {"out_of_time": 2}
         if use == "open_r1.len":  # equal lengths are not graded
             assert call(f, completions=["$1$", "$2$"], solution=["$1$", "$1$"]) == [0.0, 0.0]

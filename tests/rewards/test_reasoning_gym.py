@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from builtin_rewards import Builtin, load_builtin
 from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
-from cohort.rewards.reasoning_gym import ReasoningGymReward, answer_in_tags
+from cohort.rewards.reasoning_gym import answer_in_tags
 from cohort.rollout.environments.libraries.reasoning_gym import Answer, SandboxScorer
 from cohort.sandbox import Job, JobResult, SharedSandbox
 from cohort.sandbox.process import Limits
@@ -15,10 +16,10 @@ from cohort.sandbox.process import Limits
 COUNTDOWN = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
 
 
-def reward(*packages: str) -> ReasoningGymReward:
+def reward(*packages: str) -> Builtin:
     """With any sandbox, or a plain process."""
     config = SandboxConfig(packages=packages, confinement="none", max_concurrent=1)
-    return ReasoningGymReward(SharedSandbox(config))
+    return Builtin("reasoning_gym", sandbox=SharedSandbox(config))
 
 
 @pytest.mark.extras
@@ -29,7 +30,8 @@ def test_it_scores_as_the_dataset_does():
     columns = {key: [row[key] for row in rows] for key in ("question", "answer", "metadata")}
     columns["metadata"][1] = json.dumps(columns["metadata"][1])
     f = reward("reasoning-gym")
-    assert f.required_columns(dataset="chain_sum") == ("answer", "metadata")
+    f.check()
+    assert f.required_columns() == ("answer", "metadata")
     right = [f"<think>so</think><answer> {row['answer']} </answer>" for row in rows]
     assert f(right, **columns) == [1.0, 1.0, 1.0]
     assert f(right[:2], **{key: values[:2] for key, values in columns.items()}, dataset="chain_sum") == [1.0, 1.0]
@@ -37,7 +39,7 @@ def test_it_scores_as_the_dataset_does():
     assert f([row["answer"] for row in rows], **columns, answer_tags=False) == [1.0, 1.0, 1.0]
     assert f.last_counts == {}
     with pytest.raises(ValueError, match=r"no dataset 'chain_sun'; did you mean chain_sum\?"):
-        f.required_columns(dataset="chain_sun")
+        load_builtin("reasoning_gym", {"dataset": "chain_sun"}, sandbox=f.context.sandbox).check()
     with pytest.raises(UserError, match="the column 'metadata' holds 'x'"):
         f(["1"], answer=["1"], metadata=["x"])
 
@@ -76,7 +78,7 @@ def test_an_answer_that_is_a_program_does_not_run_in_this_process(monkeypatch):
     assert scores[1:4] == [None, 1.0, None] and scores[5] == 1.0, "the others are scored"
     assert f.last_counts == {"not_judged": 2}
     with pytest.raises(ValueError, match=r"No module named 'reasoning_gym'\); set sandbox.packages: \[reasoning-gym\]"):
-        reward().required_columns()
+        reward().check()
 
 
 class Scripted:

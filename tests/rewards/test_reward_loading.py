@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from builtin_rewards import Builtin, configured, load_builtin
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards, check_columns, load_reward
 from cohort.rewards.function import keyword_parameters, name_of
-from cohort.rewards.length import OverlongReward
 from cohort.rewards.math import MathReward
 from cohort.rewards.text import ExactReward, FormatReward
 from reward_samples import group, reward
@@ -155,18 +155,27 @@ def test_build_rewards_names_weights_and_defaults(folder):
     ("settings", "words"),
     [
         ({"use": "math"}, ["'math'", "the column 'answer'", "Columns: answers, difficulty", "did you mean answers?"]),
-        ({"use": "math", "args": {"answer_columm": "answers"}}, ["'answer_columm'", "did you mean answer_column?"]),
-        ({"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}}, ["deadline_s", "above 0, got 0"]),
+        (
+            {"use": "math", "args": {"answer_columm": "answers"}},
+            ["args.answer_columm: unknown key; did you mean answer_column? It takes: answer_column, deadline_s"],
+        ),
+        (
+            {"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}},
+            ["args.deadline_s: 0: input should"],
+        ),
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "(a"}}, ["'(a'", "not a regular expression"]),
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "but has 0"]),
-        ({"use": "format", "args": {"pattern": 5}}, ["pattern must be a string", "5"]),
+        ({"use": "format", "args": {"pattern": 5}}, ["args.pattern: 5: input should be a valid string"]),
         ({"use": "format", "args": {"pattern": "["}}, ["'['", "not a regular expression"]),
-        ({"use": "overlong"}, ["rewards[0].args: reward 'overlong'", "'buffer_tokens'"]),
+        ({"use": "overlong"}, ["rewards.0.args.buffer_tokens: missing; this key is required"]),
         (
             {"use": "overlong", "args": {"buffer_tokens": 9}},
-            ["buffer_tokens: 9 must be a whole number from 1 to 8, the most tokens that can be sampled"],
+            ["reward 'overlong': buffer_tokens: 9 must be at most 8, the most tokens that can be sampled"],
         ),
-        ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
+        (
+            {"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}},
+            ["args.penalty: -1: input should be"],
+        ),
         ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "did you mean scale?"]),
         ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
         ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is also a column of the dataset"]),
@@ -175,8 +184,9 @@ def test_build_rewards_names_weights_and_defaults(folder):
 )
 def test_settings_that_cannot_work_fail_before_the_run(folder, settings, words):
     with pytest.raises(UserError) as caught:
-        build_rewards([RewardConfig(**settings)], columns=["answers", "difficulty"], max_completion_tokens=8)
-    for word in ["rewards[0]", *words]:
+        build_rewards(configured(settings), columns=["answers", "difficulty"], max_completion_tokens=8)
+    assert str(caught.value).startswith(("rewards[0]", "rewards.0.args"))
+    for word in words:
         assert word in str(caught.value)
 
 
@@ -266,7 +276,7 @@ def test_importing_rewards_imports_no_heavy_library():
 
 
 def test_exact():
-    f = ExactReward()
+    f = Builtin("exact")
     assert f([" 42\n", "43", "42"], answer=[42, "42", None]) == [1.0, 0.0, None]
     texts = ["Answer: 1 then Answer: 2 ", [{"role": "assistant", "content": "Answer: 1"}], "none"]
     assert f(texts, pattern=r"Answer: (\d)", solution=["2", "2", "2"], answer_column="solution") == [1.0, 0.0, 0.0]
@@ -288,17 +298,17 @@ def test_exact():
     ],
 )
 def test_format_wants_one_think_block_and_an_answer(text, expected):
-    assert FormatReward()([text, [{"role": "assistant", "content": text}]]) == [expected, expected]
+    assert Builtin("format")([text, [{"role": "assistant", "content": text}]]) == [expected, expected]
 
 
 def test_format_pattern_and_linear_time():
-    assert FormatReward()(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
-    FormatReward()(["<think>" + " " * 2_000_000 + "</think>" + " <" * 1_000_000 + "<think>"])
+    assert Builtin("format")(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
+    Builtin("format")(["<think>" + " " * 2_000_000 + "</think>" + " <" * 1_000_000 + "<think>"])
 
 
 def test_overlong_is_the_soft_punishment_of_dapo():
     """Limit 16, buffer 4: free up to 12 tokens, then a quarter of the penalty for each."""
-    reward = OverlongReward(16)
+    reward = Builtin("overlong", max_completion_tokens=16)
     ids = [[0] * n for n in (1, 12, 13, 15, 16)]
     assert reward(completion_ids=ids, buffer_tokens=4) == [0.0, 0.0, -0.25, -0.75, -1.0]
     assert reward(completion_ids=ids, buffer_tokens=4, penalty=2.0)[2:] == [-0.5, -1.5, -2.0]
@@ -307,7 +317,9 @@ def test_overlong_is_the_soft_punishment_of_dapo():
 
 def test_a_reward_that_only_shapes_scores_nothing(folder):
     """The middle completion is as long as the limit, and nobody scored it; the last was scored, and is as long."""
-    overlong = reward(OverlongReward(2), name="overlong", args={"buffer_tokens": 1}, shapes=True)
+    overlong = reward(
+        load_builtin("overlong", {"buffer_tokens": 1}, max_completion_tokens=2), name="overlong", shapes=True
+    )
     judge = reward(lambda completions: [1.0, None, 1.0], name="judge")
     g = group("q", ["a", "b", "c"])
     lengths = (1, 2, 2)

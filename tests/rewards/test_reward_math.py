@@ -10,10 +10,12 @@ import threading
 import numpy as np
 import pytest
 
+from builtin_rewards import Builtin
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.math import MathReward, MathWorkers, gold_text, plain_verdict
+from cohort.rewards.math import gold_text, plain_verdict
 from cohort.rewards.math_worker import grade, latex_of_gold
+from cohort.rewards.math_workers import MathWorkers
 from reward_samples import MESSAGES, group, reward
 from waiting import PATIENCE_S, is_running, until
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def math_reward():
-    f = MathReward()
+    f = Builtin("math")
     yield f
     f.close()
 
@@ -95,18 +97,18 @@ def test_math_in_the_runner(math_reward):
 
 
 def test_plain_answers_need_no_worker():
-    f = MathReward(workers=MathWorkers(["/does/not/exist"]))
+    f = Builtin("math", workers=MathWorkers(["/does/not/exist"]))
     assert f([r"\boxed{5}", "6", "6"], answer=[5, "5", None]) == [1.0, 0.0, None]
     assert f.last_counts == {"gold_unparsable": 1}
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost():
-    f = MathReward(workers=MathWorkers(count=1))
+    f = Builtin("math", workers=MathWorkers(count=1))
     assert f(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
-    first = f._grader.workers.pids
+    first = f.grader.workers.pids
     os.kill(first[0], signal.SIGKILL)
     assert f(["0.5"], answer=["1/2"]) == [1.0]
-    assert f._grader.workers.pids != first
+    assert f.grader.workers.pids != first
     assert f.last_counts == {}
     f.close()
 
@@ -144,7 +146,7 @@ serve(answer)
 @pytest.fixture
 def fake_reward(tmp_path):
     def make(count=1, **options):
-        rewards.append(MathReward(workers=MathWorkers([*command, str(tmp_path)], count=count), **options))
+        rewards.append(Builtin("math", workers=MathWorkers([*command, str(tmp_path)], count=count), **options))
         return rewards[-1]
 
     rewards, command = [], [sys.executable, "-c", FAKE_WORKER]
@@ -188,14 +190,14 @@ def test_a_call_that_is_interrupted_ends_at_once(fake_reward):
             f(["hang", "b", "c"], answer=["g"] * 3, deadline_s=PATIENCE_S)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert f._grader.workers.pids == []
+    assert f.grader.workers.pids == []
     assert f(["a", "d"], answer=["g"] * 2) == [1.0, 1.0]
 
 
 def test_a_worker_killed_while_it_works(fake_reward):
     f = fake_reward()
     f(["a"], answer=["g"])
-    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), f._grader.workers.pids)
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), f.grader.workers.pids)
     killer.start()
     # Graded again by a second worker, which hangs on it too, until the deadline.
     assert f(["hang"], answer=["g"], deadline_s=0.6) == [None]
@@ -219,7 +221,7 @@ def test_the_budget_ends_a_call_of_many_slow_answers(fake_reward):
     ],
 )
 def test_a_worker_that_does_not_start_is_an_error(command, words):
-    f = MathReward(workers=MathWorkers(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
+    f = Builtin("math", workers=MathWorkers(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
     with pytest.raises(UserError) as caught:
         RewardRunner([reward(f, name="math")]).score([group("p", ["x = 1"], answer="1")])
     for word in ["reward 'math'", "failed to start", *words]:
@@ -231,7 +233,7 @@ def test_the_workers_do_not_outlive_their_parent():
     program = """
         import os, threading
         from concurrent.futures import ThreadPoolExecutor
-        from cohort.rewards.math import MathWorkers
+        from cohort.rewards.math_workers import MathWorkers
         workers = MathWorkers(count=2)
         with ThreadPoolExecutor(2) as threads:
             grade = lambda text: workers.grade("1/2", text, deadline_s=600)

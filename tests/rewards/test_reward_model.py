@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from cohort.config import RewardConfig
+from builtin_rewards import configured, load_builtin
+from cohort.config.rewards import ModelSettings
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.model import ModelReward
-from cohort.rewards.sequence_classifier import Classifier, ModelSettings
+from cohort.rewards.sequence_classifier import Classifier
 from json_server import serving
 from reward_models import MESSAGES, naive_scores, save_reward_model
 from reward_samples import group, reward
@@ -33,8 +33,12 @@ def three_labels(tmp_path_factory):
     return save_reward_model(tmp_path_factory.mktemp("rm3"), num_labels=3)
 
 
+def model_reward(**args):
+    return load_builtin("model", args, device="cpu")
+
+
 def scores_of(path, **args):
-    return ModelReward(train_device="cpu")(PROMPTS, COMPLETIONS, path=str(path), **args)
+    return model_reward(path=str(path), **args)(PROMPTS, COMPLETIONS)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 200, 16384])
@@ -69,8 +73,8 @@ def test_a_negative_padding_token_is_none(tmp_path):
 
 def test_an_output_that_is_not_finite_is_not_judged(folder, monkeypatch):
     monkeypatch.setattr(Classifier, "score", lambda self, texts, **_: [1.5, math.nan, math.inf])
-    f = ModelReward(train_device="cpu")
-    assert f(PROMPTS[:3], COMPLETIONS[:3], path=str(folder)) == [1.5, None, None]
+    f = model_reward(path=str(folder))
+    assert f(PROMPTS[:3], COMPLETIONS[:3]) == [1.5, None, None]
     assert f.last_counts == {"not_judged": 2, "not_finite": 2}
     assert "try args.dtype: bfloat16 or float32" in f.warnings[0]
 
@@ -88,16 +92,16 @@ def test_an_encoder_without_a_template_scores_plain_text(tmp_path):
         naive = [model(**tokenizer(t, return_tensors="pt", return_token_type_ids=False)).logits.item() for t in texts]
     prompts = ["2+2?", MESSAGES, MESSAGES]
     completions = ["4", *([{"role": "assistant", "content": text}] for text in ("twenty-two", "4, I think"))]
-    scores = ModelReward(train_device="cpu")(prompts, completions, path=str(tmp_path))
+    scores = model_reward(path=str(tmp_path))(prompts, completions)
     torch.testing.assert_close(scores, naive, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_long_texts_are_cut_and_counted(folder, side):
-    model = ModelReward(train_device="cpu")
+    model = model_reward(path=str(folder), max_tokens=20, truncate=side)
     told = []
     model.on_progress = lambda *how: told.append(how)
-    scores = model(PROMPTS, COMPLETIONS, path=str(folder), max_tokens=20, truncate=side)
+    scores = model(PROMPTS, COMPLETIONS)
     assert told == [(6, 6)]  # one batch; two of the 7 are equal
     assert model.last_counts == {"truncated": 2}
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -111,12 +115,12 @@ def test_long_texts_are_cut_and_counted(folder, side):
 
 
 def test_the_model_is_frozen_and_loaded_once(folder):
-    model = ModelReward(train_device="cpu")
-    model(PROMPTS, COMPLETIONS, path=str(folder))
+    model = model_reward(path=str(folder))
+    model(PROMPTS, COMPLETIONS)
     classifier = model._classifier
     assert not classifier.model.training and not any(p.requires_grad for p in classifier.model.parameters())
     assert classifier.model.dtype == torch.float32
-    model(PROMPTS, COMPLETIONS, path=str(folder))
+    model(PROMPTS, COMPLETIONS)
     assert model._classifier is classifier
 
 
@@ -140,7 +144,7 @@ def test_batches_are_halved_when_memory_runs_out(folder, monkeypatch):
 
 
 def checked(**args):
-    return build_rewards([RewardConfig(use="model", args=args)], columns=[], max_completion_tokens=8)
+    return build_rewards(configured({"use": "model", "args": args}), columns=[], max_completion_tokens=8)
 
 
 def test_wrong_arguments_of_a_model_in_this_process(folder, three_labels, tmp_path):
@@ -157,10 +161,13 @@ def test_wrong_arguments_of_a_model_in_this_process(folder, three_labels, tmp_pa
         ({"path": str(headless)}, r"has no weights for score.weight; its scores would be random"),
         ({"path": str(three_labels)}, "label: the model has 3 outputs; choose one of LABEL_0, LABEL_1, LABEL_2"),
         ({"path": str(three_labels), "label": "LABEL_9"}, "label: the model has no output 'LABEL_9'; did you mean"),
-        ({"path": str(folder), "device": "gpu"}, "device: 'gpu' must be train, cpu, cuda or cuda:N"),
-        ({"path": str(folder), "dtype": "int8"}, "dtype must be auto or float32 or bfloat16 or float16, got 'int8'"),
-        ({"path": str(folder), "truncate": "middle"}, "truncate must be left or right"),
-        ({"path": str(folder), "max_tokens": 0}, "max_tokens must be a whole number at least 1, got 0"),
+        ({"path": str(folder), "device": "gpu"}, "args.device: 'gpu': must be train, cpu, cuda or cuda:N"),
+        (
+            {"path": str(folder), "dtype": "int8"},
+            "args.dtype: 'int8': input should be 'auto', 'float32', 'bfloat16' or 'float16'",
+        ),
+        ({"path": str(folder), "truncate": "middle"}, "args.truncate: 'middle': input should be 'left' or 'right'"),
+        ({"path": str(folder), "max_tokens": 0}, "args.max_tokens: 0: input should be greater than or equal to 1"),
         ({"path": str(folder), "api": "json"}, "api: has no effect with path; remove it"),
         ({"path": str(folder), "url": "http://x"}, "path or url: give one of them"),
         ({}, "path or url: give one of them"),
@@ -169,7 +176,7 @@ def test_wrong_arguments_of_a_model_in_this_process(folder, three_labels, tmp_pa
         ({"url": f"http://127.0.0.1:{free_port()}"}, "/pooling does not answer .*start the server first"),
     ]
     for args, message in cases:
-        with pytest.raises(UserError, match=rf"rewards\[0\].args: reward 'model': .*{message}"):
+        with pytest.raises(UserError, match=rf"rewards(\[0\].args: reward 'model': .*|\.0\..*){message}"):
             checked(**args)
     assert checked(path=str(folder))[0].name == "model"
 
@@ -255,7 +262,7 @@ RESULT = {"role": "tool", "content": "4"}
 )
 def test_the_exact_messages_that_a_model_is_sent(prompt, completion, messages):
     with serving(lambda body: {"data": [{"data": [1.0]}]} if "task" in body else {"scores": [1.0]}) as server:
-        assert ModelReward()([prompt], [completion], url=server.url) == [1.0]
+        assert model_reward(url=server.url)([prompt], [completion]) == [1.0]
         assert server.bodies[-1]["messages"] == messages
-        assert ModelReward()([prompt], [completion], url=server.url, api="json") == [1.0]
+        assert model_reward(url=server.url, api="json")([prompt], [completion]) == [1.0]
         assert server.bodies[-1] == {"prompts": [prompt], "completions": [completion]}

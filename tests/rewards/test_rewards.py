@@ -18,9 +18,9 @@ import pytest
 import sympy
 import torch
 
+from builtin_rewards import load_builtin
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from cohort.rewards.text import ExactReward
 from commands import set_up
 from reward_samples import MESSAGES, group, reward, score_texts
 from tiny import write_jsonl
@@ -116,7 +116,7 @@ def test_a_function_that_changes_its_lists_changes_nothing_for_the_next():
 
 
 def test_a_column_named_like_an_argument_of_a_builtin_is_not_that_argument():
-    runner = RewardRunner([reward(ExactReward())])
+    runner = RewardRunner([reward(load_builtin("exact"))])
     assert runner.score([group("p", ["4"], answer=4, pattern="a column")])[0].rewards.tolist() == [1.0]
 
 

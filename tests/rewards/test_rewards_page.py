@@ -6,8 +6,10 @@ from pathlib import Path
 import yaml
 
 from cohort.config import RewardConfig, config_from_dict
+from cohort.config.rewards import REWARD_SETTINGS
 from cohort.rewards import build_rewards
 from cohort.rewards.load_rewards import BUILTINS
+from reward_arguments import with_arguments
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
@@ -24,9 +26,15 @@ def test_every_reward_has_a_configuration_that_loads():
 
 
 def test_every_reward_is_described():
-    headings = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
+    headings = re.findall(r"^### `(\w+)`$", PAGE, re.MULTILINE)
     rows = re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, re.MULTILINE)
-    assert {*re.findall(r"`([\w.]+)`", " ".join(headings)), *rows} == BUILTINS.keys()
+    assert {*headings, *rows} == BUILTINS.keys() == REWARD_SETTINGS.keys()
+    tables = re.findall(r"^<!-- arguments of (\w+), made", PAGE, re.MULTILINE)
+    assert {*tables} == {*headings, "criteria", "other_trainers"}
+
+
+def test_the_tables_of_arguments_are_current():
+    assert with_arguments(PAGE) == PAGE, "run `make docs`"
 
 
 def test_combinations_are_valid():

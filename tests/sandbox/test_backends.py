@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from builtin_rewards import Builtin
 from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
-from cohort.rewards.code import CodeReward
 from cohort.sandbox import Job, Sandbox, SharedSandbox, open_sandbox
 from cohort.sandbox import choose as choosing
 from cohort.sandbox import fork_server as launching
@@ -123,7 +123,7 @@ def test_programs_of_another_language(backend, compiler):
     tests = {"inputs": ["1", "21"], "outputs": ["2", "42"]}
     assert graded(sandbox, code, tests, language=c) == 1.0
     assert graded(sandbox, code.replace("2 * a", "3 * a"), tests, language=c) == 0.0
-    reward = CodeReward(sandbox)
+    reward = Builtin("code", sandbox=sandbox)
     assert reward(["```c\nint main() {\n```"], tests=[tests], language=c) == [0.0]
     assert "error" in reward.last_details[0]
 
@@ -162,7 +162,7 @@ def test_packages_in_a_folder_that_is_hidden(backend):
     config = SandboxConfig(backend=backend, **LIMITS)
     sandbox = choosing._with_backend(choosing._BACKENDS[backend](interpreter, config), config, interpreter)
     code = f"import sys\nsys.path.append({str(site)!r})\ndef f(name):\n    return __import__(name).value\n"
-    reward = CodeReward(sandbox)
+    reward = Builtin("code", sandbox=sandbox)
     tests = ["assert f('asked') == 5", "assert f('other') == 5"]
     assert reward([code], tests=[tests], score="fraction") == [0.5], reward.last_details
     fill = f"def f():\n    open({str(site / 'new')!r}, 'wb').write(bytes(100_000))\n    return 1\n"

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from cohort.rewards.code import CodeReward
+from builtin_rewards import Builtin
 from cohort.sandbox import Job
 from cohort.sandbox.probe import probe, set_out
 from cohort.sandbox.process import descendants
@@ -98,7 +98,7 @@ def test_early_exits_and_forged_output_fail_in_a_shared_interpreter(sandbox, cod
 
 
 def test_the_shared_interpreter_is_named_in_the_results(sandbox):
-    reward = CodeReward(sandbox)
+    reward = Builtin("code", sandbox=sandbox)
     assert reward([HONEST, HONEST, HONEST], tests=[SHARED, PYTEST, CALLS]) == [1.0, 1.0, 1.0]
     assert reward.last_counts == {"shared_interpreter": 2}
     assert reward.last_details == [
@@ -133,7 +133,7 @@ def f(x):
 
 def test_expected_values_are_not_in_the_sandbox(sandbox):
     tests = [{"call": "f(1)", "expected": False}, {"call": "str(1)", "expected": "57005"}]
-    reward = CodeReward(sandbox)
+    reward = Builtin("code", sandbox=sandbox)
     assert reward([SEARCH], tests=[tests], score="fraction") == [0.5]
     control = [{"call": "f(1)", "expected": True}, {"call": "str(57005)", "expected": "57005"}]
     assert graded(sandbox, SEARCH, control) == 1.0

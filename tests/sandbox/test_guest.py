@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
+from builtin_rewards import Builtin
 from cohort.config.hardware import SandboxConfig
-from cohort.rewards.code import CodeReward
 from cohort.sandbox.backends import Unconfined
 from cohort.sandbox.interpreter import find_interpreter, new_folder
 from cohort.sandbox.pool import Sandbox
@@ -120,7 +120,7 @@ def test_one_is_not_true():
 def test_a_program_cannot_outlast_its_time():
     regrouped = "import os, time\nos.setpgid(0, os.getppid())\ntime.sleep(60)"
     flood = "import os\nwhile True:\n    os.write(2, b'x' * 100)"
-    reward = CodeReward(sandbox())
+    reward = Builtin("code", sandbox=sandbox())
     for code in (regrouped, flood):
         assert reward([code], tests=[SUM], case_s=0.1) == [0.0]
         assert json.loads(reward.last_details[0])["tests"][0].startswith("timeout")

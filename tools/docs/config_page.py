@@ -45,7 +45,7 @@ def render() -> str:
 
 def _shared_rows(sections: Sequence[type[BaseModel]]) -> list[str]:
     """Return the rows of the keys that all sections have, with the same meaning."""
-    return [row for row in _rows(sections[0]) if all(row in _rows(section) for section in sections)]
+    return [row for row in key_rows(sections[0]) if all(row in key_rows(section) for section in sections)]
 
 
 def _section(name: str, section: type[BaseModel], *, optional: bool, without: Collection[str] = ()) -> str:
@@ -57,7 +57,9 @@ def _section(name: str, section: type[BaseModel], *, optional: bool, without: Co
         title += " (a list of these)"
     if not optional:
         title += ", required"
-    return _table(title, inspect.cleandoc(section.__doc__ or ""), [row for row in _rows(section) if row not in without])
+    return _table(
+        title, inspect.cleandoc(section.__doc__ or ""), [row for row in key_rows(section) if row not in without]
+    )
 
 
 def _table(title: str, text: str, rows: Sequence[str]) -> str:
@@ -65,14 +67,14 @@ def _table(title: str, text: str, rows: Sequence[str]) -> str:
     return "\n".join([f"## {title}", "", text, "", head, *rows, ""])
 
 
-def _rows(section: type[BaseModel]) -> list[str]:
+def key_rows(section: type[BaseModel]) -> list[str]:
     """Return the row of each key."""
     rows = []
     for key, field in section.model_fields.items():
         meaning = (field.description or "").replace("|", "\\|")
         if section is AlgorithmConfig and (components := components_reading(key)):
             meaning += " Read by " + ", ".join(f"`{name}`" for name in components) + "."
-        rows.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+        rows.append(f"| `{field.alias or key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
     return rows
 
 

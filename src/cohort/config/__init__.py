@@ -2,7 +2,7 @@
 
 from cohort.config.algorithm import AlgorithmConfig, CustomFunction
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component
-from cohort.config.data import EvalConfig, RewardConfig
+from cohort.config.data import EvalConfig
 from cohort.config.load import CONFIG_HEADER, config_from_dict, load_config, to_yaml
 from cohort.config.model import AdapterConfig, CriticConfig, ModelConfig, Quantization, ReferenceConfig
 from cohort.config.optim import (
@@ -13,6 +13,7 @@ from cohort.config.optim import (
     OptimConfig,
     SgdConfig,
 )
+from cohort.config.rewards import RewardConfig
 from cohort.config.rollout import (
     ENGINES,
     AutoRolloutConfig,

@@ -1,12 +1,11 @@
-"""The sections `data`, `rewards` and `eval`."""
+"""The sections `data` and `eval`."""
 
-from difflib import get_close_matches
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from cohort.config.objects import is_unnamed
-from cohort.config.section import DataPath, FunctionPath, Section, find_argument_paths
+from cohort.config.section import DataPath, Section
 
 
 def _refuse_choice_of_split(section: "DataConfig | EvalConfig", field: str) -> None:
@@ -52,83 +51,6 @@ class DataConfig(Section):
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
-        return self
-
-
-class RewardConfig(Section):
-    """One reward function."""
-
-    use: FunctionPath = Field(
-        description="A built-in reward (docs/rewards.md lists them), `file.py:function` or `package.module:function`."
-    )
-    weight: float = Field(1.0, description="Weight of this reward in the sum.")
-    name: str | None = Field(None, min_length=1, description="Name in metrics. Default: the function's name.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Extra keyword arguments for the function. Those of a built-in reward may also stand beside `use`.",
-    )
-    where: dict[str, str | int | float | bool | list[str | int | float | bool]] = Field(
-        default_factory=dict,
-        description="Rows that this reward is for, by columns, such as {source: math} or {source: [math, gsm8k]}. It "
-        "does not score others.",
-    )
-    scale: float | tuple[float, float] = Field(
-        1.0, description="Multiply the reward by this, before `clip`; [low, high]: map low to 0 and high to 1."
-    )
-    clip: tuple[float, float] | None = Field(None, description="Limit the scaled reward to [low, high].")
-    gate: bool = Field(
-        False,
-        description="Rewards after this one are 0 for completions for which it is below 1, and are not computed. A "
-        "completion that it does not score is not scored by them.",
-    )
-    timeout_s: float = Field(300.0, gt=0, description="Timeout in seconds for scoring one step's completions.")
-    isolate: bool = Field(
-        False,
-        description="Run your own function in a child process. If it crashes, exits or misses `timeout_s`, the "
-        "completions are not judged, and the process is started again.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _collect_args(cls, values: Any) -> Any:
-        """Move arguments of a built-in reward that are written beside `use` into `args`."""
-        if callable(values):
-            return {"use": values}
-        if not isinstance(values, dict) or callable(values.get("use")) or ":" in str(values.get("use", ":")):
-            return values
-        keys = list(cls.model_fields)
-        # a key like one of ours is a misspelling of it
-        beside = {key: value for key, value in values.items() if not get_close_matches(str(key), keys, cutoff=0.8)}
-        args = values.get("args", {})
-        if not beside or not isinstance(args, dict):
-            return values
-        if both := sorted(beside.keys() & args.keys()):
-            raise ValueError(f"{both[0]}: is given beside `use` and in args; remove one of the two")
-        return {**{key: value for key, value in values.items() if key not in beside}, "args": {**beside, **args}}
-
-    @field_validator("args")
-    @classmethod
-    def _find_paths(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        return find_argument_paths(info.data.get("use", ""), args, info)
-
-    @model_validator(mode="after")
-    def _check_ranges(self) -> Self:
-        if self.isolate and ":" not in self.use:
-            raise ValueError(
-                f"isolate: true is for functions of your own, such as my_rewards.py:score, and {self.use!r} is built "
-                "in; remove it"
-            )
-        if self.isolate and is_unnamed(self.use):
-            raise ValueError(
-                f"isolate: true needs a function that another process can import, and {self.use!r} is not one: define "
-                "it at the top level of a file, or remove isolate"
-            )
-        for key in ("scale", "clip"):
-            given = getattr(self, key)
-            if isinstance(given, tuple) and not given[0] < given[1]:
-                raise ValueError(f"{key}: [{given[0]:g}, {given[1]:g}] must be [low, high] with low below high")
-        if self.scale == 0:
-            raise ValueError("scale: 0 makes every reward 0; leave this reward out, or set weight: 0 to only log it")
         return self
 
 

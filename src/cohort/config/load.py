@@ -12,9 +12,10 @@ from pydantic_core import ErrorDetails
 
 from cohort.config.algorithm import unknown_name
 from cohort.config.other_trainers import explain_trl_key
+from cohort.config.rewards import REWARD_SETTINGS
 from cohort.config.rollout import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
-from cohort.errors import UserError, did_you_mean
+from cohort.errors import UserError, did_you_mean, suggest
 
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 100
@@ -259,7 +260,9 @@ def _explain_all(errors: Sequence[ErrorDetails], raw: Mapping[str, Any]) -> str:
 def _explain_unknown_key(error: ErrorDetails, field: str, raw: Mapping[str, Any], list_keys: bool) -> str:
     """Suggest what an unknown key was meant to be, and list the keys of its section."""
     *place, key = map(str, error["loc"])
-    section, name = _section_at(error["loc"]), field.rpartition(".")[0] or "the configuration"
+    section, name = _section_at(error["loc"], raw), field.rpartition(".")[0] or "the configuration"
+    if place[:1] == ["rewards"] and "args" in place:
+        return f"{field}: unknown key{suggest(key, _keys(section), 'It takes')}"
     if of_trl := explain_trl_key(key, error["input"], raw):
         return f"{field}: unknown key; {key} is TRL's: {of_trl}"
     text = f"{field}: unknown key{_nearest_key(key, section)}"
@@ -275,7 +278,7 @@ def _explain_unknown_key(error: ErrorDetails, field: str, raw: Mapping[str, Any]
 
 def _explain(error: ErrorDetails, raw: Mapping[str, Any], *, list_keys: bool) -> str:
     """Format one pydantic error as `field: value, rule, what works`; list a section's keys for an unknown one."""
-    loc, section = list(error["loc"]), _section_at(error["loc"])
+    loc, section = list(error["loc"]), _section_at(error["loc"], raw)
     if loc and loc[0] in UNIONS and len(loc) > 1:  # a discriminated union puts the chosen name into the location
         del loc[1]
     field = ".".join(str(p) for p in loc)
@@ -296,7 +299,8 @@ def _explain(error: ErrorDetails, raw: Mapping[str, Any], *, list_keys: bool) ->
             keys = f", such as {{{UNIONS[field]}: {list(_members(field))[-1]}}}"
         message = f"a section is a mapping of keys{keys}"
     if kind == "tuple_type":
-        message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
+        example = "[{use: math}]" if field == "rewards" else "[tensorboard]"
+        message = "must be a list" + f", such as {example}" * (".args." not in field)
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     return f"{field}: {shown}: {message[0].lower()}{message[1:]}"
 
@@ -316,10 +320,18 @@ def _members(name: str) -> dict[str, type[BaseModel]]:
     return {section.model_fields[UNIONS[name]].default: section for section in _SECTIONS[name]}
 
 
-def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
+def _keys(section: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _section_at(loc: Sequence[str | int], raw: Mapping[str, Any]) -> type[BaseModel]:
     """Return the section class at an error's location."""
     if not loc or loc[0] not in _SECTIONS:
         return Config
+    if loc[0] == "rewards" and loc[2:3] == ("args",):
+        settings = REWARD_SETTINGS[raw["rewards"][loc[1]]["use"]]
+        field = settings.model_fields.get(str(loc[3])) if len(loc) > 4 else None  # of several keys, such as `criteria`
+        return next(iter(sections_in(field.annotation)), settings) if field else settings
     section, keys = _SECTIONS[str(loc[0])][0], list(loc[1:])
     if loc[0] in UNIONS and keys:
         section = _members(str(loc[0])).get(str(keys.pop(0)), section)

@@ -9,10 +9,11 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import critic_algorithms, single_completion_algorithms, suggest_instead
-from cohort.config.data import DataConfig, EvalConfig, RewardConfig
+from cohort.config.data import DataConfig, EvalConfig
 from cohort.config.hardware import HardwareConfig, SandboxConfig
 from cohort.config.model import CriticConfig, ModelConfig, Quantization, ReferenceConfig, check_run
 from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
+from cohort.config.rewards import RewardConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
 from cohort.config.section import Section, Size, expand_home, must_be, number_or
 

@@ -6,7 +6,7 @@ it is: a Hub id, or missing, which whoever reads it reports. A `KeptPath` may be
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from typing import Annotated, Any, get_args
 
@@ -137,18 +137,6 @@ def find_function(use: str, info: ValidationInfo) -> str:
     """Make the file of `file.py:function` absolute."""
     file, colon, function = use.rpartition(":")
     return f"{_find(file, info)}:{function}" if colon and file.endswith(".py") else use
-
-
-_ARGUMENT_PATHS = {  # arguments of built-in rewards that are paths
-    "model": {"path": _find},
-    "judge": {"prompt": _find, "cache": _find_or_place},
-}
-
-
-def find_argument_paths(use: str, args: Mapping[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Make the paths among the arguments of a built-in reward absolute."""
-    found = {name: find for name, find in _ARGUMENT_PATHS.get(use, {}).items() if isinstance(args.get(name), str)}
-    return {**args, **{name: find(args[name], info) for name, find in found.items()}}
 
 
 def _find_python(path: str, info: ValidationInfo) -> str:

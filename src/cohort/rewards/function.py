@@ -3,68 +3,15 @@
 import functools
 import importlib
 import inspect
-import math
 import numbers
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Protocol, runtime_checkable
 
 from cohort.errors import UserError
+from cohort.rewards.caught import Caught
 from cohort.rewards.completion_text import excerpt
-
-
-def check_number(
-    name: str,
-    value: object,
-    *,
-    minimum: float = -math.inf,
-    maximum: float = math.inf,
-    above: float = -math.inf,
-    whole: bool = False,
-) -> None:
-    """Check an argument that must be a finite number.
-
-    Args:
-        name: the argument's name, for the message.
-        value: what was given, of any type.
-        minimum: smallest allowed value.
-        maximum: largest allowed value.
-        above: exclusive lower bound.
-        whole: only integers.
-
-    Raises:
-        ValueError: `value` is not such a number.
-    """
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if is_number and abs(value) < math.inf and minimum <= value <= maximum and value > above:  # type: ignore[arg-type,operator]
-        return
-    bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {minimum:g}"] * (minimum > -math.inf)
-    bounds += [f"at most {maximum:g}"] * (maximum < math.inf)
-    kind = "a whole number" if whole else "a number"
-    raise ValueError(f"{name} must be {' '.join([kind, ' and '.join(bounds)]).strip()}, got {value!r}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Check an argument that must be true or false.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check an argument that must be one of a few words.
-
-    Raises:
-        ValueError: it is another.
-    """
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
 
 
 def require_package(name: str, *, extra: str) -> None:
@@ -79,31 +26,6 @@ def require_package(name: str, *, extra: str) -> None:
         raise ValueError(
             f"needs the package {error.name}; install it with `pip install 'cohort-rl[{extra}]'`"
         ) from error
-
-
-def compile_pattern(pattern: object, *, flags: int = 0, num_groups: int | None = None) -> re.Pattern[str]:
-    """Compile the argument `pattern` of a built-in reward.
-
-    Args:
-        pattern: regular expression.
-        flags: flags of the `re` module.
-        num_groups: required number of groups; None means any.
-
-    Raises:
-        ValueError: not a string, not a regular expression, or a different number of groups.
-    """
-    if not isinstance(pattern, str):
-        raise ValueError(f"pattern must be a string with a regular expression, got {pattern!r}")
-    try:
-        regex = re.compile(pattern, flags)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
-    if num_groups is not None and regex.groups != num_groups:
-        raise ValueError(
-            f"pattern {pattern!r} must have exactly {num_groups} group for the answer, but has {regex.groups}; "
-            r"for example 'Answer: (\d+)', with (?:...) for other groups"
-        )
-    return regex
 
 
 TRL_NAMES = ("trainer_state", "log_metric", "log_extra")
@@ -215,7 +137,7 @@ class RewardFunction:
 
 @runtime_checkable
 class ChecksArguments(Protocol):
-    """A reward that can validate its `args` before the run. Built-in rewards do; user functions may."""
+    """A function of the user that can validate its `args` before the run."""
 
     def required_columns(self, **args: Any) -> Sequence[str]:
         """Return the dataset columns that the reward needs with these `args`.
@@ -237,6 +159,28 @@ class ChecksRows(Protocol):
             UserError: the reward cannot score it; the message names the column, its value and what works.
         """
         ...
+
+
+class Reports:
+    """What a reward may tell beside its values. Functions of users may have these attributes, too."""
+
+    shapes: bool = False  # only shapes others: a completion scored by no other reward counts as not scored
+    notes: Sequence[str] = ()  # for the start of the run
+    warnings: Sequence[str] = ()  # for the run's summary
+    last_warnings: Sequence[str] = ()  # of the last call
+    last_counts: Mapping[str, int] = MappingProxyType({})  # completions of the last call by what is noteworthy
+    # of the last call: one text for each completion, or those of several columns
+    last_details: Sequence[str | None] | Mapping[str, Sequence[str | None]] | None = None
+    last_caught: tuple[Caught, int] | None = None  # exceptions of the first call in a process, and its completions
+
+
+def reports_of(function: Callable[..., Any]) -> Reports:
+    """Return what a reward tells at the moment."""
+    if isinstance(function, Reports):
+        return function
+    told = Reports()
+    vars(told).update({name: getattr(function, name) for name in Reports.__annotations__ if hasattr(function, name)})
+    return told
 
 
 @runtime_checkable
@@ -289,30 +233,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     if isinstance(function, MethodType) or not hasattr(function, "__wrapped__"):
         return inspect.signature(function)
     return _signature(function.__wrapped__)
-
-
-def reward_arguments(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a reward's own `args` if it implements `ChecksArguments`; else none."""
-    return keyword_parameters(function.required_columns).names if isinstance(function, ChecksArguments) else frozenset()
-
-
-def column_keyword(name: str, taken: Collection[str]) -> str:
-    """Return the keyword under which a reward gets a column: its name, or `column:NAME` if that is taken."""
-    return f"column:{name}" if name in taken else name
-
-
-def column_values(
-    columns: Mapping[str, Sequence[Any]], name: str, default: Sequence[Any] | None = None
-) -> Sequence[Any]:
-    """Return the values of a column among a reward's `**columns`, under either keyword (see `column_keyword`).
-
-    Raises:
-        KeyError: there is no such column, and no default.
-    """
-    values = columns.get(f"column:{name}", columns.get(name, default))
-    if values is None:
-        raise KeyError(name)
-    return values
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -11,8 +11,7 @@ from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import isolated_child
 from cohort.rewards.call import NotANumber
-from cohort.rewards.caught import Caught
-from cohort.rewards.function import ON_REQUEST, TRL_NAMES, TrainerProgress
+from cohort.rewards.function import ON_REQUEST, TRL_NAMES, Reports, TrainerProgress
 from cohort.rollout.environments.child_process import START_TIMEOUT_S, ChildError, ChildProcess, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure
@@ -22,15 +21,13 @@ _GRACE_S = 10.0  # to kill a child
 _MAX_MESSAGES = 3  # in the summary
 
 
-class IsolatedReward:
+class IsolatedReward(Reports):
     """An asynchronous reward function that calls the user's function in a child process.
 
     Completions are not judged (None), and counted by `last_counts`, if the process ends or misses the deadline. The
     next call starts a new process. Exceptions of the function, and values that are not numbers, end the run as those of
     other functions do.
     """
-
-    calls_user_code = True  # it takes TRL's arguments
 
     def __init__(self, config: RewardConfig, *, field: str) -> None:
         """Start the child process, load the function, and read its signature.
@@ -42,10 +39,6 @@ class IsolatedReward:
         Raises:
             UserError: the function does not load, or cannot be isolated.
         """
-        self.warnings: list[str] = []  # for the run's summary
-        self.last_warnings: list[str] = []  # of the last call
-        self.last_counts: dict[str, int] = {}
-        self.last_caught: tuple[Caught, int] | None = None  # of the first call in a process, of so many completions
         self._timeout_s = config.timeout_s
         self._use = config.use
         self._name = config.name or config.use
@@ -165,9 +158,8 @@ class IsolatedReward:
         self._end()
         self.last_counts = {"not_judged": len(completions)}
         text = f"warning: {self._code.name} did not judge {len(completions)} completions: {why}"
-        self.last_warnings.append(text)
-        if len(self.warnings) < _MAX_MESSAGES:
-            self.warnings.append(text)
+        self.last_warnings = [text]
+        self.warnings = [*self.warnings, text][:_MAX_MESSAGES]
         return [None] * len(completions)
 
 

@@ -19,6 +19,7 @@ from cohort.rewards.function import (
     is_async,
     keyword_parameters,
     name_of,
+    reports_of,
 )
 
 _MAX_TRACEBACK_CHARACTERS = 20_000
@@ -42,7 +43,7 @@ def describe(use: str, field: str) -> dict[str, Any]:
         "required": parameters.required,
         "positional_only": parameters.positional_only,
         "has_var_keyword": parameters.has_var_keyword,
-        "shapes": bool(getattr(function, "shapes", False)),
+        "shapes": bool(reports_of(function).shapes),
         "checks": isinstance(function, ChecksArguments),
     }
 

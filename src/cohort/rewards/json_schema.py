@@ -6,61 +6,49 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from cohort.config.rewards import JsonSchemaSettings
 from cohort.errors import UserError
+from cohort.rewards.builtin import BuiltinReward, Columns
 from cohort.rewards.completion_text import answer_text, excerpt
-from cohort.rewards.function import column_values, require_package
+from cohort.rewards.function import require_package
 
 _FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)
 _MAX_CHARS = 200_000  # of JSON: half a second for 100,000 numbers
 
 
-class JsonSchemaReward:
+class JsonSchemaReward(BuiltinReward[JsonSchemaSettings]):
     """1.0 for valid JSON, else 0.0; None if the row has no schema.
 
     The JSON is the last fenced block (three backticks, alone or with `json`), else the whole text, behind the last
     `</think>`. NaN and infinities are not JSON, and more than 200,000 characters are not read. References to other
     documents are not resolved.
-
-    Arguments (in `rewards[i].args`), one of:
-        schema: the JSON schema, as YAML.
-        schema_column: dataset column with each row's schema, as JSON text or as a mapping.
     """
 
-    def required_columns(
-        self, *, schema: Mapping[str, Any] | bool | None = None, schema_column: str | None = None
-    ) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        if (schema is None) == (schema_column is None):
-            raise ValueError("give either schema or schema_column")
-        require_package("jsonschema", extra="json-schema")
-        if schema is not None:
-            _validator(json.dumps(schema))
-        return () if schema_column is None else (schema_column,)
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return () if self.settings.schema_column is None else (self.settings.schema_column,)
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        schema: Mapping[str, Any] | bool | None = None,
-        schema_column: str | None = None,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def check(self) -> None:
+        """See `BuiltinReward`."""
+        require_package("jsonschema", extra="json-schema")
+        if self.settings.schema_ is not None:
+            _validator(json.dumps(self.settings.schema_))
+
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
             UserError: a value of the schema column is not a schema.
         """
-        if schema_column is None:
-            given: Sequence[Any] = [schema] * len(completions)
-        else:
-            given = column_values(columns, schema_column)
+        column = self.settings.schema_column
+        given: Sequence[Any] = [self.settings.schema_] * len(completions) if column is None else columns[column]
         schemas = [value if value is None or isinstance(value, str) else json.dumps(value) for value in given]
         rewards: list[float | None] = []
         for completion, text in zip(completions, schemas, strict=True):
             try:
                 validator = None if text is None else _validator(text)
             except ValueError as error:
-                raise UserError(f"the column {schema_column!r} holds {excerpt(text)}: {error}") from error
+                raise UserError(f"the column {column!r} holds {excerpt(text)}: {error}") from error
             rewards.append(None if validator is None else float(_is_valid(validator, answer_text(completion))))
         return rewards
 

@@ -5,21 +5,20 @@ import json
 import math
 import os
 import re
-from collections import Counter
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
-from cohort.config import RewardConfig
+from cohort.config.rewards import REPLY, CriterionSettings, JudgeSettings, RewardConfig
 from cohort.config.section import expand_home
 from cohort.errors import UserError, suggest
+from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.completion_text import excerpt, transcript
-from cohort.rewards.function import check_number, column_values, compile_pattern, keyword_parameters
-from cohort.rewards.remote import Failure, RemoteClient, check_endpoint_arguments
+from cohort.rewards.remote import Failure, NotJudged, RemoteClient
 
 ROLLOUT_PLACEHOLDERS = ("prompt", "completion")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
@@ -46,14 +45,12 @@ class JudgePrompt:
         return _PLACEHOLDER.sub(value, self.text)
 
 
-def read_prompt(path: object) -> JudgePrompt:
+def read_prompt(path: str) -> JudgePrompt:
     """Read a prompt file.
 
     Raises:
         ValueError: it cannot be read, is empty, or does not show the completion.
     """
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"prompt: {path!r} must be a file with the judge's prompt")
     try:
         text = Path(expand_home(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +69,7 @@ def prompt_hashes(rewards: Sequence[RewardConfig]) -> dict[str, str]:
         if reward.use != "judge":
             continue
         try:
-            prompt = read_prompt(reward.args.get("prompt"))
+            prompt = read_prompt(reward.args["prompt"])
         except ValueError:  # an error when the reward is loaded
             continue
         hashes[f"rewards.{i}.args.prompt"] = hashlib.sha256(prompt.text.encode()).hexdigest()
@@ -85,72 +82,91 @@ def content_key(content: Any) -> str:
 
 
 class ReplyCache:
-    """Replies in a JSON-lines file, one line for each. Several processes may use the same file.
+    """Replies in an SQLite file. Several processes may use the same file, and one that is killed loses no reply."""
 
-    A line is appended by one write, so a killed process leaves at most a last line that does not end, which is skipped.
-    Only keys and positions are in memory.
-    """
-
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, lines: Path | None = None) -> None:
         """Open or create a cache.
 
         Args:
             path: the file; None: in memory only.
+            lines: a file that may hold replies in JSON lines, which a new cache imports. It may be `path` itself.
+
+        Raises:
+            UserError: the file cannot be opened.
         """
         self.path = path
-        self._places: dict[str, tuple[int, int]] = {}  # key -> offset and bytes of its line
-        self._in_memory: dict[str, str] = {}
-        self._read_to = 0
-        self._file = -1
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._read_lines()
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+        self._in_memory: dict[str, str] = {}  # what the disk did not take
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if lines is not None and (lines == path or not path.exists()) and _is_json_lines(lines):
+                    _import_lines(lines, path)
+            self._database = _open_database(path or ":memory:")
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"args.cache: {str(path)!r} cannot be opened: {error}; set it to another file, on a local disk"
+            ) from error
 
     def get(self, key: str) -> str | None:
         """Return the reply of a key, or None."""
-        if key not in self._places:
-            return self._in_memory.get(key)
-        offset, size = self._places[key]
-        return str(json.loads(os.pread(self._file, size, offset))["reply"])
+        row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        return self._in_memory.get(key) if row is None else str(row[0], "utf-8", "surrogatepass")
 
     def put(self, key: str, reply: str) -> None:
         """Keep a reply. If the disk fails, it is kept in memory."""
-        if self._file < 0:
-            self._in_memory[key] = reply
-            return
-        line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
-        end = os.lseek(self._file, 0, os.SEEK_END)
-        if end and os.pread(self._file, 1, end - 1) != b"\n":  # a process was killed while it wrote
-            line = b"\n" + line
         try:
-            os.write(self._file, line)
-        except OSError:
+            self._database.execute(_INSERT, (key, _encoded(reply)))
+        except sqlite3.Error:
             self._in_memory[key] = reply
-            return
-        self._read_lines()  # those of other processes too
 
-    def _read_lines(self) -> None:
-        """Read the lines that were added since the last time."""
-        with open(self._file, "rb", closefd=False) as lines:
-            lines.seek(self._read_to)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                with suppress(ValueError, LookupError, TypeError):  # half a line
-                    self._places[json.loads(line)["key"]] = (self._read_to, len(line))
-                self._read_to += len(line)
+
+_INSERT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
+_LOCK_TIMEOUT_S = 30.0  # for another process that writes
+
+
+def _open_database(path: Path | str) -> sqlite3.Connection:
+    # a reply is written when it is put, so that a killed process loses none, without waiting for the disk
+    database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB NOT NULL)")
+    return database
+
+
+def _encoded(reply: str) -> bytes:
+    return reply.encode(errors="surrogatepass")  # JSON may hold halves of surrogate pairs
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether a file is a cache in JSON lines, which earlier versions wrote."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == b"{"
+    except FileNotFoundError:
+        return False
+
+
+def _import_lines(lines: Path, path: Path) -> None:
+    """Write a database with the replies of a file in JSON lines to `path`, in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    database = _open_database(temporary)
+    database.execute("BEGIN")
+    with lines.open("rb") as file:
+        for line in file:
+            with suppress(
+                ValueError, LookupError, TypeError, AttributeError
+            ):  # half a line, of a process that was killed
+                content = json.loads(line)
+                database.execute(_INSERT, (content["key"], _encoded(content["reply"])))
+    database.execute("COMMIT")
+    database.close()
+    os.replace(temporary, path)
 
 
 _NUMBER = r"(-?(?:\d+(?:\.\d+)?|(?<!\.)\.\d+))"
 _MARKS = r"[^\w\n]"  # around names, such as ** and -
 _COLON = rf"{_MARKS}*?(?:\([^()\n]*\){_MARKS}*?)?:{_MARKS}*?"  # behind a name, and a range such as (1-10)
 _ANY_NAME = rf"(?im)^{_MARKS}*(?:overall |final )?(?:score|rating|grade){_COLON}"
-_KEYS = ("weight", "pattern", "range", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,221 +233,97 @@ class Rubric:
         return sum(criterion.weight * scores[criterion.name] for criterion in self.criteria) / total
 
 
-def read_rubric(*, pattern: object, range: object, values: object, criteria: object) -> Rubric:
-    """Read the arguments of a judge. What a criterion leaves out is as for all of them.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
-    given = {"pattern": pattern, "range": range, "values": values}
-    if criteria is None:
-        return Rubric((_criterion("score", {}, given, ""),))
-    if not isinstance(criteria, Mapping) or not criteria:
-        raise ValueError(
-            f"criteria: {excerpt(criteria)} must be a mapping such as {{correctness: {{weight: 2}}, style: {{}}}}"
+def rubric_of(settings: JudgeSettings) -> Rubric:
+    """Return the criteria of a judge. What a criterion leaves out is as for all of them."""
+    if settings.criteria is None:
+        return Rubric((_criterion("score", CriterionSettings(), settings, _ANY_NAME),))
+    return Rubric(
+        tuple(
+            _criterion(name, of_one or CriterionSettings(), settings, rf"(?im)^{_MARKS}*{re.escape(name)}{_COLON}")
+            for name, of_one in settings.criteria.items()
         )
-    if pattern is not None and len(criteria) > 1:
-        raise ValueError("pattern: would find the same score for all criteria; set criteria.NAME.pattern instead")
-    return Rubric(tuple(_criterion(str(name), of_one, given, f"criteria.{name}.") for name, of_one in criteria.items()))
-
-
-def _criterion(name: str, settings: Any, common: Mapping[str, Any], field: str) -> Criterion:
-    settings = {} if settings is None else settings
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"{field.removesuffix('.')}: {excerpt(settings)} must be a mapping of {', '.join(_KEYS)}")
-    for key in settings:
-        if key not in _KEYS:
-            raise ValueError(f"{field}{key}: unknown key{suggest(str(key), _KEYS, 'Keys')}")
-    chosen = {**common, **settings}
-    weight = chosen.get("weight", 1.0)
-    check_number(f"{field}weight", weight, above=0)
-    if chosen["range"] is not None and chosen["values"] is not None:
-        raise ValueError(f"{field}range: has no effect with values; remove one of them")
-    values = _values(chosen["values"], f"{field}values")
-    pattern = chosen["pattern"] if chosen["pattern"] is not None else _default_pattern(name, field, values)
-    try:
-        compiled = compile_pattern(pattern, num_groups=1)
-    except ValueError as error:
-        raise ValueError(f"{field}{error}") from None
-    return Criterion(
-        name=name,
-        weight=weight,
-        pattern=compiled,
-        range=_range(chosen["range"], f"{field}range"),
-        values=values,
     )
 
 
-def _default_pattern(name: str, field: str, values: Mapping[str, float] | None) -> str:
-    """Return the pattern of a line such as `Correctness: 7`."""
-    what = _NUMBER if values is None else f"({'|'.join(map(re.escape, values))})\\b"
-    start = rf"(?im)^{_MARKS}*{re.escape(name)}{_COLON}" if field else _ANY_NAME
-    return start + what
+def _criterion(name: str, own: CriterionSettings, common: JudgeSettings, start: str) -> Criterion:
+    """Return a criterion; without a pattern its score is in a line that begins with `start`."""
+    values = own.values or common.values
+    words = None if values is None else {word.lower(): number for word, number in values.items()}
+    what = _NUMBER if words is None else f"({'|'.join(map(re.escape, words))})\\b"
+    return Criterion(
+        name=name,
+        weight=own.weight,
+        pattern=re.compile(own.pattern or common.pattern or start + what),
+        range=own.range or common.range,
+        values=words,
+    )
 
 
-def _range(value: object, field: str) -> tuple[float, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{field}: {excerpt(value)} must be [low, high], such as [1, 10]")
-    for bound in value:
-        check_number(field, bound)
-    if not value[0] < value[1]:
-        raise ValueError(f"{field}: [{value[0]:g}, {value[1]:g}] must be [low, high] with low below high")
-    return float(value[0]), float(value[1])
-
-
-def _values(value: object, field: str) -> Mapping[str, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"{field}: {excerpt(value)} must be a mapping such as {{correct: 1, incorrect: 0}}")
-    words = {}
-    for word, number in value.items():
-        if not isinstance(word, str):  # YAML reads yes and no as booleans
-            raise ValueError(f"{field}: {word!r} must be a word; put it in quotes")
-        check_number(f"{field}.{word}", number)
-        words[word.lower()] = float(number)
-    return words
-
-
-CACHE_NAME = "judge_replies.jsonl"
+CACHE_NAME = "judge_replies.sqlite"
+_OLD_CACHE_NAME = "judge_replies.jsonl"
 _SAMPLING: Mapping[str, Any] = {"temperature": 0, "max_tokens": 1024}
-_REPLY = "reply"  # detail column with the judge's text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """The checked arguments."""
-
-    endpoint: RemoteClient
-    model: str
-    prompt: JudgePrompt
-    rubric: Rubric
-    sampling: Mapping[str, Any]
-    cache: Path | None  # None: in memory
-
-
-class JudgeReward:
+class JudgeReward(BuiltinReward[JudgeSettings]):
     """The weighted mean of the scores that a judge gives a completion; None if it gives none.
 
     Equal requests are sent once: their replies are kept, by model, prompt and sampling parameters, in the run folder.
     Not judged, and counted by `last_counts`: completions whose request fails after all retries, or whose reply holds
-    no valid score for a criterion.
-
-    Arguments (in `rewards[i].args`):
-        url: address of the server, such as http://host:8000; a path other than /v1 is kept.
-        model: name of the model, as the server has it.
-        prompt: file with the prompt. `{prompt}`, `{completion}` and `{column}` are filled in.
-        pattern: regular expression with one group, whose last match in the reply is the score. Default: the number
-            in a line such as `Score: 7`; for a criterion, in a line that begins with its name.
-        range: [low, high] of the scores, mapped to [0, 1]; a score outside is not valid. Default None: as they are.
-        values: {word: number}, if the group is a word. Default None.
-        criteria: {name: {weight, pattern, range, values}}. Default None: one score.
-        sampling: parameters of the request. Default {temperature: 0, max_tokens: 1024}.
-        api_key_env: environment variable with the key. Default None.
-        max_concurrent: requests at a time. Default 32.
-        request_timeout_s: seconds for one attempt. Default 60.
-        retries: attempts after the first one. Default 4.
-        cache: file of the replies. Default None: in the run folder, if there is one.
+    no valid score for a criterion. `last_details` has the replies and the scores of each criterion.
     """
 
-    __name__ = "judge"
-
-    def __init__(
-        self, *, budget_s: float = 240.0, run_folder: Path | None = None, ask_server_first: bool = True
-    ) -> None:
-        """Create the reward.
-
-        Args:
-            budget_s: seconds for all completions of a call; the rest is not judged.
-            run_folder: folder for the replies; used once it exists.
-            ask_server_first: whether `required_columns` asks the server. False: once a reply is missing.
-        """
-        self._asks_late = not ask_server_first
-        self._budget_s = budget_s
-        self._run_folder = run_folder
-        self._found: RemoteClient | None = None  # the endpoint that has answered
+    def __init__(self, settings: JudgeSettings, context: RewardContext) -> None:
+        super().__init__(settings, context)
+        self._asks_late = not context.ask_servers_first
         self._cache: ReplyCache | None = None
-        self._prompts: dict[str, JudgePrompt] = {}  # by file; each is read once, so it does not change during a run
-        self._examples: dict[str, str] = {}  # kind of failure -> its first example
-        self._failures: Counter[str] = Counter()
+        self._rubric = rubric_of(settings)
+        self._not_judged = NotJudged("judge")
         self.on_progress: Callable[[int, int], None] = lambda done, total: None  # see `ReportsProgress`
-        self.last_counts: dict[str, int] = {}  # completions of the last call by what is noteworthy about them
-        self.last_details: dict[str, list[str | None]] = {}  # of the last call: column -> one for each completion
 
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings for the run's summary."""
-        return [
-            f"judge: {number} completions were not judged ({kind}), for example: {self._examples[kind]}"
-            for kind, number in self._failures.items()
-        ]
+    @cached_property
+    def _prompt(self) -> JudgePrompt:
+        return read_prompt(self.settings.prompt)
 
-    def required_columns(
-        self,
-        *,
-        url: str,
-        model: str,
-        prompt: str,
-        pattern: str | None = None,
-        range: Sequence[float] | None = None,
-        values: Mapping[str, float] | None = None,
-        criteria: Mapping[str, Any] | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        api_key_env: str | None = None,
-        max_concurrent: int = 32,
-        request_timeout_s: float = 60.0,
-        retries: int = 4,
-        cache: str | None = None,
-    ) -> Sequence[str]:
-        """See `ChecksArguments`. Asks the server once which models it has."""
-        settings = self._settings({name: value for name, value in locals().items() if name != "self"})
-        if settings.endpoint != self._found and not self._asks_late:
-            _check_server(settings)
-            self._found = settings.endpoint
-        return [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
+    @cached_property
+    def _endpoint(self) -> RemoteClient:
+        return RemoteClient(self.settings, _chat_url(self.settings.url))
+
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return [name for name in self._prompt.names if name not in ROLLOUT_PLACEHOLDERS]
+
+    def check(self) -> None:
+        """See `BuiltinReward`. Asks the server which models it has."""
+        if not self._asks_late:
+            self._check_server()
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], **columns_and_args: Any
+        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns
     ) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
             UserError: the server refuses the key or does not know the endpoint, and has judged nothing yet.
         """
-        names = keyword_parameters(self.required_columns).names
-        settings = self._settings({name: value for name, value in columns_and_args.items() if name in names})
-        if settings.endpoint == self._found:
-            settings = replace(settings, endpoint=self._found)  # it knows whether it has answered
-        self._found = settings.endpoint
-        placeholders = [name for name in settings.prompt.names if name not in ROLLOUT_PLACEHOLDERS]
-        columns = {name: column_values(columns_and_args, name) for name in placeholders}
+        sampling = {**_SAMPLING, **self.settings.sampling, "model": self.settings.model}
         requests = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            values = {name: column[i] for name, column in columns.items()}
+            values = {name: columns[name][i] for name in self.required_columns()}
             values |= {"prompt": transcript(prompt), "completion": transcript(completion)}
-            messages = [{"role": "user", "content": settings.prompt.render(values)}]
-            requests.append({**settings.sampling, "model": settings.model, "messages": messages})
-        return self._scored(settings.rubric, await self._replies(settings, requests))
+            messages = [{"role": "user", "content": self._prompt.render(values)}]
+            requests.append({**sampling, "messages": messages})
+        return self._scored(await self._replies(requests))
 
-    def _settings(self, args: Mapping[str, Any]) -> "_Settings":
-        """Check the arguments. Raises ValueError if one of them is invalid."""
-        file = str(args["prompt"])
-        if file not in self._prompts:
-            self._prompts[file] = read_prompt(args["prompt"])
-        return _settings(**{**args, "prompt": self._prompts[file]})
-
-    async def _replies(self, settings: _Settings, requests: Sequence[Mapping[str, Any]]) -> list[str | Failure]:
+    async def _replies(self, requests: Sequence[Mapping[str, Any]]) -> list[str | Failure]:
         """Return the reply to each request, from the cache or the server."""
-        cache = self._opened_cache(settings)
+        cache = self._opened_cache()
         keys = [content_key(request) for request in requests]
         missing = {key: request for key, request in zip(keys, requests, strict=True) if cache.get(key) is None}
         to_ask = list(missing)
         if missing and self._asks_late:
             self._asks_late = False
             try:
-                _check_server(settings)
+                self._check_server()
             except ValueError as error:
                 raise UserError(str(error)) from error
 
@@ -440,127 +332,68 @@ class JudgeReward:
             cache.put(to_ask[i], reply)
             return reply
 
-        answers = await settings.endpoint.post_all(
-            list(missing.values()), keep, budget_s=self._budget_s, on_progress=self.on_progress
+        answers = await self._endpoint.post_all(
+            list(missing.values()), keep, budget_s=self.context.budget_s, on_progress=self.on_progress
         )
         asked = dict(zip(to_ask, answers, strict=True))
         cached = {key: cache.get(key) or "" for key in keys if key not in asked}
         self.last_counts = {kind: n for kind, n in (("cached", sum(key in cached for key in keys)),) if n}
         return [asked[key] if key in asked else cached[key] for key in keys]
 
-    def _opened_cache(self, settings: _Settings) -> ReplyCache:
-        path = settings.cache
-        if path is None and self._run_folder is not None and self._run_folder.is_dir():
-            path = self._run_folder / CACHE_NAME
+    def _opened_cache(self) -> ReplyCache:
+        path = None if self.settings.cache is None else Path(expand_home(self.settings.cache))
+        lines, run_folder = path, self.context.run_folder
+        if path is None and run_folder is not None and run_folder.is_dir():
+            path, lines = run_folder / CACHE_NAME, run_folder / _OLD_CACHE_NAME
         if self._cache is None or self._cache.path != path:
-            self._cache = ReplyCache(path)
+            self._cache = ReplyCache(path, lines=lines)
         return self._cache
 
-    def _scored(self, rubric: Rubric, replies: Sequence[str | Failure]) -> list[float | None]:
+    def _scored(self, replies: Sequence[str | Failure]) -> list[float | None]:
         """Return the reward of each reply, and keep counts and details."""
-        counts = Counter(self.last_counts)
-        details: dict[str, list[str | None]] = {name: [] for name in (_REPLY, *(c.name for c in rubric.criteria))}
+        names = [criterion.name for criterion in self._rubric.criteria]
+        details: dict[str, list[str | None]] = {name: [] for name in (REPLY, *names)}
+        failures: list[Failure] = []
         rewards: list[float | None] = []
         for reply in replies:
             scores: dict[str, float] = {}
             if isinstance(reply, Failure):
-                self._not_judged(counts, reply.kind, reply.message)
+                failures.append(reply)
             else:
                 try:
-                    scores = rubric.scores(reply)
+                    scores = self._rubric.scores(reply)
                 except ValueError as error:
-                    self._not_judged(counts, "no_score", f"{error} in the reply {excerpt(reply, 200)}")
-            rewards.append(rubric.mean(scores) if scores else None)
-            details[_REPLY].append(f"{reply.kind}: {reply.message}" if isinstance(reply, Failure) else reply)
-            for criterion in rubric.criteria:
-                score = scores.get(criterion.name)
-                details[criterion.name].append(None if score is None else f"{score:g}")
-        self.last_counts, self.last_details = dict(counts), details
+                    failures.append(Failure("no_score", f"{error} in the reply {excerpt(reply, 200)}"))
+            rewards.append(self._rubric.mean(scores) if scores else None)
+            details[REPLY].append(f"{reply.kind}: {reply.message}" if isinstance(reply, Failure) else reply)
+            for name in names:
+                score = scores.get(name)
+                details[name].append(None if score is None else f"{score:g}")
+        self.last_counts = {**self.last_counts, **self._not_judged.count(failures)}
+        self.last_details, self.warnings = details, self._not_judged.warnings()
         return rewards
 
-    def _not_judged(self, counts: Counter[str], kind: str, example: str) -> None:
-        counts["not_judged"] += 1
-        counts[kind] += 1
-        self._failures[kind] += 1
-        self._examples.setdefault(kind, example)
+    def _check_server(self) -> None:
+        """Check that the server answers and, if it lists its models, has this one.
+
+        Raises:
+            ValueError: it does not.
+        """
+        answer = self._endpoint.get(f"{self._endpoint.url.removesuffix('/chat/completions')}/models")
+        try:
+            known = [str(card["id"]) for card in json.loads(answer)["data"]]
+        except (ValueError, LookupError, TypeError):
+            return  # not every server lists its models
+        model = self.settings.model
+        if known and model not in known:
+            raise ValueError(f"model: the server at url has no model {model!r}{suggest(model, known, 'Models')}")
 
 
-def _settings(
-    *,
-    url: str,
-    model: str,
-    prompt: JudgePrompt,
-    pattern: str | None = None,
-    range: Sequence[float] | None = None,
-    values: Mapping[str, float] | None = None,
-    criteria: Mapping[str, Any] | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    api_key_env: str | None = None,
-    max_concurrent: int = 32,
-    request_timeout_s: float = 60.0,
-    retries: int = 4,
-    cache: str | None = None,
-) -> _Settings:
-    """Check the arguments.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
-    if not isinstance(model, str) or not model:
-        raise ValueError(f"model: {model!r} must be the name of a model of the server")
-    if cache is not None and (not isinstance(cache, str) or not cache):
-        raise ValueError(f"cache: {cache!r} must be a file")
-    if sampling is not None and not isinstance(sampling, Mapping):
-        raise ValueError(f"sampling: {excerpt(sampling)} must be a mapping such as {{temperature: 0}}")
-    for key in ("model", "messages", "stream", "n"):
-        if key in (sampling or {}):
-            raise ValueError(f"sampling.{key}: is set by this reward; remove it")
-    check_endpoint_arguments(max_concurrent=max_concurrent, request_timeout_s=request_timeout_s, retries=retries)
-    rubric = read_rubric(pattern=pattern, range=range, values=values, criteria=criteria)
-    if any(criterion.name == _REPLY for criterion in rubric.criteria):
-        raise ValueError(f"criteria.{_REPLY}: is the name of the column with the judge's text; use another name")
-    return _Settings(
-        endpoint=RemoteClient(
-            url=_chat_url(url),
-            api_key_env=api_key_env,
-            max_concurrent=max_concurrent,
-            request_timeout_s=request_timeout_s,
-            retries=retries,
-        ),
-        model=model,
-        prompt=prompt,
-        rubric=rubric,
-        sampling={**_SAMPLING, **(sampling or {})},
-        cache=None if cache is None else Path(expand_home(cache)),
-    )
-
-
-def _chat_url(url: object) -> str:
+def _chat_url(url: str) -> str:
     """Return the address of chat completions: below /v1, unless the URL has a path."""
-    if not isinstance(url, str):
-        raise ValueError(f"url: {url!r} must be an address such as http://host:8000")
     base = url.rstrip("/").removesuffix("/chat/completions")
     has_path = base.partition("://")[2].count("/") > 0
     return f"{base}{'' if has_path else '/v1'}/chat/completions"
-
-
-def _check_server(settings: _Settings) -> None:
-    """Check that the server answers and, if it lists its models, has this one.
-
-    Raises:
-        ValueError: it does not.
-    """
-    response: httpx2.Response = settings.endpoint.get(
-        f"{settings.endpoint.url.removesuffix('/chat/completions')}/models"
-    )
-    try:
-        known = [str(card["id"]) for card in response.json()["data"]]
-    except (ValueError, LookupError, TypeError):
-        return  # not every server lists its models
-    if known and settings.model not in known:
-        raise ValueError(
-            f"model: the server at url has no model {settings.model!r}{suggest(settings.model, known, 'Models')}"
-        )
 
 
 def _reply_text(answer: Any) -> str:

@@ -1,15 +1,18 @@
 """Load the configured reward functions, built-in ones by name, and check them before any model is loaded."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cohort.config import RewardConfig
+from cohort.config.rewards import REWARD_SETTINGS
 from cohort.config.user_code import load_function
 from cohort.errors import UserError, did_you_mean, suggest
 from cohort.records import Trajectory
+from cohort.rewards.builtin import BuiltinReward, RewardContext
 from cohort.rewards.choice import ChoiceReward
 from cohort.rewards.code import CodeReward
 from cohort.rewards.function import (
@@ -21,20 +24,13 @@ from cohort.rewards.function import (
     RewardFunction,
     keyword_parameters,
     name_of,
-    reward_arguments,
+    reports_of,
     unique_names,
 )
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.judge import JudgeReward
 from cohort.rewards.length import CosineReward, LengthReward, OverlongReward, SoftOverlongReward
-from cohort.rewards.math import (
-    AccuracyReward,
-    AnswerGrader,
-    Grader,
-    MathReward,
-    MathWorkers,
-    ReasoningAccuracyReward,
-)
+from cohort.rewards.math import AccuracyReward, MathReward, ReasoningAccuracyReward
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
 from cohort.rewards.reasoning_gym import ReasoningGymReward
@@ -44,6 +40,7 @@ from cohort.rewards.text import (
     ExactSetReward,
     FormatReward,
     RegexReward,
+    TextReward,
     TokenRepetitionReward,
     WordRepetitionReward,
     reasoning_steps,
@@ -54,80 +51,48 @@ from cohort.rewards.text import (
 from cohort.sandbox import SharedSandbox
 
 
-class EnvironmentReward:
+class EnvironmentReward(BuiltinReward[str]):
     """The reward of an environment, from its `get_reward()` and `step_reward()` or the value that it returned.
 
-    None for trajectories that it did not score, or that another environment of a mixture played.
+    Its settings are the name of the environment or agent. None for trajectories that it did not score, or that another
+    environment of a mixture played.
     """
-
-    def __init__(self, name: str):
-        """Create the reward of the environment or agent `name`."""
-        self.__name__ = name
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         """Return one reward per trajectory."""
-        return [trajectory.rewards.get(self.__name__) for trajectory in trajectories]
+        return [trajectory.rewards.get(self.settings) for trajectory in trajectories]
 
 
-_BUDGET_SHARE = 0.8  # share of the deadline after which rewards that grade answers leave the rest unscored
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardContext:
-    """What a built-in reward knows of its run when it is created."""
-
-    max_completion_tokens: int
-    sandbox: SharedSandbox
-    timeout_s: float = 300.0  # deadline of one call
-    device: str = "auto"  # `hardware.device`
-    run_folder: Path | None = None  # may not exist yet
-    ask_servers_first: bool = True  # check that a judge's server answers; False: once a reply is not in its cache
-    math_workers: MathWorkers = field(default_factory=MathWorkers)  # of all rewards that grade answers
-
-    @property
-    def budget_s(self) -> float:
-        """Seconds for the answers of one call."""
-        return _BUDGET_SHARE * self.timeout_s
-
-
-def _grader(grader: Grader, context: RewardContext) -> AnswerGrader:
-    return AnswerGrader(grader, workers=context.math_workers, budget_s=context.budget_s)
-
-
-# Imports of optional packages belong into `required_columns` and `__call__`: every run imports these modules.
-BUILTINS: Mapping[str, Callable[[RewardContext], Callable[..., Any]]] = {
-    "choice": lambda context: ChoiceReward(),
-    "code": lambda context: CodeReward(context.sandbox.open(), budget_s=context.budget_s),
-    "exact": lambda context: ExactReward(),
-    "exact_set": lambda context: ExactSetReward(),
-    "format": lambda context: FormatReward(),
-    "json_schema": lambda context: JsonSchemaReward(),
-    "judge": lambda context: JudgeReward(
-        budget_s=context.budget_s, run_folder=context.run_folder, ask_server_first=context.ask_servers_first
-    ),
-    "math": lambda context: MathReward(workers=context.math_workers, budget_s=context.budget_s),
-    "model": lambda context: ModelReward(budget_s=context.budget_s, train_device=context.device),
-    "number": lambda context: NumberReward(),
-    "open_r1.accuracy": lambda context: AccuracyReward(_grader("open_r1", context)),
-    "open_r1.code_format": lambda context: CodeFormatReward(),
-    "open_r1.cosine": lambda context: CosineReward(
-        _grader("open_r1_latex", context), counts_tokens=False, default_max_len=1000
-    ),
-    "open_r1.format": lambda context: think_answer_format,
-    "open_r1.len": lambda context: LengthReward(_grader("open_r1_latex", context)),
-    "open_r1.reasoning_steps": lambda context: reasoning_steps,
-    "open_r1.repetition_penalty": lambda context: WordRepetitionReward(),
-    "open_r1.soft_overlong": lambda context: SoftOverlongReward(),
-    "open_r1.tag_count": lambda context: tag_count,
-    "overlong": lambda context: OverlongReward(context.max_completion_tokens),
-    "reasoning_gym": lambda context: ReasoningGymReward(context.sandbox, budget_s=context.budget_s),
-    "regex": lambda context: RegexReward(),
-    "trl.accuracy": lambda context: AccuracyReward(_grader("trl", context)),
-    "trl.cosine": lambda context: CosineReward(_grader("trl", context), counts_tokens=True),
-    "trl.reasoning_accuracy": lambda context: ReasoningAccuracyReward(_grader("trl", context)),
-    "trl.repetition_penalty": lambda context: TokenRepetitionReward(),
-    "trl.soft_overlong": lambda context: SoftOverlongReward(),
-    "trl.think_format": lambda context: think_format,
+# Optional packages are imported in `check` and `__call__`: every run imports these modules.
+BUILTINS: Mapping[str, Callable[[Any, RewardContext], BuiltinReward[Any]]] = {
+    "choice": ChoiceReward,
+    "code": CodeReward,
+    "exact": ExactReward,
+    "exact_set": ExactSetReward,
+    "format": FormatReward,
+    "json_schema": JsonSchemaReward,
+    "judge": JudgeReward,
+    "math": MathReward,
+    "model": ModelReward,
+    "number": NumberReward,
+    "open_r1.accuracy": partial(AccuracyReward, grader="open_r1"),
+    "open_r1.code_format": CodeFormatReward,
+    "open_r1.cosine": partial(CosineReward, grader="open_r1_latex", counts_tokens=False),
+    "open_r1.format": partial(TextReward, score=think_answer_format),
+    "open_r1.len": partial(LengthReward, grader="open_r1_latex"),
+    "open_r1.reasoning_steps": partial(TextReward, score=reasoning_steps),
+    "open_r1.repetition_penalty": WordRepetitionReward,
+    "open_r1.soft_overlong": SoftOverlongReward,
+    "open_r1.tag_count": partial(TextReward, score=tag_count),
+    "overlong": OverlongReward,
+    "reasoning_gym": ReasoningGymReward,
+    "regex": RegexReward,
+    "trl.accuracy": partial(AccuracyReward, grader="trl"),
+    "trl.cosine": partial(CosineReward, grader="trl", counts_tokens=True),
+    "trl.reasoning_accuracy": partial(ReasoningAccuracyReward, grader="trl"),
+    "trl.repetition_penalty": TokenRepetitionReward,
+    "trl.soft_overlong": SoftOverlongReward,
+    "trl.think_format": partial(TextReward, score=think_format),
 }
 
 
@@ -219,10 +184,13 @@ def build_rewards(
     for i in wanted:
         reward = _with_settings(own[i], configs[i], context, name=names[i])
         check_columns(reward, columns, field=f"rewards[{i}]")
+        if isinstance(reward.function, BuiltinReward):
+            with _errors_of(reward, f"rewards[{i}]"):
+                reward.function.check()
         if reward.name in given:
             raise UserError(f"rewards[{i}].name: the environment gives a reward {reward.name!r}; use another name")
         rewards.append(reward)
-    rewards += [RewardFunction(name=name, function=EnvironmentReward(name)) for name in given]
+    rewards += [RewardFunction(name=name, function=EnvironmentReward(name, context)) for name in given]
     if rewards and not only and all(reward.shapes for reward in rewards):
         raise UserError(
             f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
@@ -233,19 +201,38 @@ def build_rewards(
 
 def _with_settings(loaded: LoadedReward, config: RewardConfig, context: RewardContext, *, name: str) -> RewardFunction:
     """Return a function, or the built-in reward in its place, with its settings."""
-    function = BUILTINS[config.use](replace(context, timeout_s=config.timeout_s)) if loaded is None else loaded
+    if loaded is None:
+        settings = REWARD_SETTINGS[config.use].model_validate(config.args)
+        function: Callable[..., Any] = BUILTINS[config.use](settings, replace(context, timeout_s=config.timeout_s))
+    else:
+        function = loaded
+    timeout_s = config.timeout_s
+    if config.isolate:
+        from cohort.rewards.isolated import IsolatedReward
+
+        assert isinstance(function, IsolatedReward)
+        timeout_s = function.deadline_s
     return RewardFunction(
         name=name,
         function=function,
         weight=config.weight,
-        args=config.args,
-        timeout_s=getattr(function, "deadline_s", config.timeout_s) if config.isolate else config.timeout_s,
-        shapes=bool(getattr(function, "shapes", False)),
+        args={} if loaded is None else config.args,
+        timeout_s=timeout_s,
+        shapes=bool(reports_of(function).shapes),
         gate=config.gate,
         scale=config.scale,
         clip=config.clip,
         where=config.where,
     )
+
+
+@contextmanager
+def _errors_of(reward: RewardFunction, field: str) -> Iterator[None]:
+    """Name the reward in errors about its arguments."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{field}.args: reward {reward.name!r}: {error}") from error
 
 
 def _with_gates(configs: Sequence[RewardConfig], names: Sequence[str], only: Collection[str]) -> list[int]:
@@ -295,12 +282,12 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
             f"{field}.use: reward {name!r} takes {parameters.positional_only[0]!r} by position only, but arguments are "
             "passed by keyword"
         )
-    own = reward_arguments(reward.function)
+    own = _own_arguments(reward.function)
     allowed = own or parameters.names - set(ROLLOUT_NAMES)
     for arg in reward.args:
         if arg in (*ROLLOUT_NAMES, *TRL_NAMES):
             raise UserError(f"{field}.args: {arg!r} is always passed to reward {name!r}; remove it")
-        if arg in columns and arg not in own:
+        if arg in columns:
             raise UserError(
                 f"{field}.args: {arg!r} is also a column of the dataset, so reward {name!r} would get two values for "
                 "it; rename one of them"
@@ -312,16 +299,20 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
     _check_required(reward, parameters, columns, field)
 
 
+def _own_arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's own `args` if it implements `ChecksArguments`; else none."""
+    return keyword_parameters(function.required_columns).names if isinstance(function, ChecksArguments) else frozenset()
+
+
 def _check_required(
     reward: RewardFunction, parameters: KeywordParameters, columns: Collection[str], field: str
 ) -> None:
     """Check that everything the function requires is available."""
-    required = [(p, f"its parameter {p!r}") for p in parameters.required]
+    is_builtin = isinstance(reward.function, BuiltinReward)
+    required = [(p, f"its parameter {p!r}") for p in parameters.required if not is_builtin]
     if isinstance(reward.function, ChecksArguments):
-        try:
+        with _errors_of(reward, field):
             needed = reward.function.required_columns(**reward.args)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{field}.args: reward {reward.name!r}: {error}") from error
         required += [(column, f"the column {column!r}") for column in needed]
     available = {*ROLLOUT_NAMES, *ON_REQUEST, *TRL_NAMES, *columns, *reward.args}
     for parameter, described in required:

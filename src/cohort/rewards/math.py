@@ -11,102 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from queue import LifoQueue
-from typing import Any, Literal
+from typing import Any, TypeVar
 
+from cohort.config.rewards import AccuracySettings, MathSettings, ReasoningAccuracySettings
 from cohort.errors import UserError
-from cohort.processes.child import PYTHON, Child, ChildFailed, ChildLate
-from cohort.processes.this_process import usable_cores
+from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.completion_text import answer_text, completion_text, excerpt
-from cohort.rewards.function import check_number, column_values
+from cohort.rewards.math_workers import Grade, Grader, MathWorkers
 
-Grade = Literal[
-    "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
-]  # fmt: skip
-Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
-WORKER_COMMAND = (*PYTHON, str(Path(__file__).with_name("math_worker.py")))
-_MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
-
-
-class MathWorkers:
-    """Child processes that grade answers, one per core. They start as they are needed, and end with this object.
-
-    A child that dies (such as killed from outside) is replaced and the answer graded again, once. A child that misses
-    the deadline is killed.
-    """
-
-    def __init__(
-        self, command: Sequence[str] = WORKER_COMMAND, *, count: int | None = None, start_timeout_s: float = 120.0
-    ) -> None:
-        """Create them without starting any.
-
-        Args:
-            command: command line of a program with the protocol of `math_worker`.
-            count: how many. Default: one per core, at most 16.
-            start_timeout_s: deadline for a child's imports.
-        """
-        self.count = count or min(usable_cores(), _MAX_WORKERS)
-        self._command = tuple(command)
-        self._start_timeout_s = start_timeout_s
-        self._children: list[Child | None] = [None] * self.count  # None: not started
-        self._idle: LifoQueue[int] = LifoQueue()  # places in that list; those that run are taken first
-        for place in range(self.count):
-            self._idle.put(place)
-        self._num_closed = 0
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the running children."""
-        return [child.process.pid for child in self._children if child is not None and child.is_alive]
-
-    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Grade:
-        """Grade the answer in `text`; waits for a child that is free. Threads may grade at the same time.
-
-        Returns:
-            "timeout" past the deadline, and "crashed" if two children died of it.
-
-        Raises:
-            UserError: the child does not start.
-        """
-        num_closed, place = self._num_closed, self._idle.get()
-        try:
-            for _ in range(2):
-                child = self._children[place]
-                if child is None or not child.is_alive:
-                    child = self._children[place] = self._start()
-                try:
-                    verdict: Grade = child.call({"gold": gold, "text": text, "grader": grader}, deadline_s)
-                    return verdict
-                except ChildLate:
-                    return "timeout"
-                except ChildFailed:
-                    if self._num_closed != num_closed:
-                        break
-            return "crashed"
-        finally:
-            self._idle.put(place)
-
-    def close(self) -> None:
-        """End the children, also those that grade; the next answer starts others."""
-        self._num_closed += 1
-        for child in self._children:
-            if child is not None:
-                child.kill()
-
-    def _start(self) -> Child:
-        child = Child(self._command)
-        try:
-            child.call(None, self._start_timeout_s)
-            return child
-        except ChildLate:
-            why = f"not ready within {self._start_timeout_s:g} s{child.describe_output()}"
-        except ChildFailed as failure:
-            why = f"it {failure}"
-        raise UserError(
-            f"the worker process of the math reward failed to start: {why}. Command: {' '.join(self._command)}"
-        )
-
+G = TypeVar("G", bound=AccuracySettings | MathSettings)
 
 VERDICT_REWARDS: Mapping[Grade, float | None] = {
     "correct": 1.0,
@@ -194,60 +107,49 @@ _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 _PLAIN_ANSWER = re.compile(r"(?:[^$\\\[\]{}]*?\\boxed\{([^{}]*)\}[\s.]*|\s*(-?[0-9]+)\s*)")
 
 
-class MathReward:
+class GradedReward(BuiltinReward[G]):
+    """Base of rewards that grade answers in worker processes, which start with the first call that needs them."""
+
+    def __init__(self, settings: G, context: RewardContext, *, grader: Grader = "math") -> None:
+        super().__init__(settings, context)
+        shortcut = {"shortcut": plain_verdict} if grader == "math" else {}
+        self.grader = AnswerGrader(grader, workers=context.math_workers, budget_s=context.budget_s, **shortcut)
+
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return (self.settings.answer_column,)
+
+    def close(self) -> None:
+        """Stop the workers; the next call starts others."""
+        self.grader.close()
+
+    def grade(self, completions: Sequence[Any], golds: Sequence[Any]) -> list[Grade]:
+        """Return one verdict per completion; a gold answer of None cannot be parsed."""
+        texts = [answer_text(completion) for completion in completions]
+        golds = ["" if gold is None else str(gold) for gold in golds]
+        verdicts = self.grader.grade_all(golds, texts, deadline_s=self.settings.deadline_s)
+        self.last_counts = {str(kind): number for kind, number in self.grader.last_counts.items()}
+        return verdicts
+
+
+class MathReward(GradedReward[MathSettings]):
     """1.0 if the answer is right, 0.0 if it is wrong or cannot be parsed, None if it was not graded.
 
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
     `</think>` if there is one. Adjacent boxes form a set of answers, as in math-verify. The gold answer is a number,
     LaTeX with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and
     answers that miss the deadline or crash their worker; `last_counts` counts them.
-
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer. Default "answer".
-        deadline_s: seconds per answer. Default 10.
     """
 
-    __name__ = "math"
-
-    def __init__(self, *, workers: MathWorkers | None = None, budget_s: float = 240.0) -> None:
-        """Create the reward; worker processes start with the first call that needs them.
-
-        Args:
-            workers: grade answers that are not plain integers; default `MathWorkers()`.
-            budget_s: seconds for all completions of a call; the rest is not graded.
-        """
-        self._grader = AnswerGrader(workers=workers, budget_s=budget_s, shortcut=plain_verdict)
-
-    @property
-    def last_counts(self) -> Mapping[Grade, int]:
-        """Verdicts of the last call other than "correct" and "wrong"."""
-        return self._grader.last_counts
-
-    def required_columns(self, *, answer_column: str = "answer", deadline_s: float = 10.0) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "answer",
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
             UserError: a gold answer is neither text nor a number, or a worker does not start.
         """
-        golds = [gold_text(answer, answer_column) for answer in column_values(columns, answer_column)]
-        texts = [answer_text(completion) for completion in completions]
-        return [VERDICT_REWARDS[verdict] for verdict in self._grader.grade_all(golds, texts, deadline_s=deadline_s)]
-
-    def close(self) -> None:
-        """Stop the workers; the next call starts others."""
-        self._grader.close()
+        column = self.settings.answer_column
+        golds = [gold_text(answer, column) for answer in columns[column]]
+        return [VERDICT_REWARDS[verdict] for verdict in self.grade(completions, golds)]
 
 
 def gold_text(answer: Any, answer_column: str = "answer") -> str:
@@ -281,96 +183,26 @@ def plain_verdict(gold: str, text: str) -> Grade | None:
     return "correct" if gold == answer else "wrong"
 
 
-class GradedReward:
-    """Base of rewards that grade answers in worker processes."""
+class AccuracyReward(GradedReward[AccuracySettings]):
+    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
 
-    def __init__(self, grader: AnswerGrader) -> None:
-        self.grader = grader
-
-    @property
-    def last_counts(self) -> Mapping[Grade, int]:
-        """Verdicts of the last call other than "correct" and "wrong"."""
-        return self.grader.last_counts
-
-    def close(self) -> None:
-        """Stop the workers; the next call starts others."""
-        self.grader.close()
-
-    def grade(self, completions: Sequence[Any], golds: Sequence[Any], *, deadline_s: float) -> list[Grade]:
-        """Return one verdict per completion; a gold answer of None cannot be parsed."""
-        texts = [answer_text(completion) for completion in completions]
-        return self.grader.grade_all(
-            ["" if gold is None else str(gold) for gold in golds], texts, deadline_s=deadline_s
-        )
-
-
-class AccuracyReward(GradedReward):
-    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded.
-
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer, as LaTeX or a number. Default "solution".
-        deadline_s: seconds per answer. Default 10.
-    """
-
-    def required_columns(self, *, answer_column: str = "solution", deadline_s: float = 10.0) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "solution",
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion."""
-        verdicts = self.grade(completions, column_values(columns, answer_column), deadline_s=deadline_s)
+        verdicts = self.grade(completions, columns[self.settings.answer_column])
         return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
-class ReasoningAccuracyReward(GradedReward):
-    """Like `trl.accuracy`, for the text after the reasoning; 0.0 if the reasoning does not end.
+class ReasoningAccuracyReward(GradedReward[ReasoningAccuracySettings]):
+    """Like `trl.accuracy`, for the text after the reasoning; 0.0 if the reasoning does not end."""
 
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the gold answer, as LaTeX or a number. Default "solution".
-        reasoning_delimiters: texts that end the reasoning; the answer follows the last occurrence of the first one
-            that the completion has. Default ["</think>"].
-        deadline_s: seconds per answer. Default 10.
-    """
-
-    def required_columns(
-        self,
-        *,
-        answer_column: str = "solution",
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        deadline_s: float = 10.0,
-    ) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("deadline_s", deadline_s, above=0)
-        is_list = isinstance(reasoning_delimiters, list | tuple) and bool(reasoning_delimiters)
-        if not is_list or not all(isinstance(text, str) and text for text in reasoning_delimiters):
-            raise ValueError(f"reasoning_delimiters must be a list of texts, got {reasoning_delimiters!r}")
-        return (answer_column,)
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "solution",
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        deadline_s: float = 10.0,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion."""
         texts = [completion_text(completion) for completion in completions]
-        ends = [next((end for end in reasoning_delimiters if end in text), None) for text in texts]
+        ends = [next((end for end in self.settings.reasoning_delimiters if end in text), None) for text in texts]
         finished = [i for i, end in enumerate(ends) if end is not None]
         answers = [texts[i].rpartition(ends[i] or "")[2] for i in finished]
-        solutions = column_values(columns, answer_column)
-        golds = [solutions[i] for i in finished]
+        solutions = columns[self.settings.answer_column]
         rewards: list[float | None] = [0.0] * len(texts)
-        for i, verdict in zip(finished, self.grade(answers, golds, deadline_s=deadline_s), strict=True):
+        for i, verdict in zip(finished, self.grade(answers, [solutions[i] for i in finished]), strict=True):
             rewards[i] = VERDICT_REWARDS[verdict]
         return rewards

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from cohort.config.rewards import NumberSettings
 from cohort.errors import UserError
+from cohort.rewards.builtin import BuiltinReward, Columns
 from cohort.rewards.completion_text import MAX_CHARS, answer_text, excerpt, find_marks
-from cohort.rewards.function import check_number, column_values, compile_pattern
 
 _MAX_STRICT_CHARS = 500  # a box, a line or a gold answer that is longer is not a number
 _MAX_DIGITS = 3000  # of a power
@@ -290,58 +291,39 @@ _RULE = (
 )
 
 
-class NumberReward:
+class NumberReward(BuiltinReward[NumberSettings]):
     """1.0 if |number - gold| <= max(abs_tol, rel_tol * |gold|), else 0.0; None if the row has no answer.
 
     The number is that of the last box, answer tags or line after `####`, else the last one of the text, behind the last
     `</think>`. docs/rewards.md says what is a number; "4 or 3", "5-3" and "(5, 3)" are none. Comparison is exact,
     without rounding.
-
-    Arguments (in `rewards[i].args`):
-        answer_column: dataset column with the number, or with text such as GSM8K's `... #### 42`. Default "answer".
-        rel_tol: tolerance relative to the gold answer. Default 1e-6.
-        abs_tol: absolute tolerance. Default 0.
-        pattern: regular expression with one group, in whose last match the number is. Default None: as above.
     """
 
-    def required_columns(
-        self, *, answer_column: str = "answer", rel_tol: float = 1e-6, abs_tol: float = 0.0, pattern: str | None = None
-    ) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        check_number("rel_tol", rel_tol, minimum=0)
-        check_number("abs_tol", abs_tol, minimum=0)
-        if pattern is not None:
-            compile_pattern(pattern, num_groups=1)
-        return (answer_column,)
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return (self.settings.answer_column,)
 
-    def check_row(self, row: Mapping[str, Any], *, answer_column: str = "answer", **args: Any) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """See `ChecksRows`."""
-        if row.get(answer_column) is not None:
-            _gold(row[answer_column], answer_column)
+        column = self.settings.answer_column
+        if row.get(column) is not None:
+            _gold(row[column], column)
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        *,
-        answer_column: str = "answer",
-        rel_tol: float = 1e-6,
-        abs_tol: float = 0.0,
-        pattern: str | None = None,
-        **columns: Sequence[Any],
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
             UserError: a value of the answer column is not plainly a number.
         """
-        regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
-        relative, absolute = Fraction(str(rel_tol)), Fraction(str(abs_tol))  # 0.1 is a tenth
+        s = self.settings
+        regex = None if s.pattern is None else re.compile(s.pattern)
+        relative, absolute = Fraction(str(s.rel_tol)), Fraction(str(s.abs_tol))  # 0.1 is a tenth
         rewards: list[float | None] = []
-        for completion, answer in zip(completions, column_values(columns, answer_column), strict=True):
+        for completion, answer in zip(completions, columns[s.answer_column], strict=True):
             if answer is None:
                 rewards.append(None)
                 continue
-            gold = _gold(answer, answer_column)
+            gold = _gold(answer, s.answer_column)
             text = answer_text(completion).rpartition("</think>")[2]
             if regex is not None:
                 text = str(([match[1] or "" for match in regex.finditer(text)] or [""])[-1])

@@ -5,58 +5,40 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cohort.config.rewards import ReasoningGymSettings
 from cohort.errors import UserError, did_you_mean
+from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.completion_text import answer_text, excerpt
 from cohort.rewards.function import require_package
-from cohort.sandbox import SharedSandbox
 
 if TYPE_CHECKING:
     from cohort.rollout.environments.libraries.reasoning_gym import SandboxScorer
 
 
-class ReasoningGymReward:
+class ReasoningGymReward(BuiltinReward[ReasoningGymSettings]):
     """The score of the text in the last answer tags, from 0.0 to 1.0, by the dataset's own scorer, in the sandbox.
 
     Rows are Reasoning Gym's entries: columns `question`, `answer` and `metadata` (a mapping, or its JSON text). Not
     judged (None), and counted by `last_counts`: answers for which the scorer raises or takes too long, or the sandbox
-    fails.
-
-    Arguments (in `rewards[i].args`):
-        dataset: name of the scorer, such as `countdown`. Default None: each row's `metadata.source_dataset`.
-        answer_tags: score the text in the last `<answer>...</answer>`; false: the text after the last `</think>`.
-            Default true.
+    fails. The sandbox's packages must have reasoning-gym.
     """
 
-    def __init__(self, sandbox: SharedSandbox, *, budget_s: float = 240.0) -> None:
-        """Create the reward.
-
-        Args:
-            sandbox: runs the scorers; its packages must have reasoning-gym.
-            budget_s: seconds for all completions of a call; the rest is not judged.
-        """
-        self.last_counts: dict[str, int] = {}  # completions of the last call by what is noteworthy about them
-        self._sandbox = sandbox
-        self._budget_s = budget_s
+    def __init__(self, settings: ReasoningGymSettings, context: RewardContext) -> None:
+        super().__init__(settings, context)
         self._found: SandboxScorer | None = None
 
-    def required_columns(self, *, dataset: str | None = None, answer_tags: bool = True) -> Sequence[str]:
-        """See `ChecksArguments`."""
-        require_package("reasoning_gym", extra="reasoning-gym")
-        if dataset is not None:
-            _check_name(dataset)
-        self._scorer().check()
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
         return ("answer", "metadata")
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        answer: Sequence[Any],
-        metadata: Sequence[Any],
-        *,
-        question: Sequence[Any] | None = None,
-        dataset: str | None = None,
-        answer_tags: bool = True,
-    ) -> list[float | None]:
+    def check(self) -> None:
+        """See `BuiltinReward`."""
+        require_package("reasoning_gym", extra="reasoning-gym")
+        if self.settings.dataset is not None:
+            _check_name(self.settings.dataset)
+        self._scorer().check()
+
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
 
         Raises:
@@ -66,18 +48,18 @@ class ReasoningGymReward:
 
         answers = []
         for i, completion in enumerate(completions):
-            entry = {"answer": answer[i], "metadata": _mapping(metadata[i])}
-            if question is not None:
-                entry["question"] = question[i]
-            name = dataset or str(entry["metadata"].get("source_dataset"))
+            entry = {"answer": columns["answer"][i], "metadata": _mapping(columns["metadata"][i])}
+            if "question" in columns:
+                entry["question"] = columns["question"][i]
+            name = self.settings.dataset or str(entry["metadata"].get("source_dataset"))
             try:
                 _check_name(name)
             except ValueError as error:
                 raise UserError(f"metadata.source_dataset: {error}") from error
             text = answer_text(completion)
-            given = answer_in_tags(text) if answer_tags else text.rpartition("</think>")[2].strip()
+            given = answer_in_tags(text) if self.settings.answer_tags else text.rpartition("</think>")[2].strip()
             answers.append(Answer(name, given, entry))
-        rewards = self._scorer().score_all(answers, budget_s=self._budget_s)
+        rewards = self._scorer().score_all(answers, budget_s=self.context.budget_s)
         num_missing = rewards.count(None)
         self.last_counts = {"not_judged": num_missing} if num_missing else {}
         return rewards
@@ -86,7 +68,7 @@ class ReasoningGymReward:
         from cohort.rollout.environments.libraries.reasoning_gym import SandboxScorer  # its parents are slow
 
         if self._found is None:
-            self._found = SandboxScorer(self._sandbox.open())
+            self._found = SandboxScorer(self.context.sandbox.open())
         return self._found
 
 

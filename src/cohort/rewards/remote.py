@@ -1,28 +1,31 @@
-"""Post JSON to an HTTP endpoint: bounded concurrency, retries with backoff, a deadline for all requests."""
+"""Post JSON to a server through the openai SDK: bounded concurrency, retries with pauses, a deadline for all requests.
+
+The SDK retries connections that fail, timeouts, 408, 409, 429 and all from 500, and waits as long as the server asks.
+"""
 
 import asyncio
 import json
 import os
-import random
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 
+from cohort.config.rewards import ServerSettings
 from cohort.errors import UserError
-from cohort.rewards.function import check_number
+from cohort.rewards.function import require_package
+
+if TYPE_CHECKING:
+    import openai
 
 _CONNECT_TIMEOUT_S = 10.0
-_FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
-_RETRIED = (408, 409, 425, 429)  # and all from 500
 _MISCONFIGURED = (401, 403, 404, 405)  # or, of a server that has answered others, a refusal of one request
 _REFUSED = tuple(f"http_{status}" for status in _MISCONFIGURED)
+_RETRIED = (408, 409, 429)  # and all from 500
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_INVALID = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # raised by answers of another form
 _Value = TypeVar("_Value")
 
 
@@ -34,17 +37,42 @@ class Failure:
     message: str
 
 
+class NotJudged:
+    """Counts the completions of a run that were not judged, by kind of failure, with an example of each."""
+
+    def __init__(self, who: str) -> None:
+        """Create it; `who` begins the warnings."""
+        self._who = who
+        self._failures: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def count(self, failures: Iterable[Failure]) -> dict[str, int]:
+        """Add the failures of a call, and return their counts."""
+        counts: Counter[str] = Counter()
+        for failure in failures:
+            counts["not_judged"] += 1
+            counts[failure.kind] += 1
+            self._failures[failure.kind] += 1
+            self._examples.setdefault(failure.kind, failure.message)
+        return dict(counts)
+
+    def warnings(self) -> list[str]:
+        """Return warnings for the run's summary."""
+        return [
+            f"{self._who}: {number} completions were not judged ({kind}), for example: {self._examples[kind]}"
+            for kind, number in self._failures.items()
+        ]
+
+
 @dataclass(slots=True)
 class _Call:
     """State of one call of `post_all`."""
 
-    client: httpx2.AsyncClient
+    client: "openai.AsyncOpenAI"
     slots: asyncio.Semaphore
-    deadline: float  # of the event loop's clock
     is_down: bool = False  # nothing listens, after all retries of a request: others do not repeat theirs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteClient:
     """A URL that answers JSON with JSON. It keeps no connections between calls, so it works with any event loop.
 
@@ -52,59 +80,38 @@ class RemoteClient:
     their request: gateways refuse flagged texts by 403, and proxies answer 404 while a server restarts.
     """
 
-    url: str
-    api_key_env: str | None = None  # environment variable with a key, sent as a bearer token
-    max_concurrent: int = 32
-    request_timeout_s: float = 60.0  # for one attempt
-    retries: int = 4  # attempts after the first one
-    _client_options: dict[str, Any] = field(init=False, repr=False)
-    _has_answered: threading.Event = field(init=False, repr=False, compare=False, default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
+    def __init__(self, settings: ServerSettings, url: str) -> None:
         """Check the URL and find the key.
 
         Raises:
-            ValueError: the URL is not one of HTTP, or the variable is not set.
+            ValueError: the URL is not one of HTTP, the key's variable is not set, or the SDK is not installed.
         """
-        try:
-            url = httpx2.URL(self.url)
-        except (httpx2.InvalidURL, TypeError) as error:
-            raise ValueError(f"url: {self.url!r} is not a URL: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"url: {self.url!r} must look like http://host:8000")
-        if url.userinfo:
-            raise ValueError("url: must not hold a user name or password; name an environment variable in api_key_env")
-        headers = {"Content-Type": "application/json"}
-        if self.api_key_env is not None:
-            key = os.environ.get(self.api_key_env) if isinstance(self.api_key_env, str) else None
-            if not key:
-                raise ValueError(
-                    f"api_key_env: the environment variable {self.api_key_env!r} is not set; export it, or leave "
-                    "api_key_env out for a server without a key"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        options = {
-            "headers": headers,
-            "verify": url.scheme == "https",  # loading certificates is slow, and most servers are local
-            "trust_env": url.host not in _LOCAL,  # proxies from the environment
-            "timeout": httpx2.Timeout(self.request_timeout_s, connect=min(_CONNECT_TIMEOUT_S, self.request_timeout_s)),
-        }
-        object.__setattr__(self, "_client_options", options)
+        require_package("openai", extra="judge")
+        self.url = url
+        self._settings = settings
+        self._key = _read_key(settings.api_key_env)
+        self._identity: dict[str, Any] = {"base_url": url, "api_key": self._key or "none"}
+        self._has_answered = False
+        parsed = _parsed(url)
+        # loading certificates is slow, and most servers are local; local ones are behind no proxy
+        self._options: dict[str, Any] = {"verify": parsed.scheme == "https", "trust_env": parsed.host not in _LOCAL}
 
-    def get(self, url: str) -> httpx2.Response:
+    def get(self, url: str) -> str:
         """Return the answer to one GET, whatever its status.
 
         Raises:
             ValueError: nothing answers, or it refuses the key.
         """
+        import openai
+
         try:
-            with httpx2.Client(**self._client_options) as client:
-                response = client.get(url)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ValueError(f"url: {url} does not answer ({_described(error)}); start the server first") from error
-        if response.status_code in (401, 403):
-            raise ValueError(f"url: {url} refuses the key: {_said(response)}; set api_key_env to a variable with it")
-        return response
+            return self._ask(url)
+        except openai.APIStatusError as error:
+            if error.status_code in (401, 403):
+                raise ValueError(
+                    f"url: {url} refuses the key: {self._said(error)}; set api_key_env to a variable with it"
+                ) from error
+            return error.response.text
 
     def post(self, body: Any, parse: Callable[[Any], _Value]) -> _Value:
         """Return the answer to one POST, without retries.
@@ -116,21 +123,32 @@ class RemoteClient:
         Raises:
             ValueError: nothing answers, or something else than expected.
         """
+        import openai
+
         try:
-            with httpx2.Client(**self._client_options) as client:
-                response = client.post(self.url, content=_encoded(body))
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ValueError(
-                f"url: {self.url} does not answer ({_described(error)}); start the server first"
-            ) from error
-        if response.status_code != 200:
-            raise ValueError(f"url: {self.url} answers a test request with {_said(response)}")
+            said = self._ask(self.url, body)
+        except openai.APIStatusError as error:
+            raise ValueError(f"url: {self.url} answers a test request with {self._said(error)}") from error
         try:
-            value = parse(response.json())
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"url: {self.url} answers a test request with {_said(response)}: {error}") from error
-        self._has_answered.set()
+            value = parse(json.loads(said))
+        except _INVALID as error:
+            raise ValueError(f"url: {self.url} answers a test request with {_short(said)}: {error}") from error
+        self._has_answered = True
         return value
+
+    def _ask(self, url: str, body: Any = None) -> str:
+        """Return the answer to one GET, or one POST of a body."""
+        import openai
+
+        limit_s = self._settings.request_timeout_s
+        http_client = httpx2.Client(timeout=limit_s, **self._options)
+        with openai.OpenAI(timeout=limit_s, http_client=http_client, **self._identity) as client:
+            try:
+                if body is None:
+                    return str(client.get(url, cast_to=str, options=self._request(retries=0)))
+                return str(client.post(url, cast_to=str, body=_sendable(body), options=self._request(retries=0)))
+            except openai.APIConnectionError as error:
+                raise ValueError(f"url: {url} does not answer ({_cause(error)}); start the server first") from error
 
     async def post_all(
         self,
@@ -152,7 +170,6 @@ class RemoteClient:
         Raises:
             UserError: the endpoint does not exist or refuses the key, and has never answered.
         """
-        loop = asyncio.get_running_loop()
         done = 0
 
         async def post(i: int, body: Any) -> _Value | Failure:
@@ -162,9 +179,8 @@ class RemoteClient:
             on_progress(done, len(bodies))
             return value
 
-        limits = httpx2.Limits(max_connections=self.max_concurrent)
-        async with httpx2.AsyncClient(**self._client_options, limits=limits) as client:
-            call = _Call(client, asyncio.Semaphore(self.max_concurrent), loop.time() + budget_s)
+        async with self._open() as client:
+            call = _Call(client, asyncio.Semaphore(self._settings.max_concurrent))
             tasks = [asyncio.create_task(post(i, body)) for i, body in enumerate(bodies)]
             try:
                 if tasks:
@@ -176,91 +192,118 @@ class RemoteClient:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         refused = [v.message for v in values if isinstance(v, Failure) and v.kind in _REFUSED]
-        if refused and not self._has_answered.is_set():
+        if refused and not self._has_answered:
             raise UserError(f"{refused[0]}; check url, model and api_key_env")
         return values
 
     async def _post(self, call: _Call, i: int, body: Any, parse: Callable[[int, Any], _Value]) -> _Value | Failure:
-        """Post one body, with retries."""
-        loop = asyncio.get_running_loop()
-        backoff_s = _FIRST_BACKOFF_S
+        """Post one body. The SDK repeats requests that fail, and this function those with an invalid answer."""
+        import openai
+
+        failure = Failure("invalid_answer", "")
         async with call.slots:
-            for attempt in range(self.retries + 1):
-                value, failure, retry_after_s = await self._attempt(call, i, body, parse)
-                if failure is None:
-                    call.is_down = False
-                    self._has_answered.set()
-                    return value  # type: ignore[return-value]
-                if failure.kind == "rejected" or failure.kind in _REFUSED:
-                    return failure
-                wait_s = backoff_s * random.uniform(0.5, 1.0) if retry_after_s is None else retry_after_s
-                if attempt == self.retries or call.is_down or loop.time() + wait_s >= call.deadline:
+            for attempt in range(self._settings.retries + 1):
+                retries = 0 if call.is_down else self._settings.retries - attempt
+                options = self._request(retries=retries)
+                try:
+                    text = str(await call.client.post(self.url, cast_to=str, body=_sendable(body), options=options))
+                except openai.APIError as error:
+                    failure = self._failure(error)
                     call.is_down = failure.kind == "connection"
                     return failure
-                await asyncio.sleep(wait_s)
-                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-        raise AssertionError("the last attempt returns")
+                call.is_down = False
+                try:
+                    value = parse(i, json.loads(text))
+                except _INVALID as error:
+                    failure = Failure("invalid_answer", f"{self.url}: {error!r} in {_short(text)}")
+                    continue
+                self._has_answered = True
+                return value
+        return failure
 
-    async def _attempt(
-        self, call: _Call, i: int, body: Any, parse: Callable[[int, Any], _Value]
-    ) -> tuple[_Value | None, Failure | None, float | None]:
-        """Return the parsed answer, or why there is none and the seconds that the server asks to wait."""
-        try:
-            async with asyncio.timeout(self.request_timeout_s):  # for the whole answer, however slowly it arrives
-                response = await call.client.post(self.url, content=_encoded(body))
-        except (TimeoutError, httpx2.TimeoutException):
-            return None, Failure("timeout", f"{self.url}: no answer within {self.request_timeout_s:g} s"), None
-        except httpx2.HTTPError as error:
-            return None, Failure("connection", f"{self.url}: {_described(error)}"), None
-        status = response.status_code
+    def _failure(self, error: "openai.APIError") -> Failure:
+        import openai
+
+        if isinstance(error, openai.APITimeoutError):
+            return Failure("timeout", f"{self.url}: no answer within {self._settings.request_timeout_s:g} s")
+        if not isinstance(error, openai.APIStatusError):
+            return Failure("connection", f"{self.url}: {_cause(error)}")
+        status = error.status_code
         if status in _MISCONFIGURED:
-            return None, Failure(f"http_{status}", f"{self.url} answers {_said(response)}"), None
-        if status in _RETRIED or status >= 500:
-            return None, Failure(f"http_{status}", f"{self.url}: {_said(response)}"), _retry_after_s(response)
-        if status != 200:
-            return None, Failure("rejected", f"{self.url}: {_said(response)}"), None
+            return Failure(f"http_{status}", f"{self.url} answers {self._said(error)}")
+        is_retried = status in _RETRIED or status >= 500
+        return Failure(f"http_{status}" if is_retried else "rejected", f"{self.url}: {self._said(error)}")
+
+    def _said(self, error: "openai.APIStatusError") -> str:
+        text = f"{error.status_code} {_short(error.response.text)}"
+        return text.replace(self._key, "***") if self._key else text
+
+    def _open(self) -> "openai.AsyncOpenAI":
+        import openai
+
+        limit_s = self._settings.request_timeout_s
+        timeout = httpx2.Timeout(limit_s, connect=min(_CONNECT_TIMEOUT_S, limit_s))
+        limits = httpx2.Limits(max_connections=self._settings.max_concurrent)
+        http_client = _BoundedClient(limit_s, limits=limits, **self._options)
+        return openai.AsyncOpenAI(timeout=timeout, http_client=http_client, **self._identity)
+
+    def _request(self, *, retries: int) -> "openai.RequestOptions":
+        import openai
+
+        headers = {} if self._key else {"Authorization": openai.Omit()}
+        return {"max_retries": retries, "headers": headers}
+
+
+class _BoundedClient(httpx2.AsyncClient):
+    """A client that limits the time for a whole answer, however slowly it arrives."""
+
+    def __init__(self, limit_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._limit_s = limit_s
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """Send a request, and read the answer."""
         try:
-            return parse(i, response.json()), None, None
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            return None, Failure("invalid_answer", f"{self.url}: {error!r} in {_said(response)}"), None
+            async with asyncio.timeout(self._limit_s):
+                return await super().send(request, **options)
+        except TimeoutError as error:
+            raise httpx2.ReadTimeout("the answer takes too long", request=request) from error
 
 
-def check_endpoint_arguments(*, max_concurrent: object, request_timeout_s: object, retries: object) -> None:
-    """Check the arguments of rewards that are passed to `RemoteClient`.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    check_number("max_concurrent", max_concurrent, minimum=1, whole=True)
-    check_number("request_timeout_s", request_timeout_s, above=0)
-    check_number("retries", retries, minimum=0, whole=True)
-
-
-def _encoded(body: Any) -> bytes:
-    """Return JSON in ASCII: UTF-8 has no form of the lone surrogates that texts may have."""
-    return json.dumps(body).encode()
-
-
-def _retry_after_s(response: httpx2.Response) -> float | None:
-    """Return the header Retry-After in seconds: a number, or a date."""
-    text = response.headers.get("retry-after")
-    if text is None:
-        return None
+def _parsed(url: str) -> httpx2.URL:
     try:
-        return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return None
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ValueError(f"url: {url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"url: {url!r} must look like http://host:8000")
+    if parsed.userinfo:
+        raise ValueError("url: must not hold a user name or password; name an environment variable in api_key_env")
+    return parsed
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+def _read_key(variable: str | None) -> str:
+    """Return the key in an environment variable; "" for a server without a key."""
+    if variable is None:
+        return ""
+    if not (key := os.environ.get(variable)):
+        raise ValueError(
+            f"api_key_env: the environment variable {variable!r} is not set; export it, or leave api_key_env out for a "
+            "server without a key"
+        )
+    return key
 
 
-def _said(response: httpx2.Response) -> str:
-    text = f"{response.status_code} {' '.join(response.text.split()):.300}"
-    key = response.request.headers.get("authorization", "").removeprefix("Bearer ")
-    return text.replace(key, "***") if key else text
+def _sendable(body: Any) -> Any:
+    """Return JSON without lone surrogates, for which UTF-8 has no form."""
+    return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
+
+
+def _cause(error: BaseException) -> str:
+    """Describe the error of the connection below one of the SDK."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
+
+
+def _short(text: str) -> str:
+    return f"{' '.join(text.split()):.300}"

@@ -21,6 +21,7 @@ import numpy as np
 from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError
 from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
+from cohort.rewards.builtin import BuiltinReward
 from cohort.rewards.call import AsyncCaller, RewardCrashMarker, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
 from cohort.rewards.completion_text import TurnsText, excerpt, first_paragraph, last_text
@@ -32,11 +33,10 @@ from cohort.rewards.function import (
     RewardFunction,
     RewardLog,
     TrainerProgress,
-    column_keyword,
     is_async,
     keyword_parameters,
     mean_metrics,
-    reward_arguments,
+    reports_of,
     unique_names,
 )
 
@@ -170,7 +170,7 @@ class RewardRunner:
         self._logged: list[Mapping[str, Sequence[float]]] = []  # metrics since the last `take_logged`
         self._num_nan: Counter[str] = Counter()  # completions for which a function returned NaN, in the last `score`
         self._told_of_nan: set[str] = set()
-        self._not_called: set[str] = {f.name for f in self.functions if not _is_builtin(f)}  # the user's own
+        self._not_called: set[str] = {f.name for f in self.functions if not isinstance(f.function, BuiltinReward)}
         # of a function's first call, until its values are read: what it caught of how many completions; its arguments
         self._first_calls: dict[str, tuple[tuple[Caught | None, int], dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}  # wall time of each function that the last `score` called
@@ -244,7 +244,7 @@ class RewardRunner:
             f"{f.name}/{kind}": number
             for f in self.functions
             if f.name in self.seconds
-            for kind, number in getattr(f.function, "last_counts", {}).items()
+            for kind, number in reports_of(f.function).last_counts.items()
         }
         return counted | {f"{name}/nan": number for name, number in self._num_nan.items()}
 
@@ -273,11 +273,11 @@ class RewardRunner:
 
     def notes(self) -> list[str]:
         """Return messages of the rewards for the start of the run."""
-        return [note for f in self.functions for note in getattr(f.function, "notes", ())]
+        return [note for f in self.functions for note in reports_of(f.function).notes]
 
     def warnings(self) -> list[str]:
         """Return warnings of the rewards for the run's summary."""
-        return [warning for f in self.functions for warning in getattr(f.function, "warnings", ())]
+        return [warning for f in self.functions for warning in reports_of(f.function).warnings]
 
     def _score_parts(self, samples: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, FloatArray]:
         """Return the values of each function, stage by stage: behind a gate it only sees what the gate lets through."""
@@ -289,7 +289,7 @@ class RewardRunner:
             chosen = {f.name: [samples[i] for i in np.flatnonzero(parts.to_score(f)).tolist()] for f in stage}
             called = [f for f in stage if chosen[f.name]]
             returned = self._call_all(called, chosen, during)
-            for warning in (w for f in called for w in getattr(f.function, "last_warnings", ())):
+            for warning in (w for f in called for w in reports_of(f.function).last_warnings):
                 self._notify(warning, during)
             for f in called:
                 ids = [id(trajectory) for _, trajectory in chosen[f.name]]
@@ -312,10 +312,10 @@ class RewardRunner:
     def _details_of(self, reward: RewardFunction, count: int) -> dict[str, Sequence[str | None]]:
         """Return what a function tells of each of its `count` completions, by column."""
         details: dict[str, Sequence[str | None]] = {}
-        if (of_function := getattr(reward.function, "last_details", None)) is not None:
+        if (of_function := reports_of(reward.function).last_details) is not None:
             details |= _named_details(reward.name, of_function)
         try:
-            return details | self._logs[reward.name].details(count)
+            return details | self._logs.get(reward.name, RewardLog()).details(count)
         except UserError as error:
             raise UserError(f"reward {reward.name!r}: {error}") from error
 
@@ -396,7 +396,7 @@ class RewardRunner:
         for f in functions:
             if f.name in own:
                 watched_here = caught, len(chosen[f.name])
-                found = getattr(f.function, "last_caught", None) or watched_here
+                found = reports_of(f.function).last_caught or watched_here
                 self._first_calls[f.name] = found, dict(arguments)
 
     def _save_traceback(self, functions: Sequence[RewardFunction], error: UserError) -> None:
@@ -428,27 +428,27 @@ class RewardRunner:
     def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
-        own = reward_arguments(reward.function)
-        taken = {*own, *ROLLOUT_NAMES, *_ONE_EACH} if own else own
-        parameters = self._parameters[reward.name]
-        arguments: dict[str, Any] = {
-            keyword: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
+        columns = {
+            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
             for name in column_names
-            if parameters.accepts(keyword := column_keyword(name, taken), unless=_ONE_EACH)
         }
-        builtin = {"completions": _completion_for_builtin} if _is_builtin(reward) else {}
-        for name, of_rollout in {**_ROLLOUT_ARGUMENTS, **builtin}.items():
+        parameters = self._parameters[reward.name]
+        if isinstance(reward.function, BuiltinReward):
+            given = {name: of_rollout for name, of_rollout in _OF_BUILTIN.items() if name in parameters.names}
+            arguments: dict[str, Any] = {name: [of_one(*p) for p in samples] for name, of_one in given.items()}
+            return arguments | ({"columns": columns} if "columns" in parameters.names else {})
+        arguments = {name: v for name, v in columns.items() if parameters.accepts(name, unless=_ONE_EACH)}
+        for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
-                arguments[name] = [of_rollout(prompt, completion) for prompt, completion in samples]
+                arguments[name] = [of_rollout(*p) for p in samples]
         for name, of_trajectory in _TRAJECTORY_ARGUMENTS.items():
             values = [of_trajectory(trajectory) for _, trajectory in samples]
             is_given = name == "environments" and any(value is not None for value in values)
             if name not in arguments and (parameters.accepts(name) if is_given else name in parameters.names):
                 arguments[name] = values
         log = self._logs[reward.name] = RewardLog()
-        if not _is_builtin(reward):
-            trl = log.arguments(self.trainer_progress())
-            arguments |= {name: value for name, value in trl.items() if parameters.accepts(name)}
+        trl = log.arguments(self.trainer_progress())
+        arguments |= {name: value for name, value in trl.items() if parameters.accepts(name)}
         return arguments | dict(reward.args)
 
     def _weighted_sum(self, parts: Mapping[str, FloatArray], *, require_scores: bool) -> FloatArray:
@@ -467,12 +467,6 @@ class RewardRunner:
         if not (np.abs(sums_N) <= MAX_ABS_REWARD).all():
             raise UserError(f"rewards: the weighted sum of the rewards exceeds {MAX_ABS_REWARD:g}; use smaller weights")
         return np.where(scored_N, sums_N, UNSCORED)
-
-
-def _is_builtin(reward: RewardFunction) -> bool:
-    """Whether a function is Cohort's own: no exceptions to explain, and none of TRL's arguments."""
-    module = getattr(reward.function, "__module__", None) or type(reward.function).__module__
-    return module.startswith("cohort.") and not getattr(reward.function, "calls_user_code", False)
 
 
 def _named_details(
@@ -531,6 +525,11 @@ _ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
 )
 
 
+_OF_BUILTIN: Mapping[str, Callable[[Prompt, Trajectory], Any]] = {
+    **_ROLLOUT_ARGUMENTS,
+    "completions": _completion_for_builtin,
+    "trajectories": lambda prompt, trajectory: trajectory,
+}
 _TRAJECTORY_ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = dict(
     zip(ON_REQUEST, (lambda trajectory: trajectory, lambda trajectory: trajectory.environment), strict=True)
 )

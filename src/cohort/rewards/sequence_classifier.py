@@ -4,54 +4,31 @@ N texts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from cohort.config.rewards import ModelSettings
 from cohort.errors import UserError, suggest
 from cohort.rewards.completion_text import Message, plain_text
-from cohort.rewards.function import check_choice, check_flag, check_number
 
 if TYPE_CHECKING:
     import torch
 
 TRAIN = "train"  # the device of the policy
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEAD = "ForSequenceClassification"
 _UNLIMITED = 1 << 30  # tokenizers without a limit have a huge one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """The arguments of a reward model in this process; see `ModelReward`."""
-
-    path: str
-    label: str | int | None = None
-    device: str = TRAIN
-    dtype: str = "auto"
-    max_tokens: int | None = None
-    truncate: str = "left"
-    batch_tokens: int = 16384
-    trust_remote_code: bool = False
-
-
 def check_classifier(settings: ModelSettings) -> None:
-    """Check settings and model folder without loading weights; of a Hub id, only its config is downloaded.
+    """Check device and model folder without loading weights; of a Hub id, only its config is downloaded.
 
     Raises:
-        ValueError: a setting is invalid, or the model has no classification head or no such label.
+        ValueError: there is no such device, or the model has no classification head or no such label.
         UserError: the folder is not a model.
     """
     from cohort.models import check_model_folder
 
-    if not isinstance(settings.path, str) or not settings.path:
-        raise ValueError(f"path: {settings.path!r} must be a model folder or a Hugging Face id")
-    check_choice("dtype", settings.dtype, _DTYPES)
-    check_choice("truncate", settings.truncate, ("left", "right"))
-    check_number("batch_tokens", settings.batch_tokens, minimum=1, whole=True)
-    check_flag("trust_remote_code", settings.trust_remote_code)
-    if settings.max_tokens is not None:
-        check_number("max_tokens", settings.max_tokens, minimum=1, whole=True)
+    assert settings.path is not None
     _check_device(settings.device)
     try:
         check_model_folder(settings.path, field="path")
@@ -234,16 +211,12 @@ def pick_device(wanted: str, train_device: str) -> "torch.device":
     return resolve_device(train_device if wanted == TRAIN else wanted)
 
 
-def _check_device(device: object) -> None:
+def _check_device(device: str) -> None:
     import torch
 
-    kinds: Literal["train, cpu, cuda or cuda:N"] = "train, cpu, cuda or cuda:N"
     if device in (TRAIN, "cpu"):
         return
-    kind, _, index = str(device).partition(":")
-    if kind != "cuda" or not (index.isdecimal() or device == "cuda"):
-        raise ValueError(f"device: {device!r} must be {kinds}")
-    if int(index or 0) >= torch.cuda.device_count():
+    if int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device: {device!r}: this process sees {torch.cuda.device_count()} CUDA devices; use {TRAIN} or cpu"
         )
@@ -269,7 +242,8 @@ def _check_head(settings: ModelSettings, config: Any) -> None:
 
     from cohort.models.loading.safetensors_files import stored_weights
 
-    stored = stored_weights(Path(settings.path), field="path") if Path(settings.path).is_dir() else {}
+    folder = Path(str(settings.path))
+    stored = stored_weights(folder, field="path") if folder.is_dir() else {}
     if not stored or settings.trust_remote_code:
         return  # other formats: an error when the model is loaded
     with torch.device("meta"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from cohort.rewards.code_tests import CallCase, FunctionTests, ProgramTests, PytestTests, StdinCase, Tests
+from cohort.rewards.code.row_tests import CallCase, FunctionTests, ProgramTests, PytestTests, StdinCase, Tests
 from cohort.sandbox import JobResult
 from cohort.sandbox.guest import MAX_DEPTH, MAX_ERROR_CHARS
 

@@ -1,0 +1,96 @@
+"""The child processes that grade answers of math rewards, each with a deadline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from queue import LifoQueue
+from typing import Literal
+
+from cohort.errors import UserError
+from cohort.processes.child import PYTHON, Child, ChildFailed, ChildLate
+from cohort.processes.this_process import usable_cores
+
+Grade = Literal[
+    "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
+]  # fmt: skip
+Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
+WORKER_COMMAND = (*PYTHON, str(Path(__file__).with_name("math_worker.py")))
+_MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
+
+
+class MathWorkers:
+    """Child processes that grade answers, one per core. They start as they are needed, and end with this object.
+
+    A child that dies (such as killed from outside) is replaced and the answer graded again, once. A child that misses
+    the deadline is killed.
+    """
+
+    def __init__(
+        self, command: Sequence[str] = WORKER_COMMAND, *, count: int | None = None, start_timeout_s: float = 120.0
+    ) -> None:
+        """Create them without starting any.
+
+        Args:
+            command: command line of a program with the protocol of `math_worker`.
+            count: how many. Default: one per core, at most 16.
+            start_timeout_s: deadline for a child's imports.
+        """
+        self.count = count or min(usable_cores(), _MAX_WORKERS)
+        self._command = tuple(command)
+        self._start_timeout_s = start_timeout_s
+        self._children: list[Child | None] = [None] * self.count  # None: not started
+        self._idle: LifoQueue[int] = LifoQueue()  # places in that list; those that run are taken first
+        for place in range(self.count):
+            self._idle.put(place)
+        self._num_closed = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running children."""
+        return [child.process.pid for child in self._children if child is not None and child.is_alive]
+
+    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Grade:
+        """Grade the answer in `text`; waits for a child that is free. Threads may grade at the same time.
+
+        Returns:
+            "timeout" past the deadline, and "crashed" if two children died of it.
+
+        Raises:
+            UserError: the child does not start.
+        """
+        num_closed, place = self._num_closed, self._idle.get()
+        try:
+            for _ in range(2):
+                child = self._children[place]
+                if child is None or not child.is_alive:
+                    child = self._children[place] = self._start()
+                try:
+                    verdict: Grade = child.call({"gold": gold, "text": text, "grader": grader}, deadline_s)
+                    return verdict
+                except ChildLate:
+                    return "timeout"
+                except ChildFailed:
+                    if self._num_closed != num_closed:
+                        break
+            return "crashed"
+        finally:
+            self._idle.put(place)
+
+    def close(self) -> None:
+        """End the children, also those that grade; the next answer starts others."""
+        self._num_closed += 1
+        for child in self._children:
+            if child is not None:
+                child.kill()
+
+    def _start(self) -> Child:
+        child = Child(self._command)
+        try:
+            child.call(None, self._start_timeout_s)
+            return child
+        except ChildLate:
+            why = f"not ready within {self._start_timeout_s:g} s{child.describe_output()}"
+        except ChildFailed as failure:
+            why = f"it {failure}"
+        raise UserError(
+            f"the worker process of the math reward failed to start: {why}. Command: {' '.join(self._command)}"
+        )
