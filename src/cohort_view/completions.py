@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cohort.errors import describe_error
 from cohort.records import BROKEN
 from cohort_view.records import FloatArray
 from cohort_view.values import inside, integer, number
@@ -204,7 +205,7 @@ class ParquetRows:
             read = [batch[name] for batch in self._row_group(i, [name], rows, len(rows))]
             return pa.concat_arrays(read)
         except Exception as own_error:
-            detail = _first_line(own_error) or _first_line(error)
+            detail = describe_error(own_error, 200)
             self.problems.append(f"{self.name}: column {name!r} cannot be read: {detail}.")
             return pa.nulls(len(rows), self._types[name])
 
@@ -242,11 +243,7 @@ def _why_unreadable(path: Path, name: str, error: Exception) -> str:
         return f"{name} is empty."
     if begins and not ends:
         return f"{name} is truncated."
-    return f"{name} is damaged: {_first_line(error)}."
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+    return f"{name} is damaged: {describe_error(error, 200)}."
 
 
 def numbers(column: pa.ChunkedArray | None, length: int) -> NDArray[np.float64]:

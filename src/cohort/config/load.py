@@ -13,7 +13,7 @@ from cohort.config.algorithm import unknown_name
 from cohort.config.other_trainers import explain_trl_key
 from cohort.config.rollout import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
-from cohort.errors import UserError, did_you_mean
+from cohort.errors import UserError, did_you_mean, excerpt
 
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 100
@@ -296,8 +296,7 @@ def _explain(error: ErrorDetails, raw: Mapping[str, Any], *, list_keys: bool) ->
         message = f"a section is a mapping of keys{keys}"
     if kind == "tuple_type":
         message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    return f"{field}: {shown}: {message[0].lower()}{message[1:]}"
+    return f"{field}: {excerpt(value)}: {message[0].lower()}{message[1:]}"
 
 
 def _nearest_key(wrong: str, section: type[BaseModel]) -> str:

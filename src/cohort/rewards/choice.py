@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cohort.errors import UserError
-from cohort.rewards.completion_text import MAX_CHARS, Mark, answer_text, excerpt, find_marks
+from cohort.errors import UserError, excerpt
+from cohort.rewards.completion_text import MAX_CHARS, Mark, answer_text, find_marks
 from cohort.rewards.function import check_number, column_values, compile_pattern
 
 # How answers are introduced. Capital letters are choices, so words are matched without their case one by one.

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.code_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code_verdict import CodeVerdict, job_request, judge
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.rewards.function import column_values
 from cohort.sandbox import Job, Sandbox
 from cohort.sandbox.process import Limits

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
-from cohort.errors import UserError
-from cohort.rewards.completion_text import excerpt
+from cohort.errors import UserError, excerpt
 
 
 def check_number(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from cohort.errors import UserError
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.errors import UserError, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.rewards.function import column_values, require_package
 
 _FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)

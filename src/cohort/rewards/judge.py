@@ -16,8 +16,8 @@ import httpx2
 
 from cohort.config import RewardConfig
 from cohort.config.section import expand_home
-from cohort.errors import UserError, suggest
-from cohort.rewards.completion_text import excerpt, transcript
+from cohort.errors import UserError, excerpt, suggest
+from cohort.rewards.completion_text import transcript
 from cohort.rewards.function import check_number, column_values, compile_pattern, keyword_parameters
 from cohort.rewards.remote import Failure, RemoteClient, check_endpoint_arguments
 

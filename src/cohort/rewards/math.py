@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal
 
-from cohort.errors import UserError
-from cohort.rewards.completion_text import answer_text, completion_text, excerpt
+from cohort.errors import UserError, excerpt
+from cohort.rewards.completion_text import answer_text, completion_text
 from cohort.rewards.function import check_number, column_values
 
 Grade = Literal[

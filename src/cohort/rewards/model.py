@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.rewards.completion_text import excerpt, messages_of
+from cohort.errors import excerpt
+from cohort.rewards.completion_text import messages_of
 from cohort.rewards.function import check_choice, check_number, keyword_parameters
 from cohort.rewards.remote import Failure, RemoteClient, check_endpoint_arguments
 from cohort.rewards.sequence_classifier import Classifier, ModelSettings, check_classifier, pick_device

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from cohort.errors import UserError
-from cohort.rewards.completion_text import MAX_CHARS, answer_text, excerpt, find_marks
+from cohort.errors import UserError, excerpt
+from cohort.rewards.completion_text import MAX_CHARS, answer_text, find_marks
 from cohort.rewards.function import check_number, column_values, compile_pattern
 
 _MAX_STRICT_CHARS = 500  # a box, a line or a gold answer that is longer is not a number

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cohort.errors import UserError, did_you_mean
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.errors import UserError, did_you_mean, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.rewards.function import require_package
 from cohort.sandbox import SharedSandbox
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.rewards.function import check_number
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -101,7 +101,7 @@ class RemoteClient:
             with httpx2.Client(**self._client_options) as client:
                 response = client.get(url)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ValueError(f"url: {url} does not answer ({_described(error)}); start the server first") from error
+            raise ValueError(f"url: {url} does not answer ({describe_error(error)}); start the server first") from error
         if response.status_code in (401, 403):
             raise ValueError(f"url: {url} refuses the key: {_said(response)}; set api_key_env to a variable with it")
         return response
@@ -121,7 +121,7 @@ class RemoteClient:
                 response = client.post(self.url, content=_encoded(body))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ValueError(
-                f"url: {self.url} does not answer ({_described(error)}); start the server first"
+                f"url: {self.url} does not answer ({describe_error(error)}); start the server first"
             ) from error
         if response.status_code != 200:
             raise ValueError(f"url: {self.url} answers a test request with {_said(response)}")
@@ -211,7 +211,7 @@ class RemoteClient:
         except (TimeoutError, httpx2.TimeoutException):
             return None, Failure("timeout", f"{self.url}: no answer within {self.request_timeout_s:g} s"), None
         except httpx2.HTTPError as error:
-            return None, Failure("connection", f"{self.url}: {_described(error)}"), None
+            return None, Failure("connection", f"{self.url}: {describe_error(error)}"), None
         status = response.status_code
         if status in _MISCONFIGURED:
             return None, Failure(f"http_{status}", f"{self.url} answers {_said(response)}"), None
@@ -254,10 +254,6 @@ def _retry_after_s(response: httpx2.Response) -> float | None:
         return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):
         return None
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _said(response: httpx2.Response) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cohort.errors import describe_error
 from cohort_view.completions import KINDS, ParquetRows, completions_name, group_size, steps_on_disk
 from cohort_view.run import ViewedRun
 from cohort_view.search.evaluate import evaluate, positive_patterns, simplify
@@ -209,9 +210,7 @@ class _Search:
     def _add_problem(self, name: str, error: Exception) -> None:
         if len(self._problems) < _MAX_PROBLEMS:
             why = ParquetRows(self._run.path, name).problems
-            detail = error.strerror if isinstance(error, OSError) else None
-            detail = detail or (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
-            self._problems.append(why[0] if why else f"{name} cannot be searched: {detail}.")
+            self._problems.append(why[0] if why else f"{name} cannot be searched: {describe_error(error, 200)}.")
         elif len(self._problems) == _MAX_PROBLEMS:
             self._problems.append("More files cannot be read.")
 

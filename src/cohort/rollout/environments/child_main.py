@@ -27,7 +27,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cohort.config.user_code import describe_error, load_callable, load_function
+from cohort.config.user_code import load_callable, load_function
+from cohort.errors import describe_error
 from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from cohort.config.user_code import describe_error
+from cohort.errors import describe_error
 from cohort.processes.messages import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
 from cohort.rollout.environments.handle import DeadlineMissed

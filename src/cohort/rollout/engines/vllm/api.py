@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import httpx2 as httpx
 
+from cohort.errors import describe_error
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.server_proof import CONNECTED, check_server
@@ -143,7 +144,7 @@ class VllmApi:
         except httpx.TimeoutException as error:
             raise self._error(endpoint, f"no answer within {self.timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise self._error(endpoint, f"{type(error).__name__}: {error}") from error
+            raise self._error(endpoint, describe_error(error)) from error
         if response.status_code != 200:
             raise self._error(endpoint, f"HTTP {response.status_code}: {_error_text(response)}")
         try:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx2
 import numpy as np
 
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.records import FinishReason, FloatArray, ModelCall
 from cohort.rollout.engines.servers.handles import BusyError, GenerateRequest, ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
@@ -147,7 +147,7 @@ class GenerateClient:
         except TimeoutError as error:
             raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
+            raise ServerError(f"{url}{path}: {describe_error(error)}") from error
         _check_secret(response)
         if response.status_code != 200:
             said = f"{response.status_code} {' '.join(response.text.split()):.300}"

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cohort.errors import describe_error
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret
@@ -338,8 +339,7 @@ class WeightChannel:
     def _error(self, error: Exception, what: str) -> ServerError:
         if isinstance(error, ServerError):
             return error
-        lines = str(error).splitlines()
-        return ServerError(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
+        return ServerError(f"{self.url}: {what}: {describe_error(error, 300)}")
 
 
 def choose_transport(
