@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cohort.errors import describe_error
 from cohort.records import BROKEN
 from cohort.run.completions import UPGRADED_FROM, upgrade
 from cohort_view.records import FloatArray
@@ -166,7 +167,7 @@ class ParquetRows:
                 table = upgrade(pa.table(found), group_size)
                 return dict(zip(table.column_names, table.columns, strict=True))
             except Exception as error:  # a damaged file can raise anything
-                self.problems.append(f"{self.name} of an older version cannot be read: {_first_line(error)}.")
+                self.problems.append(f"{self.name} of an older version cannot be read: {describe_error(error, 200)}.")
         return found
 
     def batches(self, columns: Sequence[str], rows: range) -> Iterator[dict[str, pa.Array]]:
@@ -218,7 +219,7 @@ class ParquetRows:
             read = [batch[name] for batch in self._row_group(i, [name], rows, len(rows))]
             return pa.concat_arrays(read)
         except Exception as own_error:
-            detail = _first_line(own_error) or _first_line(error)
+            detail = describe_error(own_error, 200)
             self.problems.append(f"{self.name}: column {name!r} cannot be read: {detail}.")
             return pa.nulls(len(rows), self._types[name])
 
@@ -256,11 +257,7 @@ def _why_unreadable(path: Path, name: str, error: Exception) -> str:
         return f"{name} is empty."
     if begins and not ends:
         return f"{name} is truncated."
-    return f"{name} is damaged: {_first_line(error)}."
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+    return f"{name} is damaged: {describe_error(error, 200)}."
 
 
 def numbers(column: pa.ChunkedArray | None, length: int) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from cohort.errors import describe_error
 from cohort_view.completions import (
     FileCache,
     ParquetRows,
@@ -138,7 +139,7 @@ def find_vocabulary(
                 continue
             vocabulary = _VOCABULARIES.get(path, lambda path=path: _read(path))  # type: ignore[misc]
         except Exception as error:  # a damaged file can raise anything
-            problems.append(f"{path} cannot be read: {str(error)[:200] or type(error).__name__}.")
+            problems.append(f"{path} cannot be read: {describe_error(error, 200)}.")
             continue
         return vocabulary, path, problems
     problems.append("Tokens are shown as ids: no tokenizer.json in final/, checkpoints/ or the folder of model.path.")

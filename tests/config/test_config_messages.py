@@ -325,7 +325,7 @@ def test_every_mistake_is_listed_and_long_values_are_cut():
     text = message({**MINIMAL, "train": {"stepz": 5, "seed": -1}, "hardware": hardware})
     keys = ["train.seed", "train.stepz", "hardware.processes", "hardware.device"]
     assert [line.split(":")[0] for line in text.splitlines()] == keys
-    assert text.splitlines()[3] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda or cuda:N"
+    assert text.splitlines()[3] == f"hardware.device: '{'x' * 36} ... {'x' * 36}': must be auto, cpu, cuda or cuda:N"
 
 
 def test_of_very_many_mistakes_some_are_told_and_all_counted():

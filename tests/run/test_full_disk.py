@@ -108,8 +108,8 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
     run = path.parent / "run"
     assert_refused(
         cohort("train", path),
-        f"error: {written}: no space left on device. Earlier checkpoints are intact: free some space and run the "
-        "same command again to resume from the last one\n",
+        f"error: {written}: no space left on device. Earlier checkpoints are intact: correct this, such as by freeing "
+        "space, and run the same command again to resume from the last one\n",
         code=1,
     )
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-1"]
@@ -154,7 +154,7 @@ def test_files_may_not_be_larger(tmp_path):
     config = changed(make_inputs(tmp_path), eval={"every": 0})
     assert in_a_process(_train_under_a_limit, config) == 1
     said = (tmp_path / "said").read_text()
-    assert re.search(r"step-2: file size limit exceeded\. Earlier checkpoints are intact", said)
+    assert re.search(r"step-2: file too large\. Earlier checkpoints are intact", said)
 
 
 DELETES = """

@@ -58,7 +58,7 @@ def test_what_happens_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         {"step": 3, "event": "warning", "text": "before the folder is this run's"},
         {"step": 4, "event": "checkpoint", "path": "checkpoints/step-4"},
         {"step": 4, "event": "evaluation"},
-        {"step": 4, "event": "warning", "text": "see https://***@host/x?token=***&page=2"},
+        {"step": 4, "event": "warning", "text": "see https://***@host/x?token=***"},
     ]
     assert (end["event"], end["step"]) == ("end", 4)
     assert start["timestamp"] <= end["timestamp"]

@@ -32,7 +32,8 @@ from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder
 from waiting import PATIENCE_S, until
 
 TOKENIZER = make_tokenizer()
-FULL = "no space left on device. Earlier checkpoints are intact: free some space and run the same command again"
+INTACT = "Earlier checkpoints are intact: correct this, such as by freeing space, and run the same command again"
+FULL = f"no space left on device. {INTACT}"
 
 
 def state(steps_done: int) -> TrainerState:
@@ -166,7 +167,10 @@ def stop_torch(monkeypatch: pytest.MonkeyPatch, write_number: int, error: BaseEx
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(KeyboardInterrupt, KeyboardInterrupt), (partial(OSError, errno.ENOSPC, "No space left"), TrainingError)],
+    [
+        (KeyboardInterrupt, KeyboardInterrupt),
+        (partial(OSError, errno.ENOSPC, os.strerror(errno.ENOSPC)), TrainingError),
+    ],
 )
 def test_whatever_write_of_torch_is_stopped_it_is_told_as_what_it_is(tmp_path, monkeypatch, error, told):
     policy = make_policy()
@@ -300,7 +304,8 @@ class SafetensorError(Exception):
 def test_every_way_to_say_that_the_disk_is_full(error):
     with pytest.raises(TrainingError) as caught, disk_errors(Path("/runs/a/final")):
         raise error
-    assert str(caught.value) == (f"/runs/a/final: {FULL} to resume from the last one")
+    what = "disk quota exceeded" if getattr(error, "errno", None) == errno.EDQUOT else "no space left on device"
+    assert str(caught.value) == f"/runs/a/final: {what}. {INTACT} to resume from the last one"
     assert caught.value.__cause__ is error
 
 

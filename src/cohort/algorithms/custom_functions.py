@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cohort.algorithms.statistics import AdvantageInputs
 from cohort.config import CustomFunction
-from cohort.config.user_code import describe_error, error_location, load_function
-from cohort.errors import UserError, suggest
+from cohort.config.user_code import error_location, load_function
+from cohort.errors import UserError, describe_error, suggest
 from cohort.packing.batch import LossInputs, LossOutput, PolicyLoss
 from cohort.records import FloatArray, IntArray
 

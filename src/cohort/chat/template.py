@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cohort.chat.messages import EXAMPLE, EXAMPLE_TOOL, Masked, any_of, mask, plain_messages
-from cohort.errors import UserError, did_you_mean
+from cohort.errors import UserError, describe_error, did_you_mean
 from cohort.records import FinishReason, IntArray, Message
 
 if TYPE_CHECKING:
@@ -195,9 +195,7 @@ class ChatTemplate:
             return str(text)
         except Exception as error:  # templates are code and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise UserError(
-                f"{self._name} rejected the messages (roles: {roles}): {type(error).__name__}: {error}"
-            ) from error
+            raise UserError(f"{self._name} rejected the messages (roles: {roles}): {describe_error(error)}") from error
 
     def _encode(self, text: str) -> IntArray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)

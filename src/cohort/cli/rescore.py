@@ -11,10 +11,10 @@ import numpy as np
 
 from cohort.config import Config
 from cohort.data import read_content, read_rows
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
-from cohort.rewards.completion_text import completion_text, excerpt
+from cohort.rewards.completion_text import completion_text
 from cohort.run.completions import looks_like_chat, prompt_text
 from cohort.trainer.inputs import build_reward_functions
 from cohort.trainer.open_run import OpenRun, open_run

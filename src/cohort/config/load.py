@@ -15,7 +15,7 @@ from cohort.config.other_trainers import explain_trl_key
 from cohort.config.rewards import REWARD_SETTINGS
 from cohort.config.rollout import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
-from cohort.errors import UserError, did_you_mean, suggest
+from cohort.errors import UserError, did_you_mean, excerpt, suggest
 
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 100
@@ -301,7 +301,7 @@ def _explain(error: ErrorDetails, raw: Mapping[str, Any], *, list_keys: bool) ->
     if kind == "tuple_type":
         example = "[{use: math}]" if field == "rewards" else "[tensorboard]"
         message = "must be a list" + f", such as {example}" * (".args." not in field)
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    shown = excerpt(value)
     return f"{field}: {shown}: {message[0].lower()}{message[1:]}"
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from cohort.config.objects import USER_FILE, NamedObject, is_unnamed
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, describe_error, suggest
 
 _PACKAGE = Path(__file__).parents[1]
 _MACHINERY = tuple(
@@ -99,14 +99,6 @@ def error_location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     return user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the exception's type and message, even if its `__str__` raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as another:
-        return f"{type(error).__name__} (whose message cannot be shown: its __str__ raises {type(another).__name__})"
 
 
 def _module_of_file(path: str, use: str, field: str) -> ModuleType:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
-from cohort.errors import UserError, did_you_mean, suggest
+from cohort.errors import UserError, describe_error, did_you_mean, suggest
 
 Row = dict[str, Any]
 
@@ -241,7 +241,7 @@ def _read_parquet(file: Path) -> list[Row]:
             _refuse_repeated(parquet.schema_arrow.names)
             return parquet.read().to_pylist()
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
-        raise _UnreadableError(f"is not a readable Parquet file: {_first_line(error)}") from error
+        raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
 
 
 def _refuse_repeated(columns: Iterable[str]) -> None:
@@ -274,7 +274,7 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
         files = datasets.load_dataset_builder(str(folder), name=name).config.data_files
     except Exception as error:  # whatever `datasets` finds wrong with the folder is a user error
         raise _UnreadableError(
-            f"the folder {folder} cannot be read: {_first_line(error)}; use a folder of {', '.join(_READERS)} "
+            f"the folder {folder} cannot be read: {describe_error(error, 300)}; use a folder of {', '.join(_READERS)} "
             "files, or one written by datasets.save_to_disk"
         ) from error
     files_per_split = {str(key): [Path(file) for file in value] for key, value in (files or {}).items()}
@@ -307,7 +307,7 @@ def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # a missing or broken file among those that `datasets` wrote
-        raise _UnreadableError(f"the folder {folder} cannot be read: {_first_line(error)}") from error
+        raise _UnreadableError(f"the folder {folder} cannot be read: {describe_error(error, 300)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise _UnreadableError(_no_split(split, saved))
@@ -331,15 +331,9 @@ def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
         return list(datasets.load_dataset(path, name=name, split=split))
     except Exception as error:  # network, access, unknown name or split, broken file: all user errors
         raise _UnreadableError(
-            f"datasets.load_dataset with name={name!r} and split={split!r} failed: {type(error).__name__}: "
-            f"{_first_line(error)}"
+            f"datasets.load_dataset with name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
         ) from error
 
 
 def _no_split(split: str, available: Iterable[str]) -> str:
     return f"has no split {split!r}{suggest(split, available, 'Splits')}"
-
-
-def _first_line(error: Exception) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return text[:300]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cohort.chat import ChatTemplate, prompt_messages
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, excerpt, suggest
 from cohort.records import IntArray, Message, Prompt
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def read_content(value: Any, where: str) -> Content:
     if isinstance(value, list | tuple):
         return _read_messages(value, where)
     raise UserError(
-        f"{where}: a prompt is text or a list of chat messages, not {'missing' if value is None else _shown(value)}"
+        f"{where}: a prompt is text or a list of chat messages, not {'missing' if value is None else excerpt(value)}"
     )
 
 
@@ -243,7 +243,7 @@ def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
     for number, value in enumerate(values, start=1):
         at = f"{where}, message {number}"
         if not isinstance(value, Mapping):
-            raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {_shown(value)}')
+            raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {excerpt(value)}')
         message = {key: entry for key, entry in value.items() if entry is not None}
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise UserError(f'{at}: has no "role" such as "user". Its keys: {", ".join(map(str, message)) or "none"}')
@@ -251,7 +251,7 @@ def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
         if isinstance(content, str):
             _check_text(content, at, may_be_empty=message["role"] != "user")
         elif content is not None or "tool_calls" not in message:
-            raise UserError(f'{at}: its "content" must be text, not {_shown(content)}')
+            raise UserError(f'{at}: its "content" must be text, not {excerpt(content)}')
         messages.append(message)
     if messages[-1]["role"] == "assistant":
         raise UserError(
@@ -281,7 +281,3 @@ def _is_messages_as_text(text: str) -> bool:
             continue
         return all(isinstance(value, dict) and {"role", "content"} <= value.keys() for value in values)
     return False
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}"

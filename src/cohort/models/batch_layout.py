@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from cohort.errors import describe_error
 from cohort.models import attention
 from cohort.models.attention import KVCache
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
@@ -62,11 +63,11 @@ def choose_layout(
     try:
         expected = _probe(model, module, output, "padded")
         if isinstance(expected, Exception):
-            return "padded", f"the probe failed ({_short(expected)})"
+            return "padded", f"the probe failed ({describe_error(expected, 200)})"
         try:
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
-            return "padded", f"its attention cannot be replaced ({_short(error)})"
+            return "padded", f"its attention cannot be replaced ({describe_error(error, 200)})"
         tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")
         for layout in layouts:
@@ -95,7 +96,7 @@ def is_narrow(model: Any) -> bool:
 def _differences(actual: "_ProbeResult | Exception", expected: "_ProbeResult", tolerance: float) -> str | None:
     """Describe how the results of a layout differ from the expected ones; None if they agree."""
     if isinstance(actual, Exception):
-        return f"fails ({_short(actual)})"
+        return f"fails ({describe_error(actual, 200)})"
     checks = (
         ("outputs", actual.outputs, expected.outputs, tolerance),
         ("gradients", actual.gradient, expected.gradient, 5 * tolerance),  # sums over all tokens
@@ -108,10 +109,6 @@ def _difference(name: str, actual: Tensor, expected: Tensor, limit: float) -> st
     if error <= limit:  # false for NaN
         return None
     return f"gives {name} that differ from the model's (relative error {error:.1g}, rounding is below {limit:.0e})"
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def _reasons(model: Any, longest: int | None) -> Iterator[str]:
@@ -292,7 +289,7 @@ def _split_problem(
                 wanted = [starts[row] + 1 + t for t in range(_NUM_DECODED) for row in rows]
                 difference = _difference("outputs", outputs.float(), expected[wanted], tolerance)
     except _FAILURES as error:
-        difference = f"fails ({_short(error)})"
+        difference = f"fails ({describe_error(error, 200)})"
     return None if difference is None else f"{name} {difference}"
 
 

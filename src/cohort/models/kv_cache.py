@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from cohort.errors import describe_error
 from cohort.records import IntArray
 
 _ROOM = 64  # positions added when the buffer is full
@@ -227,7 +228,7 @@ def _problem(
     try:
         actual = decode(_PROBE) if padded else torch.cat([decode([prompt]) for prompt in _PROBE])
     except _FAILURES as failure:
-        return f"fails ({type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]})"
+        return f"fails ({describe_error(failure, 200)})"
     # of the whole, because bfloat16 may send a token to another expert
     error = ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
     limit = 0.2 if is_narrow else 1e-4

@@ -29,11 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cohort.config.user_code import describe_error, error_location, user_line
-from cohort.errors import StopRequested, UserError
+from cohort.config.user_code import error_location, user_line
+from cohort.errors import StopRequested, UserError, describe_error, excerpt
 from cohort.ranks import stopping
 from cohort.ranks.stopping import on_kill
-from cohort.rewards.completion_text import completion_text, excerpt
+from cohort.rewards.completion_text import completion_text
 from cohort.rewards.function import RewardFunction
 
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cohort.config.rewards import ChoiceSettings
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import MAX_CHARS, Mark, answer_text, excerpt, find_marks
+from cohort.rewards.completion_text import MAX_CHARS, Mark, answer_text, find_marks
 
 # How answers are introduced. Capital letters are choices, so words are matched without their case one by one.
 _CORRECT = r"(?:correct|right|best|final)"

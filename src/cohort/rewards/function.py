@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, MethodType
 from typing import Any, Protocol, runtime_checkable
 
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.caught import Caught
-from cohort.rewards.completion_text import excerpt
 
 
 def require_package(name: str, *, extra: str) -> None:

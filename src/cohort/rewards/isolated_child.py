@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.config.user_code import describe_error, load_function
-from cohort.errors import UserError
+from cohort.config.user_code import load_function
+from cohort.errors import UserError, describe_error
 from cohort.rewards.call import MissedDeadline, as_list, as_number, call_sync, describe_value, function_error
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, first_few, is_constant
 from cohort.rewards.function import (

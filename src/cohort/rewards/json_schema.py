@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from cohort.config.rewards import JsonSchemaSettings
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.rewards.function import require_package
 
 _FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)

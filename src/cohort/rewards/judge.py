@@ -15,9 +15,9 @@ from typing import Any
 
 from cohort.config.rewards import REPLY, CriterionSettings, JudgeSettings, RewardConfig
 from cohort.config.section import expand_home
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, excerpt, suggest
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import excerpt, transcript
+from cohort.rewards.completion_text import transcript
 from cohort.rewards.remote import Failure, NotJudged, RemoteClient
 
 ROLLOUT_PLACEHOLDERS = ("prompt", "completion")

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from cohort.config.rewards import AccuracySettings, MathSettings, ReasoningAccuracySettings
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import answer_text, completion_text, excerpt
+from cohort.rewards.completion_text import answer_text, completion_text
 from cohort.rewards.math_workers import Grade, Grader, MathWorkers
 
 G = TypeVar("G", bound=AccuracySettings | MathSettings)

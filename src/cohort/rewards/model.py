@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from cohort.config.rewards import ModelSettings
+from cohort.errors import excerpt
 from cohort.rewards.builtin import BuiltinReward, RewardContext
-from cohort.rewards.completion_text import excerpt, messages_of
+from cohort.rewards.completion_text import messages_of
 from cohort.rewards.remote import Failure, NotJudged, RemoteClient
 from cohort.rewards.sequence_classifier import Classifier, check_classifier, pick_device
 

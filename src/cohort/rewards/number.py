@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from cohort.config.rewards import NumberSettings
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import MAX_CHARS, answer_text, excerpt, find_marks
+from cohort.rewards.completion_text import MAX_CHARS, answer_text, find_marks
 
 _MAX_STRICT_CHARS = 500  # a box, a line or a gold answer that is longer is not a number
 _MAX_DIGITS = 3000  # of a power

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cohort.config.rewards import ReasoningGymSettings
-from cohort.errors import UserError, did_you_mean
+from cohort.errors import UserError, did_you_mean, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.rewards.function import require_package
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from cohort.chat import append_observation
-from cohort.errors import TrainingError, UserError
+from cohort.errors import TrainingError, UserError, excerpt
 from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.builtin import BuiltinReward
 from cohort.rewards.call import AsyncCaller, RewardCrashMarker, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
-from cohort.rewards.completion_text import TurnsText, excerpt, first_paragraph, last_text
+from cohort.rewards.completion_text import TurnsText, last_text
 from cohort.rewards.function import (
     ON_REQUEST,
     ROLLOUT_NAMES,
@@ -217,7 +217,8 @@ class RewardRunner:
         scorable = [(prompt, trajectory) for prompt, trajectory in trajectories if not trajectory.is_broken]
         if require_scores and not scorable:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in trajectories}))
-            first = next((f"; the first error:\n\n{first_paragraph(t.error)}" for _, t in trajectories if t.error), "")
+            reason = next((t.error.partition("\n\n")[0] for _, t in trajectories if t.error), "")
+            first = f"; the first error:\n\n{reason}" if reason else ""
             raise TrainingError(f"rollout: all {len(trajectories)} trajectories{_in(during)} ended with {ends}{first}")
         scorable_parts = self._score_parts(scorable, during)
         parts = {name: _align(trajectories, part) for name, part in scorable_parts.items()}

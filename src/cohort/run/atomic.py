@@ -10,16 +10,7 @@ from pathlib import Path
 from cohort.errors import TrainingError
 
 _WRITING = ".writing-"  # name prefix of an unfinished folder
-_DISK_ERRORS = {
-    errno.ENOSPC: ("no space left on device", "free some space"),
-    errno.EDQUOT: ("no space left on device", "free some space"),
-    errno.EFBIG: ("file size limit exceeded", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("the file system is read-only", "make it writable"),
-    errno.EACCES: ("permission denied", "restore write permission"),
-    errno.ENOENT: ("the folder no longer exists", "restore it"),
-    errno.EIO: ("input/output error", "check the disk"),
-    errno.ESTALE: ("stale network file handle", "remount the file system"),
-}
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 
 
 def remove_leftovers(root: Path) -> None:
@@ -76,22 +67,19 @@ def write_file_atomically(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the file system while writing `path` into a `TrainingError` that says what to do."""
+    """Turn errors of the file system while writing `path` into a `TrainingError`."""
     try:
         yield
     except TrainingError:
         raise
     except Exception as error:
-        # safetensors, tokenizers and torch have their own error types
-        from_text = (n for n in _DISK_ERRORS if os.strerror(n) in str(error))
-        number = getattr(error, "errno", None) or next(from_text, None)
-        final = path.with_name(path.name.removeprefix(_WRITING))
-        if number not in _DISK_ERRORS or (number == errno.ENOENT and final.parent.exists()):
+        # safetensors, tokenizers and torch have their own types of errors, with the system's message in the text
+        what = next((text for text in map(os.strerror, _DISK_ERRORS) if text in str(error)), None)
+        if what is None:
             raise
-        what, advice = _DISK_ERRORS[number]
         raise TrainingError(
-            f"{final}: {what}. Earlier checkpoints are intact: {advice} and run the same command again to resume from "
-            f"the last one"
+            f"{path.with_name(path.name.removeprefix(_WRITING))}: {what.lower()}. Earlier checkpoints are intact: "
+            f"correct this, such as by freeing space, and run the same command again to resume from the last one"
         ) from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.health.findings import HEALTH, Finding
 from cohort.plan import RunSchedule
 from cohort.ranks import stopping
@@ -268,8 +268,7 @@ def _now() -> float:
 def _reason(error: BaseException) -> str:
     if isinstance(error, stopping.RunStopped | stopping.StopRequested) and stopping.requested() is not None:
         return _signal_name()
-    lines = str(error).strip().splitlines()
-    return hide_in_text(": ".join([type(error).__name__, *lines[:1]])[:_MAX_CHARACTERS])
+    return hide_in_text(describe_error(error, _MAX_CHARACTERS))
 
 
 def _signal_name() -> str:

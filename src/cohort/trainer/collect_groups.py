@@ -17,7 +17,6 @@ from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
 from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rewards.completion_text import first_paragraph
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
 
@@ -128,7 +127,7 @@ class GroupCollector:
         """Return the first reasons of broken trajectories, as the end of a message. The log folder has tracebacks."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         errors = list(dict.fromkeys(t.error or t.end for t in trajectories if t.is_broken))
-        reasons = list(dict.fromkeys(first_paragraph(error) for error in errors))
+        reasons = list(dict.fromkeys(error.partition("\n\n")[0] for error in errors))
         more = f"\n... and {len(reasons) - _MAX_ERRORS} other errors" if len(reasons) > _MAX_ERRORS else ""
         if (folder := self.rewards.log_folder) is not None and errors != reasons:
             with suppress(OSError):

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 
+from cohort.errors import describe_error
 from cohort_view.records import to_json
 from cohort_view.run import ViewedRun
 from cohort_view.search.condition import ConditionError
@@ -199,4 +200,4 @@ def _search(run: ViewedRun, text: str, where: str, limit: int, cancelled: Callab
     except ConditionError as error:
         yield as_event("error", to_json({"error": str(error), "position": error.position}))
     except Exception as error:
-        yield as_event("error", to_json({"error": f"{type(error).__name__}: {error}", "position": None}))
+        yield as_event("error", to_json({"error": describe_error(error), "position": None}))

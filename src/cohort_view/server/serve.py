@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort_view import config_info, groups, heldout, machine, series, tokens
 from cohort_view.completions import KINDS, completions_name, steps_on_disk
 from cohort_view.run import ViewedRun
@@ -145,7 +145,7 @@ def build_app(watcher: Watcher, *, static: StaticFiles | None = None) -> ASGIApp
         BadQueryError: lambda request, error: json_error(400, str(error)),
         NotFoundError: lambda request, error: json_error(404, str(error)),
         HTTPException: lambda request, error: json_error(error.status_code, error.detail),
-        Exception: lambda request, error: json_error(500, f"{type(error).__name__}: {error}"),
+        Exception: lambda request, error: json_error(500, describe_error(error)),
     }
     return Starlette(routes=routes, exception_handlers=handlers)
 

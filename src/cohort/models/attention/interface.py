@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from cohort.errors import describe_error
 from cohort.models.attention.cascade import KeyValue, cascade
 from cohort.models.attention.decoding import DecodeBatch, decode_attention
 from cohort.models.attention.varlen import varlen
@@ -55,9 +56,8 @@ def kernels_agree(kernels: str, instead: str, compare: Callable[[], Iterable[tup
 
 def warn_fallback(kernels: str, instead: str, error: Exception) -> None:
     """Warn that kernels are not used, and why."""
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
     warnings.warn(
-        f"{kernels} do not work here ({reason}). Falling back to {instead}, which is slower",
+        f"{kernels} do not work here ({describe_error(error, 300)}). Falling back to {instead}, which is slower",
         RuntimeWarning,
         stacklevel=2,
     )

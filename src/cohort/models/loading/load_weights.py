@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config import ModelConfig
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.models.fsdp import Sharding
 from cohort.models.loading.meta_device import (
     VALUE_HEAD,
@@ -122,9 +122,7 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
                 **options,
             )
     except Exception as error:  # transformers raises many types of errors
-        raise UserError(
-            f"model.path: {config.path!r}: cannot load the model: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"model.path: {config.path!r}: cannot load the model: {describe_error(error)}") from error
     before = set(model.state_dict())
     kind.replace_head(model)
     gone = before - set(model.state_dict())  # a saved critic has no language-model head

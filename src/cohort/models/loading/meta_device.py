@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.models.loading.safetensors_files import (
     INDEX,
     SINGLE,
@@ -65,9 +65,7 @@ def meta_model(config: ModelConfig) -> Any:
     except UserError:
         raise
     except Exception as error:  # transformers raises many types of errors
-        raise UserError(
-            f"model.path: {config.path!r}: cannot load the model: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"model.path: {config.path!r}: cannot load the model: {describe_error(error)}") from error
     with suppress(OSError):  # no file: keep the default
         model.generation_config = GenerationConfig.from_pretrained(config.path)
     return model

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cohort.config.rewards import CodeSettings
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.code.row_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code.verdict import CodeVerdict, job_request, judge
-from cohort.rewards.completion_text import answer_text, excerpt
+from cohort.rewards.completion_text import answer_text
 from cohort.sandbox import Job
 from cohort.sandbox.process import Limits
 

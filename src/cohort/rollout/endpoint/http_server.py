@@ -22,8 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cohort.config.user_code import describe_error
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.rollout.endpoint.openai_answers import as_stream, error_answer, models_answer
 from cohort.rollout.endpoint.openai_requests import (
     AnyRequest,

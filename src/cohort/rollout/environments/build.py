@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from cohort.chat import ChatTemplate, ResponseParser
 from cohort.config.rollout import EnvironmentSpec, SamplingConfig
-from cohort.config.user_code import describe_error, error_location, load_function
-from cohort.errors import UserError, suggest
+from cohort.config.user_code import error_location, load_function
+from cohort.errors import UserError, describe_error, suggest
 from cohort.rollout.environments.child_process import ChildPool, ChildProcess, UserCode
 from cohort.rollout.environments.environment_class import CreateHandle, EnvironmentInterface, EnvironmentPool
 from cohort.rollout.environments.handle import InstanceHandle

@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cohort.config.user_code import describe_error, load_callable, load_function
+from cohort.config.user_code import load_callable, load_function
+from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, MAX_ANSWER_BYTES, connect
 
 if TYPE_CHECKING:

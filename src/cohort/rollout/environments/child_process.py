@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from cohort.config.user_code import describe_error
+from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, PYTHON, Child, ChildFailed
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
 from cohort.rollout.environments.handle import DeadlineMissed, UserThread, in_thread

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from cohort.chat import tool_schema
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error, excerpt
 from cohort.rollout.engines.base import CallKey
 from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle
 from cohort.rollout.environments.model import EnvironmentFailure
@@ -108,7 +108,8 @@ class Environment:
         if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
             return "".join(part["text"] for part in parts)
         raise EnvironmentFailure(
-            f"{self.interface.name}.reset returned {_shown(observation)}; it must return text or None (only text is "
+            f"{self.interface.name}.reset returned {excerpt(observation)} "
+            f"({type(observation).__name__}); it must return text or None (only text is "
             f"supported)"
         )
 
@@ -138,7 +139,7 @@ class Environment:
         except DeadlineMissed as error:
             raise EnvironmentFailure(f"{where}: {error} (rollout.tool_timeout_s)") from error
         except Exception as error:
-            raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(f"{where} raised {describe_error(error)}") from error
 
     def _number(self, method: str, value: Any) -> float:
         number = value
@@ -147,7 +148,8 @@ class Environment:
                 number = value.item()
         if not isinstance(number, bool | int | float) or not math.isfinite(number):
             raise EnvironmentFailure(
-                f"{self.interface.name}.{method} returned {_shown(value)}; it must return a finite number"
+                f"{self.interface.name}.{method} returned {excerpt(value)} ({type(value).__name__}); "
+                f"it must return a finite number"
             )
         return float(number)
 
@@ -225,7 +227,3 @@ def _schemas(environment: type, *, field: str) -> list[Schema]:
                 f"that is not a tool with an underscore"
             ) from error
     return schemas
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.200} ({type(value).__name__})"

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from cohort.config.user_code import describe_error
+from cohort.errors import describe_error
 
 
 class DeadlineMissed(Exception):  # noqa: N818

@@ -12,8 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 from cohort.config.rollout import EnvironmentSpec
-from cohort.config.user_code import describe_error, error_location, load_callable
-from cohort.errors import UserError
+from cohort.config.user_code import error_location, load_callable
+from cohort.errors import UserError, describe_error
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.rollout.environments.handle import InstanceHandle, UserThread
 from cohort.rollout.environments.tools import Schema

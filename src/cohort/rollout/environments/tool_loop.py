@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cohort.chat import Reply, append_observation, prompt_messages
+from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import EndReason, Message, Trajectory, TurnStats
 from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
@@ -67,8 +68,7 @@ class ToolLoop:
         try:
             handle = await self._pool.acquire()
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise EnvironmentFailure(f"{self._interface.name} could not be created: {what}") from error
+            raise EnvironmentFailure(f"{self._interface.name} could not be created: {describe_error(error)}") from error
         environment = Environment(handle, self._interface, timeout_s=self._executor.timeout_s)
         methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self._interface.schemas]
         try:

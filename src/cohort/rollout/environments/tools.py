@@ -14,8 +14,8 @@ from typing import Any
 
 from cohort.chat import ToolCall, tool_schema
 from cohort.config.rollout import ToolSpec
-from cohort.config.user_code import describe_error, load_function
-from cohort.errors import UserError, suggest
+from cohort.config.user_code import load_function
+from cohort.errors import UserError, describe_error, suggest
 from cohort.records import Message
 from cohort.rollout.environments.child_process import ChildPool, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle, ToolHandle

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cohort.chat import ChatTemplate, ResponseParser
-from cohort.config.user_code import describe_error, is_user_code
+from cohort.config.user_code import is_user_code
+from cohort.errors import describe_error
 from cohort.records import EndReason, Prompt, Trajectory, TurnStats
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind

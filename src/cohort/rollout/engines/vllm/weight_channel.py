@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cohort.errors import describe_error
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.cuda_ipc import IpcHandle
 from cohort.rollout.engines.servers.handles import ServerError
@@ -350,8 +351,7 @@ class WeightChannel:
     def _error(self, error: Exception, what: str) -> ServerError:
         if isinstance(error, ServerError):
             return error
-        lines = str(error).splitlines()
-        return ServerError(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
+        return ServerError(f"{self.url}: {what}: {describe_error(error, 300)}")
 
 
 def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from cohort.config.user_code import describe_error
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.records import Message
 from cohort.rollout.environments.handle import InstanceHandle
 from cohort.rollout.environments.model import EnvironmentFailure

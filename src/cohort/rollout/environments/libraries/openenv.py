@@ -13,8 +13,7 @@ from typing import Any
 import httpx2 as httpx
 
 from cohort.chat import ToolCall
-from cohort.config.user_code import describe_error
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, describe_error, suggest
 from cohort.rollout.environments.libraries.common import import_library, opened, seed_rows, with_system
 from cohort.rollout.environments.model import RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.sources import EnvironmentSource

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cohort.config.user_code import describe_error
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, describe_error, suggest
 from cohort.rollout.environments.libraries.common import column, import_library, with_system
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
 from cohort.rollout.environments.sources import EnvironmentSource, Rows

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cohort.config.user_code import describe_error
-from cohort.errors import UserError, suggest
+from cohort.errors import UserError, describe_error, suggest
 from cohort.records import Message
 from cohort.rollout.environments.libraries.common import column, import_library, opened, seed_rows
 from cohort.rollout.environments.model import RolloutModel, TrajectoryEnded

@@ -14,8 +14,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from cohort.config.user_code import describe_error, importable
-from cohort.errors import UserError
+from cohort.config.user_code import importable
+from cohort.errors import UserError, describe_error
 from cohort.rollout.endpoint.agent import AgentProgram
 from cohort.rollout.environments.libraries.common import column, import_library
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
