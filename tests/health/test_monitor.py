@@ -95,7 +95,8 @@ def facts(**sections: Any) -> RunFacts:
 
 
 def test_facts_of_a_configuration():
-    usual = facts(rewards=[{"use": "r.py:good", "weight": 2.0}, {"use": "math", "name": "m"}, {"use": "overlong"}])
+    shaping = {"use": "overlong", "buffer_tokens": 4}
+    usual = facts(rewards=[{"use": "r.py:good", "weight": 2.0}, {"use": "math", "name": "m"}, shaping])
     assert usual.weights == {"good": 2.0, "m": 1.0, "overlong": 1.0}
     assert usual.shaping == {"overlong"}
     assert usual.compares_groups and usual.adds_rewards and usual.samples_all_tokens

@@ -131,7 +131,7 @@ def test_an_error_in_the_loop_of_the_user_leaves_the_trainer_as_it_is(tmp_path: 
         for _ in trainer:
             _ = 1 / 0
     with pytest.raises(
-        UserError, match=r"generate\.prompt='question': row 1: a prompt is text or a list of chat messages, not int 3"
+        UserError, match=r"generate\.prompt='question': row 1: a prompt is text or a list of chat messages, not 3"
     ):
         trainer.generate([3])
     assert [step.steps_done for step in trainer] == [2, 3, 4, 5, 6]

@@ -151,7 +151,7 @@ def test_a_turn_that_a_stop_string_ended_is_continued_with_its_end(tmp_path: Pat
         "        messages += [reply.message, {'role': 'user', 'content': 'more'}]\n"
     )
     for stop, reply in [("</answer>", "a</answer>b"), ("<tool_call>", "a<tool_call>b")]:
-        options = {"environment": "e.py:run", "stop": [stop], "rewards": [{"use": "overlong"}]}
+        options = {"environment": "e.py:run", "stop": [stop], "rewards": [{"use": "overlong", "buffer_tokens": 4}]}
         (group,) = play(tmp_path, lambda context, key, r=reply: r, [{"prompt": "hi"}], **options)
         for trajectory in group.trajectories:
             assert trajectory.error is None

@@ -30,7 +30,7 @@ from samples import answer
         (["rewards.0.timeout_s=5"], []),
         (["train.steps=9"], []),  # at a constant rate a longer run begins like a shorter one
         (["train.epochs=9"], []),
-        (["rewards.0.args.timeout_s=5"], ["rewards.0.args", "rewards.0.args.timeout_s"]),
+        (["rewards.0.args.deadline_s=5"], ["rewards.0.args", "rewards.0.args.deadline_s"]),
         (["train.seed=1"], ["train.seed"]),
         (["train.learning_rate=1"], ["train.learning_rate"]),
         (["train.prompts_per_step=1"], ["train.prompts_per_step"]),

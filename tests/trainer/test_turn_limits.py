@@ -47,7 +47,7 @@ def test_the_overlong_reward_has_the_limit_of_all_sampled_tokens(folder: Path):
         return [{"use": "overlong", "args": {"buffer_tokens": tokens}}]
 
     assert inputs(folder, rewards=reward(18))  # 3 turns of 6
-    with pytest.raises(UserError, match="buffer_tokens: 19 must be a whole number from 1 to 18, the most tokens"):
+    with pytest.raises(UserError, match="buffer_tokens: 19 must be at most 18, the most tokens"):
         inputs(folder, rewards=reward(19))
 
 

@@ -162,7 +162,7 @@ def test_ranks_that_refuse_a_configuration_are_not_waited_for():
     """Every rank refuses it by itself, and none waits for a command then."""
     commands: list[Any] = []
     ranks: Any = SimpleNamespace(world_size=2, rank=0, local_rank=0, is_rank0=True, command=commands.append)
-    display: Any = SimpleNamespace(close=lambda: None)
+    display: Any = SimpleNamespace(close=lambda: None, notify=lambda text: None)
     with pytest.raises(UserError, match="parameter_offload: true has no effect on CPU"):
         run.train(
             parsed(model={"parameter_offload": True}, hardware={"device": "cpu", "processes": 2}),
