@@ -16,8 +16,7 @@ from cohort.errors import UserError, describe_error, suggest
 
 _PACKAGE = Path(__file__).parents[1]
 _MACHINERY = tuple(
-    str(_PACKAGE / name)
-    for name in ("user_code.py", "rewards/call.py", "rewards/returned.py", "algorithms/custom_functions.py")
+    str(_PACKAGE / name) for name in ("config/user_code.py", "rewards/call.py", "algorithms/custom_functions.py")
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
