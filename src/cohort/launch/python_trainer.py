@@ -126,7 +126,10 @@ class Trainer:
         Under torchrun, every rank calls this; rewards and callbacks are called on rank 0.
         """
         if started_by_torchrun():
-            return train(self.config, display=Displays(default_display(self.config), _CallbackDisplay(self.callbacks)))
+            if self._tokenizer is not None:
+                raise UserError("tokenizer: has no effect under torchrun; save it in the model's folder")
+            display = self._display or default_display(self.config)
+            return train(self.config, display=Displays(display, _CallbackDisplay(self.callbacks)))
         for _ in self:
             pass
         if self.result is None:
