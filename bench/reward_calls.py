@@ -86,7 +86,7 @@ def of_math(num_answers: int, times: int) -> list[list[str]]:
     """The row of `math`."""
     (reward,) = build_rewards([RewardConfig(use="math")], columns=["answer"], max_completion_tokens=300)
     texts, golds = latex_answers(num_answers)
-    taken = milliseconds(lambda: reward.function(texts, answer=golds), times)
+    taken = milliseconds(lambda: reward.function(texts, {"answer": golds}), times)
     return [["math", "children", f"{statistics.median(taken):.0f}", f"{max(taken):.0f}"]]
 
 
