@@ -1,6 +1,8 @@
 """Progress in a notebook: one line of state and curves, updated in place."""
 
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +14,8 @@ from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 from cohort.run.history import History
 from cohort.run.log import Display, StepReport
+
+_DRAW_EVERY_S = 1.0  # reading the metrics of a long run takes time
 
 
 def default_display(config: Config) -> Display:
@@ -31,6 +35,7 @@ class NotebookDisplay(Display):
         self._num_steps = 0
         self._notes: list[str] = []
         self._state = ""
+        self._drawn = -math.inf  # time of the last curves
 
     def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """Show the number of steps."""
@@ -49,8 +54,9 @@ class NotebookDisplay(Display):
 
     def step(self, report: StepReport) -> None:
         """Show the step's reward, and the curves so far."""
-        reward = report.metrics["reward"]
-        self._update(f"step {report.steps_done} of {self._num_steps}: reward {reward:.3f}")
+        self._state = f"step {report.steps_done} of {self._num_steps}: reward {report.metrics['reward']:.3f}"
+        if time.monotonic() - self._drawn > _DRAW_EVERY_S or report.steps_done == self._num_steps:
+            self._update(self._state)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Show the accuracy."""
@@ -59,7 +65,7 @@ class NotebookDisplay(Display):
     def _update(self, state: str) -> None:
         from IPython.display import HTML, display
 
-        self._state = state
+        self._state, self._drawn = state, time.monotonic()
         notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes)
         page = HTML(f"{notes}<div><b>{escape(state)}</b></div>{History(self._run_dir)._repr_html_()}")
         if self._handle is None:

@@ -162,7 +162,7 @@ class Child:
         _shut_down(self._connection, socket.SHUT_RDWR)  # should another process hold the other end
 
     def describe_output(self) -> str:
-        """Return the last lines of output, with an introduction; an empty text if there was none."""
+        """Return a sentence with the last lines of output, to append to a message; "" if there are none."""
         descriptor = self._log.fileno()
         start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
         output = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").strip()

@@ -113,7 +113,7 @@ class ReplyCache:
         return self._in_memory.get(key) if row is None else str(row[0], "utf-8", "surrogatepass")
 
     def put(self, key: str, reply: str) -> None:
-        """Keep a reply. If the disk fails, it is kept in memory."""
+        """Store a reply; in memory if the disk fails."""
         try:
             self._database.execute(_INSERT, (key, _encoded(reply)))
         except sqlite3.Error:
@@ -146,16 +146,15 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _import_lines(lines: Path, path: Path) -> None:
-    """Write a database with the replies of a file in JSON lines to `path`, in one step."""
+    """Write the replies of a JSON Lines file to a new database, which appears at `path` once it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     database = _open_database(temporary)
     database.execute("BEGIN")
     with lines.open("rb") as file:
         for line in file:
-            with suppress(
-                ValueError, LookupError, TypeError, AttributeError
-            ):  # half a line, of a process that was killed
+            # half a line, of a process that was killed
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
                 content = json.loads(line)
                 database.execute(_INSERT, (content["key"], _encoded(content["reply"])))
     database.execute("COMMIT")

@@ -262,7 +262,7 @@ class _BoundedClient(httpx2.AsyncClient):
         self._limit_s = limit_s
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """Send a request, and read the answer."""
+        """Send a request and read the answer."""
         try:
             async with asyncio.timeout(self._limit_s):
                 return await super().send(request, **options)

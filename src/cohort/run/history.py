@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT, _MARGIN = 320, 140, 8  # of a curve, in pixels
 
 
 class History(Sequence[Mapping[str, float]]):
-    """Metrics of a run: one row per step, read from its folder when first used.
+    """Metrics of a run: one row per step, as its folder has them when this is created.
 
     `history["reward"]` is a column, with NaN where a step has no value; `history[-1]` is the last row. Evaluations have
     rows of their own, in `evaluations`. A notebook shows the most important curves.

@@ -1,6 +1,6 @@
 """A run from start to finish: read inputs, check memory, build the workers, train."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,7 @@ def open_training(
         ranks.command(spec)
         worker = build_worker(config, ranks, spec, device=device, tokenizer=inputs.tokenizer)
     check_disk_space(config, worker, folder.path)
-    for note in worker.policy.notes():
-        display.notify(note)
-    _begin(log, folder, config, state, num_steps=schedule.num_steps, notify=display.notify)
+    _begin(log, folder, config, state, num_steps=schedule.num_steps, notes=worker.policy.notes(), notify=display.notify)
     if config.run.view:
         _start_page(folder.path, console.notify)  # not in events.jsonl: the address holds a secret
     components = build_run(run, WorkerGroup(worker, ranks), state, setup=setup, folder=folder.path)
@@ -146,9 +144,12 @@ def _begin(
     state: TrainerState | None,
     *,
     num_steps: int,
+    notes: Iterable[str],
     notify: Callable[[str], None],
 ) -> None:
-    """Remove what later steps left in the folder, and begin the log."""
+    """Show notes, remove what later steps left in the folder, and begin the log."""
+    for note in notes:
+        notify(note)
     steps_done, files = state.steps_done if state else 0, user_files(config)
     folder.rewind(steps_done, notify)
     for warning in changed_files(folder.path, files, steps_done=steps_done) if steps_done else ():
