@@ -67,8 +67,9 @@ class ScriptedEngine:
         )
 
     def advance(self) -> bool:
+        is_asked = bool(self._left)
         self.turn()
-        return True
+        return is_asked  # else the collector waits, instead of taking a core from what it waits for
 
     def turn(self) -> None:
         """As if one was waited for."""
