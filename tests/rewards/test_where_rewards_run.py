@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import signal
 import subprocess
 import sys
@@ -212,7 +213,6 @@ def test_a_run_outside_of_the_main_thread_does_not_take_failed_signals_for_score
 
 def test_a_regular_expression_that_backtracks_for_ever_is_an_error_with_its_completion():
     """It keeps the interpreter, but handles signals."""
-    import re
 
     def search(completions):
         return [re.match("(a+)+$", text) is not None for text in completions]
@@ -259,6 +259,21 @@ def test_a_function_that_forks_and_returns_in_the_child_too(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     assert subprocess.run([sys.executable, tmp_path / "program.py"]).returncode == 0
     assert (tmp_path / "went_on").read_text() == "x"
+
+
+def test_a_crash_in_native_code_names_the_reward_in_the_stack(tmp_path):
+    program = """
+        import ctypes
+        from cohort.rewards import RewardFunction, call
+        def crashes(completions):
+            ctypes.string_at(0)
+        call.call_sync(RewardFunction(name="mine", function=crashes), {"completions": ["a"]})
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    command = [sys.executable, "-X", "faulthandler", tmp_path / "program.py"]  # as `cohort train` does
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV
+    assert re.search(r"program\.py\", line 5 in crashes\n.* in reward 'mine'\n", done.stderr), done.stderr
 
 
 def test_the_handlers_and_timers_of_the_process_are_as_before():

@@ -4,7 +4,6 @@
 signature, under deadlines, and validates their results. `load_rewards.BUILTINS` lists the built-in ones.
 """
 
-from cohort.rewards.call import RewardCrashMarker
 from cohort.rewards.function import RewardFunction, TrainerProgress
 from cohort.rewards.load_rewards import (
     LoadedReward,
@@ -18,7 +17,6 @@ from cohort.rewards.runner import RewardRunner
 
 __all__ = [
     "LoadedReward",
-    "RewardCrashMarker",
     "RewardFunction",
     "RewardRunner",
     "TrainerProgress",

@@ -1,8 +1,5 @@
 """Call reward functions under deadlines: a function that hangs is an error and never hangs the run.
 
-A function that segfaults, aborts or calls `os._exit` ends the run without an error message, so a file names the
-function that is running, and the next start reads it.
-
 Sync functions run one after another in the main thread of the process, where signals, contexts and connections of their
 file work, with no event loop running. Async functions run concurrently in one event loop that lives as long as the
 runner, so that clients which a function keeps between steps stay usable.
@@ -22,17 +19,15 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from cohort.config.user_code import error_location, user_line
 from cohort.errors import StopRequested, UserError, describe_error, excerpt
 from cohort.ranks import stopping
-from cohort.ranks.stopping import on_kill
 from cohort.rewards.completion_text import completion_text
 from cohort.rewards.function import RewardFunction
 
@@ -113,38 +108,6 @@ def as_number(value: Any) -> float | None:
 def describe_value(value: Any) -> str:
     """Describe a value with its type."""
     return value.kind if isinstance(value, NotANumber) else f"{excerpt(value)} ({type(value).__name__})"
-
-
-class RewardCrashMarker:
-    """The marker file. It exists while a function runs, and remains if the process dies inside it."""
-
-    def __init__(self, file: Path):
-        """Create a marker; `file` is in the run folder."""
-        self._file = file
-
-    def last_crash(self) -> str | None:
-        """Describe the function in which the last process died, and delete the file; None if there is no file."""
-        try:
-            what = self._file.read_text(encoding="utf-8", errors="replace")
-            self._file.unlink()
-        except FileNotFoundError:
-            return None
-        return f"the last process died inside {what}; with rewards[i].isolate: true, only a process of its own dies"
-
-    @contextmanager
-    def mark(self, what: str) -> Iterator[None]:
-        """Mark a function as running; `what` names it and the phase of the run."""
-        with suppress(OSError):  # a full disk is reported by writes that matter
-            self._file.write_text(what, encoding="utf-8")
-        try:
-            with on_kill(self._forget):
-                yield
-        finally:
-            self._forget()
-
-    def _forget(self) -> None:
-        with suppress(OSError):
-            self._file.unlink()
 
 
 _TICK_S = 0.2  # between checks whether the run should stop

@@ -22,7 +22,7 @@ from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError, excerpt
 from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.builtin import BuiltinReward
-from cohort.rewards.call import AsyncCaller, RewardCrashMarker, as_number, call_sync, describe_value
+from cohort.rewards.call import AsyncCaller, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
 from cohort.rewards.completion_text import TurnsText, last_text
 from cohort.rewards.function import (
@@ -157,7 +157,6 @@ class RewardRunner:
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
         self._async_caller = AsyncCaller()
-        self.marker: RewardCrashMarker | None = None  # records crashes inside reward functions
         self._details: dict[str, list[str | None]] = {}  # of the last `score`: how each sample was scored
         self.notify: Callable[[str], None] | None = None  # shows `last_warnings` of functions that have them
         # called with a function's name, its verdicts that are done, and all of the call
@@ -204,7 +203,7 @@ class RewardRunner:
         Args:
             groups: groups of one or several prompts.
             require_scores: raise an error if no function scores any completion.
-            during: phase of the run, for crash reports.
+            during: phase of the run, for messages.
 
         Raises:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
@@ -289,7 +288,7 @@ class RewardRunner:
         for stage in stages(self.functions):
             chosen = {f.name: [samples[i] for i in np.flatnonzero(parts.to_score(f)).tolist()] for f in stage}
             called = [f for f in stage if chosen[f.name]]
-            returned = self._call_all(called, chosen, during)
+            returned = self._call_all(called, chosen)
             for warning in (w for f in called for w in reports_of(f.function).last_warnings):
                 self._notify(warning, during)
             for f in called:
@@ -347,18 +346,17 @@ class RewardRunner:
         self,
         functions: Sequence[RewardFunction],
         chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
-        during: str,
     ) -> dict[str, Any]:
         """Call each function with its samples."""
         returned = {}
         for f in functions:
             if not is_async(f.function):
                 arguments = self._arguments(f, chosen[f.name])
-                with self._calling([f], chosen, during, arguments):
+                with self._calling([f], chosen, arguments):
                     returned[f.name] = call_sync(f, arguments)
         if together := [f for f in functions if is_async(f.function)]:
             calls = [(f, self._arguments(f, chosen[f.name])) for f in together]
-            with self._calling(together, chosen, during):
+            with self._calling(together, chosen):
                 values = self._async_caller.call_all(calls)
             returned |= {f.name: value for f, value in zip(together, values, strict=True)}
         return returned
@@ -368,25 +366,21 @@ class RewardRunner:
         self,
         functions: Sequence[RewardFunction],
         chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
-        during: str,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Watch a call of functions: its time, its progress, the crash marker, and its traceback if it fails.
+        """Watch a call of functions: its time, its progress, and its traceback if it fails.
 
         Args:
             functions: called together.
             chosen: their samples, by name.
-            during: phase of the run.
             arguments: of a single synchronous function.
         """
-        names = " or ".join(repr(f.name) for f in functions)
-        marked = nullcontext() if self.marker is None else self.marker.mark(f"reward {names}{_in(during)}")
         own = self._not_called.intersection(f.name for f in functions)
         self._not_called -= own
         watched: AbstractContextManager[Caught | None] = caught_exceptions() if own and not REPEATS else nullcontext()
         start = time.perf_counter()
         try:
-            with marked, self._reporting(functions, chosen), watched as caught:
+            with self._reporting(functions, chosen), watched as caught:
                 yield
         except UserError as error:
             self._save_traceback(functions, error)

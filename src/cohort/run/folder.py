@@ -50,7 +50,6 @@ _SERVER = ("url", "api_key_env", "max_concurrent", "request_timeout_s", "retries
 _REWARD_MAY_CHANGE = {"judge": (*_SERVER, "cache"), "model": (*_SERVER, "device", "batch_tokens")}
 JUDGE_PROMPTS = "judge_prompts.json"  # hashes of the judges' prompt files
 ADAPTERS = "adapters"  # the trained adapter, for servers to load
-REWARD_MARKER = ".reward"  # exists while a reward function runs
 LOGS = "logs"  # output of the run's processes; created before the run starts
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 

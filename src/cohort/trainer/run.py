@@ -13,10 +13,9 @@ from cohort.ranks import stopping
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 from cohort.ranks.stopping import RunStopped
 from cohort.ranks.worker_group import WorkerGroup
-from cohort.rewards import RewardCrashMarker
 from cohort.rewards.judge import prompt_hashes
 from cohort.run.files import resume_hint
-from cohort.run.folder import REWARD_MARKER, RunFolder, free_folder
+from cohort.run.folder import RunFolder, free_folder
 from cohort.run.provenance import untested_versions
 from cohort.run.result import RunResult
 from cohort.trainer.build import WorkerSpec, build_worker
@@ -105,7 +104,7 @@ def open_training(
     run.notify = display.notify
     if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
         return _finished_before(folder, summary, display.notify)
-    for note in _start_notes(config, inputs, folder):
+    for note in _start_notes(config, inputs):
         display.notify(note)
     checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
     check_steps(schedule, state, folder.path)
@@ -157,12 +156,10 @@ def _begin(
     log.begin(steps_done=steps_done, num_steps=num_steps, files=files)
 
 
-def _start_notes(config: Config, inputs: Inputs, folder: RunFolder) -> list[str]:
-    """Watch for reward functions that end the process, and return messages for the start."""
-    inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
-    crash = marker.last_crash()
+def _start_notes(config: Config, inputs: Inputs) -> list[str]:
+    """Return messages for the start."""
     notes = inputs.notes(config.rollout.max_prompt_tokens)
-    return [*filter(None, (crash, describe_lost_updates(config))), *untested_versions(), *notes]
+    return [*filter(None, (describe_lost_updates(config),)), *untested_versions(), *notes]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
