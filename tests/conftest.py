@@ -106,7 +106,6 @@ def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
-        monkeypatch.setattr("cohort.ranks.stopping._is_dedicated", False)  # it is not the command line's
         monkeypatch.setattr("cohort.cli.command._run_dir", None)
         capsys.readouterr()
         code: Any = 0

@@ -35,6 +35,7 @@ from cohort.models.activation_checkpointing import enable_offload
 from cohort.models.saving import stream_weights
 from cohort.packing import pack
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
+from cohort.ranks.stopping import StopSignals
 from cohort.trainer.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from samples import History
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
@@ -289,6 +290,22 @@ def run_out_of_memory_later(ranks: Ranks, model: str, reference: str) -> dict[st
     }
 
 
+class StoppedAfter(StopSignals):
+    """Asks the run to end when it was asked so many times whether it should."""
+
+    def __init__(self, times: float):
+        super().__init__()
+        self._turns, self._times = itertools.count(), times
+
+    @property
+    def number(self) -> signal.Signals | None:
+        return signal.SIGTERM if next(self._turns) >= self._times else None
+
+    @number.setter
+    def number(self, value: signal.Signals | None) -> None:
+        pass
+
+
 def run_stop(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """The run is asked to end before every pass of a step, prompts of streams being open at some of them.
 
@@ -302,8 +319,7 @@ def run_stop(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     assert batch.split_groups
 
     def compute(passes: float) -> Computed:
-        turns = itertools.count()
-        with mock.patch("cohort.ranks.stopping.requested", lambda: signal.SIGTERM if next(turns) >= passes else None):
+        with mock.patch.object(engine, "ranks", replace(ranks, stop=StoppedAfter(passes))):
             result = engine.forward_backward(batch, algorithm.policy_loss, may_stop=True)
         return result, whole_gradients(engine)
 

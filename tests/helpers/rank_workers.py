@@ -18,7 +18,7 @@ from cohort.models import Policy, stream_weights
 from cohort.ranks.collectives import PeerError, Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout import Sampler
-from cohort.trainer.worker import Worker, keep_ranks_alive, pack_batches, run_forward_only
+from cohort.trainer.worker import Worker, keep_waiting, pack_batches, run_forward_only
 from rank_engine import STEPS, make_engine, step_sequences, whole_gradients
 from test_laws import ALGORITHMS
 
@@ -115,7 +115,7 @@ def run_waiting(ranks: Ranks, model: str, reference: str, keeps_waiting: str) ->
         began, counts = time.monotonic(), 0
         while time.monotonic() - began < 2 * TIMEOUT_S:
             if keeps_waiting == "yes":
-                keep_ranks_alive(workers)
+                keep_waiting(workers)
                 counts += 1
             time.sleep(0.01)
         return {"counts": counts, "logprobs": len(run_forward_only(workers, sequences(), {"logprobs"}).logprobs)}

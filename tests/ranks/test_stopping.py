@@ -254,8 +254,8 @@ def test_handlers_are_as_before(config, tmp_path):
 
 FORKS = """
 import os, signal
-from cohort.ranks import stopping
-with stopping.handle_signals("run", grace_s=60, resume_hint=str):
+from cohort.ranks.stopping import StopSignals
+with StopSignals() as stop:
     for _ in range(200):
         child = os.fork()
         if child == 0:
@@ -263,7 +263,7 @@ with stopping.handle_signals("run", grace_s=60, resume_hint=str):
                 signal.pause()
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert stopping.requested() is None
+    assert stop.number is None
 """
 
 
@@ -327,6 +327,36 @@ def test_the_launcher_hands_a_signal_on(tmp_path, name: str):
     assert f"stopped by {name} after step 2: saved; run the same command to resume" in out
     assert "Traceback" not in err
     assert not _is_locked(tmp_path / "run")
+
+
+STUBBORN_REWARD = SLOW_REWARD.replace(
+    "        time.sleep(3600)\n",
+    """
+        while True:
+            try:
+                time.sleep(3600)
+            except BaseException:
+                pass
+""",
+)
+
+
+@slow("one process, whose second signal is handled in the same way")
+def test_a_second_signal_to_the_launcher_ends_all_at_once(tmp_path):
+    path = slow_run(tmp_path, hardware={"processes": 2})
+    (tmp_path / "judge.py").write_text(STUBBORN_REWARD)
+    with start_command("train", path) as process:
+        until(lambda: waits(tmp_path) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        second = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    took_s = time.monotonic() - second
+    assert process.returncode == 130, (out, err)
+    assert "stopped immediately by a second SIGINT; there is no checkpoint to resume from" in out
+    assert took_s < 30, "half of the time that the ranks may take"
+    until(lambda: not _is_locked(tmp_path / "run"))
 
 
 @slow("processes of a launcher, which is killed")

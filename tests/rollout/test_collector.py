@@ -15,7 +15,6 @@ from assigned import assign_advantages
 from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig, SgdConfig
 from cohort.errors import StopRequested, UserError
-from cohort.ranks import stopping
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
 from cohort.rollout import (
     CallKey,
@@ -277,13 +276,12 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_an_environment(monkeypatch
         if next(asked):
             raise StopRequested("asked to end by SIGTERM")
 
-    monkeypatch.setattr(stopping, "check", check)
     monkeypatch.setattr(collector, "_TICK_S", 0.01)
 
     async def slow_tool() -> None:
         await asyncio.Event().wait()
 
-    with closing(RolloutCollector(LocalEngine(RecordedSampler()), make_tokenizer())) as runs:
+    with closing(RolloutCollector(LocalEngine(RecordedSampler()), make_tokenizer(), while_waiting=check)) as runs:
         task = runs.start(slow_tool())
         with pytest.raises(StopRequested):
             runs.wait([task], count=1)

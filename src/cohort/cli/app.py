@@ -1,5 +1,7 @@
 """The `cohort` command and its subcommands train, serve, launch and demo."""
 
+import faulthandler
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +21,6 @@ from cohort.cli.view import view
 from cohort.config import load_config
 from cohort.errors import UserError
 from cohort.processes.this_process import print_loading_notice
-from cohort.ranks.stopping import dedicate_process
 from cohort.run.provenance import versions
 
 app = typer.Typer(
@@ -189,6 +190,7 @@ def main() -> None:
 
     Exit codes: 0 success, 1 the run failed, 2 user error, 70 internal error, 128 + N killed by signal N.
     """
-    dedicate_process()
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        faulthandler.enable()  # print a traceback on segfaults
     with report_failures():
         app()

@@ -23,8 +23,7 @@ from cohort.errors import TrainingError
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
 from cohort.processes.this_process import usable_cores
-from cohort.ranks import stopping
-from cohort.ranks.stopping import STOP_EXIT_CODES
+from cohort.ranks.stopping import LAUNCHER, LAUNCHER_GRACE_S, SIGNALS, STOP_EXIT_CODES
 from cohort.rollout.engines.servers.placement import num_gpus, place, visible_devices
 from cohort.run.files import checkpoints, read_metrics, resume_hint
 from cohort.run.folder import LOGS, check_folder, make_folder
@@ -179,9 +178,9 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
         rdzv_configs={"timeout": config.hardware.timeout_s},
         local_addr="localhost",
         max_restarts=0,  # restarts are handled here, since each may use fewer ranks
-        shutdown_timeout=math.ceil(config.hardware.grace_s) + stopping.LAUNCHER_GRACE_S,
+        shutdown_timeout=math.ceil(config.hardware.grace_s) + LAUNCHER_GRACE_S,
         # do not let the launcher install handlers for ignored signals
-        signals_to_handle=",".join(s.name for s in stopping.SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
+        signals_to_handle=",".join(s.name for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
         # rank 0 writes to the console; the output of the others goes to files
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
@@ -190,7 +189,7 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     environment = {
         EXIT_STATUS_FILE: str(logs / "exit_status.json"),
         "OMP_NUM_THREADS": _threads(len(slots)),
-        stopping.LAUNCHER: str(os.getpid()),
+        LAUNCHER: str(os.getpid()),
     }
     if split is not None:
         environment |= place(config, split, slots).environment()
@@ -200,17 +199,15 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     signal_code: int | None = None  # exit code, if a signal stopped the run
     with environment_variables(environment), _quiet_launcher():
         try:
-            stopping.can_save()  # from here on, signals are for the ranks
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
-            if codes <= stopping.STOP_EXIT_CODES:
+            if codes <= STOP_EXIT_CODES:
                 signal_code = error.get_first_failure()[1].exitcode
             else:
                 failures = read_failures(error, logs)
         except SignalException as error:
             signal_code = 128 + error.sigval
-    stopping.can_save(False)
     exit_status = ExitStatus.read(logs / "exit_status.json")
     if exit_status is None and signal_code is not None:
         raise SystemExit(signal_code)
@@ -274,7 +271,7 @@ def _quiet_launcher() -> Iterator[None]:
         logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
     ]
     levels = [logger.level for logger in loggers]
-    handlers: dict[int, Any] = {s: signal.getsignal(s) for s in stopping.SIGNALS}
+    handlers: dict[int, Any] = {s: signal.getsignal(s) for s in SIGNALS}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:

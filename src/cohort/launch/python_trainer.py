@@ -17,8 +17,9 @@ from cohort.display import Display, Displays, default_display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import environment_variables
 from cohort.launch.start import train
-from cohort.ranks import stopping
+from cohort.ranks.collectives import Ranks
 from cohort.ranks.join import started_by_torchrun
+from cohort.ranks.stopping import RunStopped, StopSignals
 from cohort.records import RolloutGroup
 from cohort.rollout import SamplingParams, StepKey
 from cohort.rollout.engines.auto import choose_engine
@@ -102,6 +103,8 @@ class Trainer:
         self.result: RunResult | None = None  # of the finished run
         self._tokenizer = tokenizer
         self._display = display
+        run_dir = Path(self.config.run.dir)
+        self._stop = StopSignals(grace_s=self.config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir))
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)  # before the threads of the interpreter end
         self._run: OpenRun | None = None
@@ -285,7 +288,7 @@ class Trainer:
             self._opened.enter_context(environment_variables(place(config, split, [0]).environment()))
         parts = Parts(config, tokenizer=self._tokenizer)
         self._run = self._opened.enter_context(open_run(config, parts, notify=display.notify))
-        opened = open_training(self._run, display=display)
+        opened = open_training(self._run, display=display, ranks=Ranks(stop=self._stop))
         if isinstance(opened, RunResult):
             self.result = opened
         else:
@@ -298,24 +301,19 @@ class Trainer:
         Raises:
             KeyboardInterrupt: for SIGINT, as Python does.
         """
-        run_dir = Path(self.config.run.dir)
         try:
-            with (
-                stopping.handle_signals(
-                    "run", grace_s=self.config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir)
-                ),
-                reporting_stop(self.config, self._display or Display()),
-            ):
+            with self._stop, reporting_stop(self.config, self._display or Display(), self._stop):
                 yield
-        except stopping.RunStopped as stopped:
+        except RunStopped as stopped:
             if stopped.code == 128 + signal.SIGINT:
-                raise KeyboardInterrupt(f"stopped; {resume_hint(run_dir)}") from None
+                raise KeyboardInterrupt(f"stopped; {resume_hint(Path(self.config.run.dir))}") from None
             raise
 
     def _forget(self) -> None:
         self._run = self._loop = None
         self._steps = iter(())
         self._opened.close()
+        self._stop.can_save = False
 
 
 class _CallbackDisplay(Display):

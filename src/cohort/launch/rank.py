@@ -13,9 +13,9 @@ from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.models import resolve_device
 from cohort.processes.this_process import resume_gc
-from cohort.ranks import stopping
 from cohort.ranks.collectives import PeerError, Rank0Failed, Ranks
 from cohort.ranks.join import join_ranks, leave_ranks
+from cohort.ranks.stopping import RunStopped, StopSignals, die_with_launcher
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rollout.engines.auto import choose_engine
 from cohort.run.files import resume_hint
@@ -39,18 +39,18 @@ def run_rank(config: Config, *, resume: bool, display: Display | None = None) ->
         UserError: the configuration, the data or a reward is invalid.
         TrainingError: the run failed.
     """
-    stopping.die_with_launcher()
+    die_with_launcher()
     config = choose_engine(config, print if os.environ.get("RANK") == "0" else lambda _: None)
     hint = partial(resume_hint, Path(config.run.dir))
-    with stopping.handle_signals("rank", grace_s=config.hardware.grace_s, resume_hint=hint):
-        _run_and_report(config, resume=resume, display=display)
+    with StopSignals("rank", grace_s=config.hardware.grace_s, resume_hint=hint) as stop:
+        _run_and_report(config, stop, resume=resume, display=display)
 
 
-def _run_and_report(config: Config, *, resume: bool, display: Display | None) -> None:
+def _run_and_report(config: Config, stop: StopSignals, *, resume: bool, display: Display | None) -> None:
     status_file = os.environ.get(EXIT_STATUS_FILE)
     is_first = os.environ.get("RANK") == "0"
     try:
-        _run(config, resume=resume, display=display)
+        _run(config, stop, resume=resume, display=display)
         status = ExitStatus(kind="finished")
     except PeerError:
         raise
@@ -61,8 +61,8 @@ def _run_and_report(config: Config, *, resume: bool, display: Display | None) ->
             raise
         if status_file is None:
             raise
-    except stopping.RunStopped as stop:
-        status = ExitStatus(kind="stopped", code=int(stop.code or 0))
+    except RunStopped as stopped:
+        status = ExitStatus(kind="stopped", code=int(stopped.code or 0))
         if status_file is None:
             raise
     except TrainingError as error:
@@ -73,7 +73,7 @@ def _run_and_report(config: Config, *, resume: bool, display: Display | None) ->
         status.write(Path(status_file))
 
 
-def _run(config: Config, *, resume: bool, display: Display | None) -> None:
+def _run(config: Config, stop: StopSignals, *, resume: bool, display: Display | None) -> None:
     _check_processes(config)
     rewards_s = (1 + config.rollout.resample) * sum(reward.timeout_s for reward in config.rewards)
     on_gpu = resolve_device(config.hardware.device).type == "cuda"
@@ -81,14 +81,14 @@ def _run(config: Config, *, resume: bool, display: Display | None) -> None:
         backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout_s=config.hardware.timeout_s,
         command_timeout_s=config.hardware.timeout_s + rewards_s,
+        stop=stop,
     )
-    stopping.share(ranks.store, ranks.sibling_pids)
     try:
         if ranks.is_rank0:
             train(config, resume=resume, display=display, ranks=ranks)
         else:
             work(config, ranks)
-    except stopping.RunStopped:
+    except RunStopped:
         leave_ranks()
         raise
     except (RuntimeError, dist.DistError) as error:

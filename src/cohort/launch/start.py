@@ -15,8 +15,9 @@ from cohort.display import Display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import environment_variables, run_processes
 from cohort.plan.split import count_processes
-from cohort.ranks import stopping
+from cohort.ranks.collectives import Ranks
 from cohort.ranks.join import started_by_torchrun
+from cohort.ranks.stopping import StopSignals
 from cohort.rollout.engines.auto import choose_engine
 from cohort.rollout.engines.servers.placement import num_gpus, place, split_machine
 from cohort.run.files import resume_hint
@@ -62,20 +63,18 @@ def train(
     if split is None and found > 1:
         what = "train and sample" if not config.rollout.uses_servers else "train"
         notify(f"{num_processes} of {found} GPUs {what} (hardware.processes: {config.hardware.processes})")
-    handle_signals = partial(
-        stopping.handle_signals, grace_s=config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir)
-    )
+    stop_signals = partial(StopSignals, grace_s=config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir))
     if num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort.trainer.run import train as train_here
 
         placement = place(config, split, [0]).environment() if split else {}
-        with environment_variables(placement), handle_signals("run"):
-            return train_here(config, resume=resume, display=display)
+        with environment_variables(placement), stop_signals("run") as stop:
+            return train_here(config, resume=resume, display=display, ranks=Ranks(stop=stop))
     plural = "es" * (num_processes > 1)
     others = f"{num_processes} process{plural} and {config.hardware.max_restarts} restarts"
     _refuse_display(display, others)
     _refuse_objects(config, others)
-    with handle_signals("launcher"):
+    with stop_signals("launcher"):
         run_processes(config, num_processes=num_processes, split=split, resume=resume, notify=notify)
     return _result(run_dir)
 

@@ -34,7 +34,6 @@ from cohort.models import CollectiveCounter, Policy, SharedPrefix
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.packing.batch import MicroBatch, Sequences, TrainBatch
 from cohort.packing.to_device import to_device
-from cohort.ranks import stopping
 from cohort.ranks.collectives import Ranks
 from cohort.records import TrainSequence
 
@@ -175,7 +174,7 @@ class StepSchedule:
             ranks: all ranks call this.
             may_stop: whether the step can be abandoned without losing anything; the same on every rank.
         """
-        if may_stop and stopping.requested():
+        if may_stop and ranks.stop.number:
             proposal = Operation.STOP
         elif self.out_of_memory:
             proposal = Operation.RETRY

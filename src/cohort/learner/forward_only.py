@@ -20,7 +20,6 @@ from cohort.learner.memory_fallback import TokenBudget, micro_batch_out_of_memor
 from cohort.models import Policy
 from cohort.packing import collate, pack
 from cohort.packing.batch import MicroBatch, Sequences
-from cohort.ranks import stopping
 from cohort.ranks.collectives import Ranks
 from cohort.records import TrainSequence
 
@@ -105,7 +104,8 @@ class ForwardOnly:
     def _run(self, forward: Callable[[Sequences], None], pending: deque[Sequences], may_stop: bool) -> int:
         """Run the pending micro-batches, together with the other ranks; return the number of out-of-memory errors."""
         num_out_of_memory = 0
-        while (most := self._ranks.all_reduce_max(math.inf if stopping.requested() and may_stop else len(pending))) > 0:
+        ranks = self._ranks
+        while (most := ranks.all_reduce_max(math.inf if ranks.stop.number and may_stop else len(pending))) > 0:
             if most == math.inf:
                 raise StopRequested("before the step changed anything")
             sequences = pending.popleft() if pending else ()

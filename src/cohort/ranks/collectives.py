@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cohort.errors import RankDesyncError, TrainingError
+from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Ranks:
     command_group: Any = None  # with a longer deadline, because rank 0 may be waiting for rewards
     store: Any = None  # key-value store of the rendezvous
     sibling_pids: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
+    stop: StopSignals = NEVER_STOPPED  # whether this rank was asked to stop
 
     @property
     def is_rank0(self) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cohort.errors import UserError
 from cohort.ranks.collectives import PeerError, Ranks, first_line
+from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 
 
 def started_by_torchrun() -> bool:
@@ -18,13 +19,14 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> Ranks:
+def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop: StopSignals = NEVER_STOPPED) -> Ranks:
     """Connect to the other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 
     Args:
         backend: "gloo", or "cpu:gloo,cuda:nccl".
         timeout_s: deadline of every collective, and of this rendezvous.
         command_timeout_s: deadline of the wait for rank 0's next command.
+        stop: shared by the ranks from now on: a signal to one of them stops all.
 
     Raises:
         UserError: the address is unreachable, the port is in use, or processes have different world sizes.
@@ -39,7 +41,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
     if not 0 <= rank < world_size:
         raise UserError(f"RANK={rank} is out of range for WORLD_SIZE={world_size}; use 0 to {world_size - 1}")
     store = _connect_store(address, rank, world_size, timeout_s)
-    _agree_on_world_size(store, rank, world_size, timeout_s)
+    _wait_for_all(store, rank, world_size, timeout_s)
     deadline = timedelta(seconds=timeout_s)
     try:
         # Longer than ours: a rank that waits in a collective of the model should learn from gloo who is missing, and
@@ -47,12 +49,14 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         model_timeout = timedelta(seconds=timeout_s + (60 if "nccl" in backend else 0))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=model_timeout)
         control_group = dist.new_group(backend="gloo", timeout=deadline)
+        sibling_pids = _sibling_pids(world_size, control_group)
+        stop.share(store, sibling_pids)
         return Ranks(
             rank=rank,
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
-            sibling_pids=_sibling_pids(world_size, control_group),
+            sibling_pids=sibling_pids,
             control_group=control_group,
             # Rank 0 waits only until all ranks have received its command. It gives up together with the ranks that have
             # and are waiting for the rest, so all of them name the same rank.
@@ -60,6 +64,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
                 backend="gloo", timeout=timedelta(seconds=command_timeout_s if rank else timeout_s)
             ),
             store=store,
+            stop=stop,
         )
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
@@ -105,7 +110,7 @@ def _connect_store(address: str, rank: int, world_size: int, timeout_s: float) -
             world_size,
             is_server,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # `_agree_on_world_size` waits, and reports who is missing
+            wait_for_workers=False,  # `_wait_for_all` waits, and reports who is missing
             multi_tenant=not launcher_serves,
         )
     except (OSError, OverflowError, RuntimeError, TypeError, ValueError, dist.DistError) as error:
@@ -148,59 +153,45 @@ def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
             time.sleep(0.1)
 
 
-def _agree_on_world_size(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Check that all ranks are present with the same world size, before anything waits for missing ones forever.
+def _wait_for_all(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until all ranks are present with the same world size, before anything waits for missing ones forever.
 
     Raises:
-        UserError: on every rank that can be reached, naming the machines and their world sizes.
+        UserError: on every rank that can be reached, naming the ranks that are missing or differ.
     """
-    store.append("joined", f"{rank} {world_size} {socket.gethostname()}\n")
     deadline = time.monotonic() + timeout_s
-    if rank == 0:
-        verdict = _check_joined(store, world_size, timeout_s, deadline)
-        store.set("verdict", verdict or f"ok {world_size}")
-        if verdict:
-            time.sleep(2)  # this process may hold the store from which the others read the verdict
-            raise UserError(verdict)
-        return
     try:
-        while not store.check(["verdict"]):
-            if time.monotonic() > deadline + 5:
-                raise UserError(f"rank {rank} of {world_size} got no answer from rank 0 within {timeout_s:g} s")
-            time.sleep(0.02)
-        verdict = store.get("verdict").decode()
+        store.append("joined", f"{rank} {world_size} {socket.gethostname()}\n")
+        while True:
+            joined = [line.split() for line in sorted(store.get("joined").decode().splitlines())]
+            missing = sorted(set(range(world_size)) - {int(r) for r, _, _ in joined})
+            problem = _find_mistake(joined)
+            if not problem and missing and time.monotonic() > deadline:
+                problem = f"ranks {missing} of {world_size} did not join within {timeout_s:g} s"
+            if problem and rank == 0:
+                time.sleep(2)  # this process may hold the store from which the others read the same
+            if problem:
+                raise UserError(problem)
+            if not missing:
+                return
+            time.sleep(0.05)
     except (RuntimeError, dist.DistError) as error:
         raise UserError(
             f"rank {rank} of {world_size}: rank 0 exited before all ranks had joined. {first_line(error)}"
         ) from error
-    if verdict.startswith("ok ") and verdict != f"ok {world_size}":
-        verdict = _disagreement(
-            [f"rank 0 has WORLD_SIZE={verdict.removeprefix('ok ')}", f"rank {rank} has WORLD_SIZE={world_size}"]
-        )
-    if verdict != f"ok {world_size}":
-        raise UserError(verdict)
 
 
-def _check_joined(store: Any, world_size: int, timeout_s: float, deadline: float) -> str:
-    """Wait on rank 0 until all ranks have joined; return an error message, or "" if all is well."""
-    while True:
-        joined = [line.split() for line in store.get("joined").decode().splitlines()]
-        others = [f"rank {r} on {host} has WORLD_SIZE={n}" for r, n, host in joined if n != str(world_size)]
-        if others:
-            own = next(f"rank 0 on {host} has WORLD_SIZE={n}" for r, n, host in joined if r == "0")
-            return _disagreement([own, *others])
-        present = [int(r) for r, _, _ in joined]
-        twice = sorted({r for r in present if present.count(r) > 1})
-        if twice:
-            hosts = " and ".join(host for r, _, host in joined if int(r) == twice[0])
-            return f"two processes have RANK={twice[0]}, on {hosts}; give every machine a different --node-rank"
-        missing = sorted(set(range(world_size)) - set(present))
-        if not missing:
-            return ""
-        if time.monotonic() > deadline:
-            return f"ranks {missing} of {world_size} did not join within {timeout_s:g} s"
-        time.sleep(0.02)
-
-
-def _disagreement(said: Sequence[str]) -> str:
-    return f"ranks have different world sizes: {', '.join(said)}; use the same --nnodes on every machine"
+def _find_mistake(joined: Sequence[Sequence[str]]) -> str:
+    """Return what is wrong with the rank, world size and host of those that have joined; "" if nothing is."""
+    if len({world_size for _, world_size, _ in joined}) > 1:
+        said = [f"rank {rank} on {host} has WORLD_SIZE={world_size}" for rank, world_size, host in joined]
+        return f"ranks have different world sizes: {', '.join(said)}; use the same --nnodes on every machine"
+    by_rank: dict[str, list[str]] = {}
+    for rank, _, host in joined:
+        by_rank.setdefault(rank, []).append(host)
+    for rank, hosts in by_rank.items():
+        if len(hosts) > 1:
+            return (
+                f"two processes have RANK={rank}, on {' and '.join(hosts)}; give every machine a different --node-rank"
+            )
+    return ""

@@ -1,9 +1,9 @@
 """Stop runs on signals: remember the signal until the run reaches a point where it can save.
 
 A handler that raises does so between any two instructions: in a library's callback, which swallows the exception, or
-halfway through a file. A run's handlers do not raise. The system writes a signal's number into a pipe as it arrives
-(`signal.set_wakeup_fd`), even while the main thread is in a long library call, and a thread reads it from there. The
-run calls `check` wherever it waits, and between the parts of a step.
+halfway through a file. Once there is something to save, handlers do not raise. The system writes a signal's number into
+a pipe as it arrives (`signal.set_wakeup_fd`), even while the main thread is in a long library call, and a thread reads
+it from there. The run calls `StopSignals.check` wherever it waits, and between the parts of a step.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from cohort.errors import StopRequested
@@ -46,180 +46,148 @@ class RunStopped(SystemExit):
         super().__init__(128 + number)
 
 
-_watch: "_SignalWatcher | None" = None
-_is_dedicated = False
-_kill_callbacks: list[Callable[[], None]] = []
-
-
-def dedicate_process() -> None:
-    """Declare that this process only serves the run: it may exit anywhere while there is nothing to save."""
-    global _is_dedicated
-    _is_dedicated = True
-    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        faulthandler.enable()  # print a traceback on segfaults
-
-
-def requested(*, within_s: float = 0.0) -> signal.Signals | None:
-    """Return the signal that asked the run to stop, or None.
-
-    Args:
-        within_s: how long to wait for it. Processes that end by the same signal may be noticed before it.
-    """
-    if _watch is None:
-        return None
-    if within_s and _watch.number is None:
-        _watch.stop_requested.wait(within_s)
-    return None if _watch.number is None else signal.Signals(_watch.number)
-
-
-def check() -> None:
-    """Raise if the run was asked to stop. Called where it can stop.
-
-    Raises:
-        StopRequested: a signal has arrived.
-    """
-    if (number := requested()) is not None:
-        raise StopRequested(f"asked to end by {number.name}")
-
-
-@contextmanager
-def on_kill(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Call `clean_up` if a signal ends the process immediately while inside."""
-    _kill_callbacks.append(clean_up)
-    try:
-        yield
-    finally:
-        _kill_callbacks.remove(clean_up)
-
-
-def wait_or_stop(wait: Callable[[float], bool], timeout_s: float) -> bool:
-    """Wait for an event, up to a timeout; return whether it happened.
-
-    Args:
-        wait: waits for the event up to the given number of seconds; returns whether it happened.
-        timeout_s: total timeout.
-
-    Raises:
-        StopRequested: the run was asked to stop meanwhile.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not wait(max(0.0, min(_TICK_S, deadline - time.monotonic()))):
-        check()
-        if time.monotonic() >= deadline:
-            return False
-    return True
-
-
-def can_save(yes: bool = True) -> None:
-    """Set whether the run has something to save. If not, a signal ends a dedicated process immediately."""
-    if _watch is not None:
-        _watch.can_save = yes
-
-
-def share(store: Any, sibling_pids: Collection[int]) -> None:
-    """Stop all ranks when one of them gets a signal.
-
-    Args:
-        store: the ranks' shared store.
-        sibling_pids: process ids of the other ranks of the same launcher.
-    """
-    if _watch is not None:  # a separate connection, since the run blocks in the other one
-        _watch.store, _watch.sibling_pids = store.clone() if hasattr(store, "clone") else store, sibling_pids
-
-
-@contextmanager
-def handle_signals(role: Role, *, grace_s: float, resume_hint: Callable[[], str]) -> Iterator[None]:
-    """Let the signals in `SIGNALS` request a stop while inside.
+class StopSignals:
+    """Whether a signal has asked the run to stop. A context; without it, nothing is ever asked.
 
     Ignored signals and those with other handlers are left alone. A second signal ends the process immediately; so does
-    the end of `grace_s`. For ranks, the launcher counts signals.
-
-    Args:
-        role: of this process: "run", all of it; "rank", one of several; "launcher", which forwards signals to ranks.
-        grace_s: time the run may take to stop cleanly.
-        resume_hint: returns a message that says what the same command would resume from.
+    the end of the grace period. Ranks leave counting to their launcher, which forwards signals by handlers of its own.
     """
-    global _watch
-    if _watch is not None or threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    defaults = (signal.SIG_DFL, signal.default_int_handler)
-    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in defaults}
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watch = _SignalWatcher((reading, writing), before, role=role, grace_s=grace_s, resume_hint=resume_hint)
-    for number in before:
-        signal.signal(number, _do_nothing)
-    if role == "rank" and EXIT_STATUS_FILE in os.environ and signal.SIGTERM in before:
-        # a rank that hangs, even holding the GIL, dumps its stacks when it is terminated; stderr is a log file here
-        faulthandler.register(signal.SIGTERM, chain=True)
-    thread = threading.Thread(target=watch.run, name="signals", daemon=True)
-    thread.start()
-    _watch = watch
-    try:
-        yield
-    finally:
-        _watch = None
-        signal.set_wakeup_fd(fd_before)
-        if role == "rank":
-            faulthandler.unregister(signal.SIGTERM)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(writing)  # ends the thread
-        thread.join()
-        os.close(reading)
 
+    number: signal.Signals | None  # the first signal
+    can_save = False  # whether the run has something to save; if not, a signal ends it at once
 
-def die_with_launcher() -> None:
-    """Kill this rank when its launcher exits. Call in the main thread.
+    def __init__(self, role: Role = "run", *, grace_s: float = math.inf, resume_hint: Callable[[], str] = str):
+        """Create it.
 
-    An orphaned rank would keep training without a console, and keep the run folder locked.
-    """
-    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-    if sys.platform == "linux":  # elsewhere the watcher polls
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != launcher:  # it has already exited
-        os._exit(128 + signal.SIGKILL)
-
-
-class _SignalWatcher:
-    """State of the thread that reads the signal pipe."""
-
-    def __init__(
-        self,
-        pipe: tuple[int, int],
-        handlers: Mapping[Any, Any],
-        *,
-        role: Role,
-        grace_s: float,
-        resume_hint: Callable[[], str],
-    ):
-        self.number: int | None = None  # first signal
-        self.stop_requested = threading.Event()
-        self.can_save = False
-        self.store: Any = None  # shared by the ranks; None for a single process, or once it is lost
-        self.sibling_pids: Collection[int] = ()
-        self.pipe = pipe  # descriptors to read from and write to
-        self.handlers = handlers  # previous handlers of the watched signals
-        self._missed = False  # the signal came before the launcher installed its handlers, which forward signals
+        Args:
+            role: of this process: "run", all of it; "rank", one of several; "launcher" of ranks.
+            grace_s: time the run may take to stop cleanly.
+            resume_hint: returns a message that says what the same command would resume from.
+        """
         self._role = role
         self._grace_s = grace_s
         self._resume_hint = resume_hint
         self._is_rank0 = os.environ.get("RANK", "0") == "0"
         self._parent = os.getppid()
-        self._deadline = math.inf
+        self._requested = threading.Event()
+        self._reset()
+        self._on_end: list[Callable[[], None]] = []
+        self._store: Any = None  # shared by the ranks; None for a single process, or once it is lost
+        self._sibling_pids: Collection[int] = ()
+        self._handlers: dict[signal.Signals, Any] = {}  # previous ones of the watched signals
+        self._thread: threading.Thread | None = None
 
-    def run(self) -> None:
+    def __enter__(self) -> "StopSignals":
+        """Watch for signals, if this is the main thread: others may not. The outermost of several contexts does."""
+        global _watching
+        if _watching is not None or threading.current_thread() is not threading.main_thread():
+            return self
+        self._reset()
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        self._handlers = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in defaults}
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        for number in self._handlers if self._role != "launcher" else ():
+            signal.signal(number, self._on_interrupt)
+        if self._role == "rank" and EXIT_STATUS_FILE in os.environ and signal.SIGTERM in self._handlers:
+            # a rank that hangs, even holding the GIL, dumps its stacks when it is terminated; stderr is a log file here
+            faulthandler.register(signal.SIGTERM, chain=True)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        _watching = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Restore the handlers."""
+        global _watching
+        if _watching is not self or self._thread is None:
+            return
+        _watching = None
+        self._restore_handlers(self._fd_before)
+        os.close(self._writing)  # ends the thread
+        self._thread.join()
+        os.close(self._reading)
+
+    def requested(self, *, within_s: float = 0.0) -> signal.Signals | None:
+        """Return the signal that asked the run to stop, or None.
+
+        Args:
+            within_s: how long to wait for it. Processes that end by the same signal may be noticed before it.
+        """
+        if within_s and self.number is None and self._thread is not None:
+            self._requested.wait(within_s)
+        return self.number
+
+    def check(self) -> None:
+        """Raise if the run was asked to stop. Called where it can stop.
+
+        Raises:
+            StopRequested: a signal has arrived.
+        """
+        if self.number is not None:
+            raise StopRequested(f"asked to end by {self.number.name}")
+
+    def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
+        """Wait for an event, up to a timeout; return whether it happened.
+
+        Args:
+            wait: waits for the event up to the given number of seconds; returns whether it happened.
+            timeout_s: total timeout.
+
+        Raises:
+            StopRequested: the run was asked to stop meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not wait(max(0.0, min(_TICK_S, deadline - time.monotonic()))):
+            self.check()
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    @contextmanager
+    def on_end(self, clean_up: Callable[[], None]) -> Iterator[None]:
+        """Call `clean_up` if a signal ends the process immediately while inside."""
+        self._on_end.append(clean_up)
+        try:
+            yield
+        finally:
+            self._on_end.remove(clean_up)
+
+    def share(self, store: Any, sibling_pids: Collection[int]) -> None:
+        """Stop all ranks when one of them gets a signal.
+
+        Args:
+            store: the ranks' shared store.
+            sibling_pids: process ids of the other ranks of the same launcher.
+        """
+        if self._thread is not None:  # a separate connection, since the run blocks in the other one
+            self._store, self._sibling_pids = store.clone() if hasattr(store, "clone") else store, sibling_pids
+
+    def _reset(self) -> None:
+        self.number = None
+        self._requested.clear()
+        self._deadline = math.inf
+        self._has_raised = False
+
+    def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
+        """Raise in the main thread, as Python does on Ctrl-C, unless something is to be saved first."""
+        if self._role == "run" and not (self.can_save or self._has_raised):
+            self._has_raised = True
+            raise StopRequested(f"asked to end by {signal.Signals(number).name}")
+
+    def _watch(self) -> None:
         """Read the pipe until it is closed."""
         while True:
-            readable, _, _ = select.select([self.pipe[0]], [], [], _TICK_S)
+            readable, _, _ = select.select([self._reading], [], [], _TICK_S)
             if readable:
-                numbers = os.read(self.pipe[0], 64)
+                numbers = os.read(self._reading, 64)
                 if not numbers:
                     return
                 for number in numbers:
-                    if number in self.handlers:
+                    if number in self._handlers:
                         self._on_signal(number)
             self._poll()
 
@@ -231,29 +199,24 @@ class _SignalWatcher:
             os._exit(128 + number)
         if self.number is None:
             self._request_stop(number)
-        elif self._missed:
-            self._missed = False  # this is the one sent again by `_poll`
         elif self._role != "rank":  # a rank may get the same signal from the cluster and from its launcher
             self._end(f"stopped immediately by a second {signal.Signals(number).name}")
 
     def _request_stop(self, number: int) -> None:
-        self.number = number
-        self.stop_requested.set()
-        if self._role == "launcher" and self.can_save:  # its ranks have a deadline
-            self._missed = signal.getsignal(number) is _do_nothing
+        self.number = signal.Signals(number)
+        self._requested.set()
+        if self._role == "launcher":  # its ranks have a deadline
             return
         self._deadline = time.monotonic() + self._grace_s + (0 if self._is_rank0 else _OTHERS_LATER_S)
-        decides = self._is_rank0 or self.store is None  # rank 0 knows whether there is something to save
+        decides = self._is_rank0 or self._store is None  # rank 0 knows whether there is something to save
         self._store_does("set", _KEY, str(number))
-        if decides and not self.can_save and (_is_dedicated or self._role != "run"):
-            self._end(f"stopped by {signal.Signals(number).name}, with nothing new to save")
+        if self._role == "rank" and decides and not self.can_save:
+            self._end(f"stopped by {self.number.name}, with nothing new to save")
 
     def _poll(self) -> None:
         """Check for events that do not arrive as signals of this process."""
         if self._role == "rank" and os.getppid() != self._parent:
             os._exit(128 + signal.SIGKILL)
-        if self._missed and self.number is not None and signal.getsignal(self.number) is not _do_nothing:
-            os.kill(os.getpid(), self.number)
         if self.number is None and self._store_does("check", [_KEY]):
             self._request_stop(int(self._store_does("get", _KEY) or signal.SIGTERM))
         if self.number is not None and not self._is_rank0 and self._sibling_is_gone():
@@ -265,17 +228,17 @@ class _SignalWatcher:
 
     def _store_does(self, method: str, *arguments: Any) -> Any:
         """Call a method of the shared store; None if there is none or it is lost."""
-        if self.store is None:
+        if self._store is None:
             return None
         try:
-            return getattr(self.store, method)(*arguments)
+            return getattr(self._store, method)(*arguments)
         except RuntimeError:
-            self.store = None  # the process that hosted it has exited
+            self._store = None  # the process that hosted it has exited
             return None
 
     def _sibling_is_gone(self) -> bool:
         """Whether another rank on this machine has exited."""
-        for process in self.sibling_pids:
+        for process in self._sibling_pids:
             try:
                 os.kill(process, 0)
             except ProcessLookupError:
@@ -286,7 +249,7 @@ class _SignalWatcher:
         """Exit the process immediately."""
         assert self.number is not None
         try:
-            for clean_up in list(_kill_callbacks):
+            for clean_up in list(self._on_end):
                 clean_up()
             # bypass sys.stdout, which the main thread may hold, and do not block on a closed or paused console
             if self._is_rank0 and select.select([], [1], [], 1.0)[1]:
@@ -295,36 +258,56 @@ class _SignalWatcher:
         finally:
             os._exit(128 + self.number)
 
+    def _restore_handlers(self, wakeup_fd: int) -> None:
+        signal.set_wakeup_fd(wakeup_fd)
+        if self._role == "rank":
+            faulthandler.unregister(signal.SIGTERM)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
+    def _forget_in_child(self) -> None:
+        """Give a forked process the handlers of before."""
+        self._restore_handlers(-1)
+        for end in (self._reading, self._writing):  # `_watch` ends when nobody can write, and a child may live longer
+            os.close(end)
+
+
+NEVER_STOPPED = StopSignals()
+
+
+def die_with_launcher() -> None:
+    """Kill this rank when its launcher exits. Call in the main thread.
+
+    An orphaned rank would keep training without a console, and keep the run folder locked.
+    """
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    if sys.platform == "linux":  # elsewhere `StopSignals` polls
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:  # it has already exited
+        os._exit(128 + signal.SIGKILL)
+
+
+# Signals are the process's, and a fork must not share their pipe: until a forked process forgets it, it would write to
+# it. Signals to it are held back meanwhile.
+_watching: StopSignals | None = None
 _fork = threading.local()  # `mask`: the forking thread's signal mask
 
 
-def _block_signals() -> None:
-    """Hold back signals to a process that is being forked: until it forgets this one's pipe, it would write to it."""
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _watch is not None else None
+def _before_fork() -> None:
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _watching is not None else None
 
 
-def _unblock_signals() -> None:
+def _after_fork() -> None:
     if _fork.mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-def _forget_in_child() -> None:
-    """Restore default signal handling in forked processes, such as those of multiprocessing."""
-    global _watch
-    if _watch is not None:
-        signal.set_wakeup_fd(-1)
-        faulthandler.unregister(signal.SIGTERM)
-        for number, handler in _watch.handlers.items():
-            signal.signal(number, handler)
-        for end in _watch.pipe:  # the run waits at its end until nobody can write to it, and a child may live longer
-            os.close(end)
-        _watch = None
-    _unblock_signals()
+def _after_fork_in_child() -> None:
+    global _watching
+    if _watching is not None:
+        _watching._forget_in_child()
+        _watching = None
+    _after_fork()
 
 
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """A handler that does nothing: Python writes to the wakeup pipe only for signals with a handler."""
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -27,7 +27,7 @@ from typing import Any
 
 from cohort.config.user_code import error_location, user_line
 from cohort.errors import StopRequested, UserError, describe_error, excerpt
-from cohort.ranks import stopping
+from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 from cohort.rewards.completion_text import completion_text
 from cohort.rewards.function import RewardFunction
 
@@ -123,7 +123,7 @@ class MissedDeadline(UserError):  # noqa: N818
     """A reward function did not finish within its deadline."""
 
 
-def call_sync(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], *, stop: StopSignals = NEVER_STOPPED) -> Any:
     """Return `reward.function(**arguments)`, as a list if it is an iterable.
 
     Raises:
@@ -137,9 +137,9 @@ def call_sync(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any:
         try:
             if in_main_thread:
                 with _no_running_loop():
-                    return _Call(reward, arguments).run()
+                    return _Call(reward, arguments, stop).run()
             with _noticed_signals([reward]):
-                return _call_in_thread(reward, arguments)
+                return _call_in_thread(reward, arguments, stop)
         finally:
             if os.getpid() != process:  # the function forked, and its child returned too
                 os._exit(0)
@@ -152,9 +152,10 @@ class _Interrupted(BaseException):
 class _Call:
     """A call in the main thread, and the thread that interrupts it by a signal, whose handler raises."""
 
-    def __init__(self, reward: RewardFunction, arguments: Mapping[str, Any]):
+    def __init__(self, reward: RewardFunction, arguments: Mapping[str, Any], stop: StopSignals):
         self._reward = reward
         self._arguments = arguments
+        self._stop = stop
         self._deadline = time.monotonic() + reward.timeout_s
         self._running = False  # whether the handler may raise
         self._done = threading.Event()
@@ -169,8 +170,10 @@ class _Call:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._reward.timeout_s, 1.0)
             return self._call()
         except _Interrupted as interrupted:
-            stopping.check()
+            self._stop.check()
             raise deadline_error(self._reward, self._arguments, _frames(interrupted)) from None
+        except StopRequested:
+            raise
         except BaseException as error:  # SystemExit too
             raise function_error(self._reward, error, self._arguments)  # noqa: B904  (it has its cause)
         finally:
@@ -193,7 +196,7 @@ class _Call:
         return result
 
     def _is_due(self) -> bool:
-        return stopping.requested() is not None or time.monotonic() >= self._deadline
+        return self._stop.number is not None or time.monotonic() >= self._deadline
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         # not between the function's end and the line that notes it
@@ -215,7 +218,7 @@ class _Call:
                 os._exit(1)
 
 
-def _call_in_thread(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+def _call_in_thread(reward: RewardFunction, arguments: Mapping[str, Any], stop: StopSignals) -> Any:
     """Call a function where this is not the main thread: in a thread that is abandoned if it hangs."""
     future: Future[Any] = Future()
 
@@ -228,7 +231,7 @@ def _call_in_thread(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any
     _show_in_stacks(work, reward)
     thread = threading.Thread(target=work, name=f"reward {reward.name}", daemon=True)
     thread.start()
-    finished = stopping.wait_or_stop(lambda s: bool(wait([future], s).done), reward.timeout_s)
+    finished = stop.wait(lambda s: bool(wait([future], s).done), reward.timeout_s)
     if not finished:
         raise deadline_error(reward, arguments, _frames_of_thread(thread))
     if error := future.exception():
@@ -243,7 +246,9 @@ class AsyncCaller:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def call_all(self, calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[Any]:
+    def call_all(
+        self, calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]], *, stop: StopSignals = NEVER_STOPPED
+    ) -> list[Any]:
         """Run async functions concurrently and return their results, as lists if they are iterables.
 
         Raises:
@@ -258,7 +263,7 @@ class AsyncCaller:
         ):
             future = asyncio.run_coroutine_threadsafe(_run_together(calls), loop)
             try:
-                finished = stopping.wait_or_stop(lambda s: bool(wait([future], s).done), longest_s + _LOOP_GRACE_S)
+                finished = stop.wait(lambda s: bool(wait([future], s).done), longest_s + _LOOP_GRACE_S)
             except StopRequested:
                 future.cancel()
                 raise

@@ -20,6 +20,7 @@ import numpy as np
 
 from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError, excerpt
+from cohort.ranks.stopping import NEVER_STOPPED
 from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.builtin import BuiltinReward
 from cohort.rewards.call import AsyncCaller, as_number, call_sync, describe_value
@@ -157,6 +158,7 @@ class RewardRunner:
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
         self._async_caller = AsyncCaller()
+        self.stop = NEVER_STOPPED  # whether the run was asked to stop: calls end
         self._details: dict[str, list[str | None]] = {}  # of the last `score`: how each sample was scored
         self.notify: Callable[[str], None] | None = None  # shows `last_warnings` of functions that have them
         # called with a function's name, its verdicts that are done, and all of the call
@@ -353,11 +355,11 @@ class RewardRunner:
             if not is_async(f.function):
                 arguments = self._arguments(f, chosen[f.name])
                 with self._calling([f], chosen, arguments):
-                    returned[f.name] = call_sync(f, arguments)
+                    returned[f.name] = call_sync(f, arguments, stop=self.stop)
         if together := [f for f in functions if is_async(f.function)]:
             calls = [(f, self._arguments(f, chosen[f.name])) for f in together]
             with self._calling(together, chosen):
-                values = self._async_caller.call_all(calls)
+                values = self._async_caller.call_all(calls, stop=self.stop)
             returned |= {f.name: value for f, value in zip(together, values, strict=True)}
         return returned
 

@@ -12,7 +12,6 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from cohort.ranks import stopping
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
 from cohort.rollout.environments.handle import UserThread
@@ -52,7 +51,7 @@ class RolloutCollector:
             release: frees the environment of a trajectory that has been scored, or was dropped.
             close_environments: called when the collector is closed.
             counts: returns events since its last call, by name, for the metrics.
-            while_waiting: called about twice a second during waits.
+            while_waiting: called about twice a second during waits, which end if it raises.
         """
         self.counts = counts
         self._while_waiting = while_waiting
@@ -101,7 +100,6 @@ class RolloutCollector:
             self._run()
             if _num_done(tasks) >= count:
                 break
-            stopping.check()
             self._while_waiting()
             max_wait_s = 0.0 if advanced else _TICK_S
         self._engine.release_gpus()

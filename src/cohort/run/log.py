@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
-from cohort.errors import UserError, describe_error
+from cohort.errors import StopRequested, UserError, describe_error
 from cohort.health.findings import HEALTH, Finding
 from cohort.plan import RunSchedule
-from cohort.ranks import stopping
+from cohort.ranks.stopping import LAUNCHER, NEVER_STOPPED, SAME_SIGNAL_S, RunStopped, StopSignals
 from cohort.records import ScoredGroup
 from cohort.run.provenance import command, commit, hide, hide_in_text, versions
 
@@ -98,15 +98,17 @@ class RunLog(Display):
     step never waits for it.
     """
 
-    def __init__(self, folder: Path, *, processes: int):
+    def __init__(self, folder: Path, *, processes: int, stop: StopSignals = NEVER_STOPPED):
         """Keep events without writing them until `begin`.
 
         Args:
             folder: run folder.
             processes: number of training processes.
+            stop: names the signal that ends the run.
         """
         self._folder = folder
         self._processes = processes
+        self._stop = stop
         self._status: dict[str, Any] | None = None  # replaced as a whole: another thread reads it; None before `begin`
         self._early: list[str] = []  # notes before `begin`
         self._changed = threading.Event()
@@ -135,7 +137,7 @@ class RunLog(Display):
             "total": None,
             "started": now,
         }
-        launcher = os.environ.get(stopping.LAUNCHER)
+        launcher = os.environ.get(LAUNCHER)
         self._event(
             "start",
             steps_done=steps_done,
@@ -152,7 +154,7 @@ class RunLog(Display):
             self.notify(text)
         self._changed.set()
         self._thread.start()
-        self._on_exit.enter_context(stopping.on_kill(lambda: self._end("stopped", "stop", reason=_signal_name())))
+        self._on_exit.enter_context(self._stop.on_end(lambda: self._end("stopped", "stop", reason=self._signal_name())))
 
     def __enter__(self) -> "RunLog":
         """Record how the run within the context ends."""
@@ -166,7 +168,7 @@ class RunLog(Display):
         if error is None:
             self._end("finished", "end")
         else:
-            self._end("stopped", "stop", reason=_reason(error))
+            self._end("stopped", "stop", reason=self._reason(error))
 
     def notify(self, text: str) -> None:
         """Record a warning."""
@@ -205,6 +207,15 @@ class RunLog(Display):
     def health(self, findings: Sequence[Finding]) -> None:
         """Record how the run goes."""
         self._event(HEALTH, findings=[hide(finding.as_json()) for finding in findings])
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, RunStopped | StopRequested):
+            return self._signal_name()
+        return hide_in_text(describe_error(error, _MAX_CHARACTERS))
+
+    def _signal_name(self) -> str:
+        number = self._stop.requested(within_s=SAME_SIGNAL_S)
+        return "signal" if number is None else number.name
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         if self._status is not None and self._status["phase"] == phase:  # an evaluation has rewards too
@@ -263,17 +274,6 @@ def read_events(folder: Path, name: str) -> list[dict[str, Any]]:
 def _now() -> float:
     """Unix time in seconds."""
     return round(time.time(), 3)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, stopping.RunStopped | stopping.StopRequested) and stopping.requested() is not None:
-        return _signal_name()
-    return hide_in_text(describe_error(error, _MAX_CHARACTERS))
-
-
-def _signal_name() -> str:
-    number = stopping.requested()
-    return "signal" if number is None else number.name
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cohort.processes.this_process import usable_cores
-from cohort.ranks import stopping
 from cohort.sandbox.backends import Backend
 from cohort.sandbox.process import Conversation, Ending, Limits, ProcessResult
 
@@ -71,7 +70,7 @@ class Sandbox:
         budget_s: float,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[JobResult | None]:
-        """Run jobs concurrently and return their outcomes, None for those without: time is up, or the run stops.
+        """Run jobs concurrently and return their outcomes, None for those without, as time is up.
 
         Args:
             jobs: jobs.
@@ -83,17 +82,18 @@ class Sandbox:
 
         def run(job: Job) -> JobResult | None:
             nonlocal done
-            goes_on = time.monotonic() < end and stopping.requested() is None
-            outcome = self.run(job, end=end) if goes_on else None
+            outcome = self.run(job, end=end) if time.monotonic() < end else None
             with lock:
                 done += 1
                 on_progress(done, len(jobs))
             return None if outcome is None or outcome.was_cut else outcome
 
         pool = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="sandbox")
-        futures = [pool.submit(run, job) for job in jobs]
-        wait(futures, timeout=(1 + _GRACE) * budget_s)  # a backend, such as a server, may not answer
-        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            futures = [pool.submit(run, job) for job in jobs]
+            wait(futures, timeout=(1 + _GRACE) * budget_s)  # a backend, such as a server, may not answer
+        finally:  # the run may be asked to stop
+            pool.shutdown(wait=False, cancel_futures=True)
         return [future.result() if future.done() and not future.cancelled() else None for future in futures]
 
     def start(self, conversation: Conversation) -> ProcessResult:

@@ -87,7 +87,9 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         algorithm=algorithm,
         engine=engine,
         critic=None if critic is None else _critic_engine(config, critic_config, critic, spec, engine),
-        sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs, tokenizer=tokenizer),
+        sampler=Sampler(
+            policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs, tokenizer=tokenizer, stop=ranks.stop
+        ),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
         save_options=SaveOptions(max_shard_bytes=parse_size(config.run.max_shard_size)),

@@ -10,8 +10,8 @@ from pathlib import Path
 from cohort.config import RunConfig
 from cohort.display import Display
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
-from cohort.ranks import stopping
 from cohort.ranks.collectives import Ranks
+from cohort.ranks.stopping import SAME_SIGNAL_S, RunStopped
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.run.atomic import write_folder_atomically
 from cohort.run.files import DAMAGED, Checksums, checkpoints, find_damage, read_manifest, resume_hint, split_by_size
@@ -113,6 +113,7 @@ class Checkpointer:
         self.first_step = state.steps_done if state else 0
         self._config = config
         self._workers = workers
+        self._stop = workers.ranks.stop
         self._folder = folder
         self._display = display
         self._state = state  # after the last finished step; None before the first one
@@ -122,12 +123,12 @@ class Checkpointer:
     def begin_update(self) -> None:
         """Announce that weights may change. From now on the step is finished before the run stops."""
         self._is_updating = True
-        stopping.can_save()
+        self._stop.can_save = True
 
     def finish_step(self, state: TrainerState) -> None:
         """Store the state after a step. It can be saved until weights change again."""
         self._state, self._is_updating = state, False
-        stopping.can_save()
+        self._stop.can_save = True
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step.
@@ -170,7 +171,7 @@ class Checkpointer:
             raise  # the other ranks are elsewhere: nothing can be saved with them
         except (UserError, TrainingError) as error:
             # a failure that the signal caused elsewhere may be noticed before the signal itself
-            received = stopping.requested(within_s=stopping.SAME_SIGNAL_S)
+            received = self._stop.requested(within_s=SAME_SIGNAL_S)
             if received is None or (self._is_updating and not isinstance(error, StopRequested)):
                 raise
             self._save_and_stop(received)
@@ -188,4 +189,4 @@ class Checkpointer:
         else:
             kept = f"already saved; {kept}"
         self._display.notify(f"stopped by {number.name} after step {steps_done}: {kept}")
-        raise stopping.RunStopped(number)
+        raise RunStopped(number)

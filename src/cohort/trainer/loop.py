@@ -12,7 +12,6 @@ from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.metrics.resources import PhaseClock
 from cohort.plan.predict import Plan
-from cohort.ranks import stopping
 from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.rewards import TrainerProgress
 from cohort.run.atomic import disk_errors
@@ -111,7 +110,7 @@ class TrainingLoop:
             if self.first_step not in self.folder.metric_history("eval/accuracy"):
                 self._evaluate_if_due(self.first_step)
             for step in range(self.first_step, self.schedule.num_steps):
-                stopping.check()
+                self.workers.ranks.stop.check()
                 yield self.step(step)
 
     def finish(self) -> RunResult:

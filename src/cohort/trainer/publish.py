@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cohort.errors import RankDesyncError, TrainingError
-from cohort.ranks import stopping
+from cohort.ranks.stopping import SAME_SIGNAL_S
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.setup import RunComponents
 
@@ -13,8 +13,9 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
 
     A run that is being stopped publishes nothing, because its servers may be stopping too.
     """
+    stop = components.workers.ranks.stop
     try:
-        stopping.check()
+        stop.check()
         components.collector.update_weights(policy_version=components.workers.local.engine.updates_done)
         if components.parity is None or not components.parity.is_due(steps_done):
             return {}
@@ -22,7 +23,7 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
     except RankDesyncError:
         raise
     except TrainingError:
-        if stopping.requested(within_s=stopping.SAME_SIGNAL_S) is None:
+        if stop.requested(within_s=SAME_SIGNAL_S) is None:
             raise
         return {}
 

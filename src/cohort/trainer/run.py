@@ -9,9 +9,8 @@ from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, Displays, RunLog
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.processes.page import start_page
-from cohort.ranks import stopping
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
-from cohort.ranks.stopping import RunStopped
+from cohort.ranks.stopping import RunStopped, StopSignals
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.rewards.judge import prompt_hashes
 from cohort.run.files import resume_hint
@@ -62,7 +61,7 @@ def train(
     with (
         _releasing(ranks) as others,
         closing(display),
-        reporting_stop(config, display),
+        reporting_stop(config, display, ranks.stop),
         open_run(config, parts, notify=display.notify) as run,
     ):
         loop = open_training(run, resume=resume, display=display, ranks=ranks, others=others)
@@ -99,7 +98,8 @@ def open_training(
     inputs, schedule = run.inputs, run.inputs.schedule
     setup = open_engine(config, inputs)
     folder = run.enter(closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))))
-    log = run.enter(RunLog(folder.path, processes=ranks.world_size))
+    inputs.rewards.stop = ranks.stop
+    log = run.enter(RunLog(folder.path, processes=ranks.world_size, stop=ranks.stop))
     console, display = display, Displays(log, display)
     run.notify = display.notify
     if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
@@ -116,7 +116,7 @@ def open_training(
         micro_batch_tokens=initial_budget(config, inputs, state, ranks),
         longest_sequence_tokens=inputs.longest_sequence_tokens,
     )
-    stopping.check()
+    ranks.stop.check()
     with others.busy():
         ranks.command(spec)
         worker = build_worker(config, ranks, spec, device=device, tokenizer=inputs.tokenizer)
@@ -171,12 +171,12 @@ def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def reporting_stop(config: Config, display: Display) -> Iterator[None]:
+def reporting_stop(config: Config, display: Display, stop: StopSignals) -> Iterator[None]:
     """Report the end of a run that was stopped before it had anything to save."""
     try:
         yield
     except StopRequested:
-        number = stopping.requested(within_s=10.0)  # another rank may have received it first
+        number = stop.requested(within_s=10.0)  # another rank may have received it first
         assert number is not None, "StopRequested follows a signal"
         display.notify(f"stopped by {number.name}, with nothing new to save; {resume_hint(Path(config.run.dir))}")
         raise RunStopped(number) from None

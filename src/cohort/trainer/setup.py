@@ -32,7 +32,7 @@ from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.open_run import OpenRun
 from cohort.trainer.parity import ParityGate, make_parity_gate
-from cohort.trainer.worker import TrainingWorkers, Worker, keep_ranks_alive
+from cohort.trainer.worker import TrainingWorkers, Worker, keep_waiting
 
 
 def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
@@ -121,7 +121,7 @@ def build_run(
     if state is not None:
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
-    collector = run.collector(started.engine, while_waiting=partial(keep_ranks_alive, workers))
+    collector = run.collector(started.engine, while_waiting=partial(keep_waiting, workers))
     parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
     group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
     if state is not None:

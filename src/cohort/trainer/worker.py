@@ -299,8 +299,13 @@ def with_first_pass(
     return replace(outputs, **{name: {**values, **getattr(outputs, name)} for name, values in found.items()})
 
 
-def keep_ranks_alive(workers: WorkerGroup[Worker]) -> None:
-    """Renew the other ranks' deadlines if they are due. Call this regularly while rank 0 waits."""
+def keep_waiting(workers: WorkerGroup[Worker]) -> None:
+    """Renew the other ranks' deadlines if they are due. Called regularly while rank 0 waits.
+
+    Raises:
+        StopRequested: the run was asked to stop.
+    """
+    workers.ranks.stop.check()
     if workers.ranks.world_size > 1 and workers.seconds_idle() > workers.ranks.timeout_s / 4:
         workers.call(Worker.ping)
 
@@ -343,4 +348,4 @@ class TrainingWorkers:
 
     def keep_alive(self) -> None:
         """Renew the other ranks' deadlines if they are due."""
-        keep_ranks_alive(self.workers)
+        keep_waiting(self.workers)

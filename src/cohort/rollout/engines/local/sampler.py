@@ -19,7 +19,7 @@ from torch import Tensor
 from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.models.kv_cache import cache_argument
-from cohort.ranks import stopping
+from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 from cohort.rollout.engines.base import CallKey, SampledCompletion, SampleRequest
 from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
 from cohort.rollout.stop_strings import StopWatch
@@ -106,7 +106,13 @@ class Sampler:
     """Samples tokens from the policy's own weights."""
 
     def __init__(
-        self, policy: Policy, *, end_token_ids: frozenset[int], max_num_seqs: int, tokenizer: Any | None = None
+        self,
+        policy: Policy,
+        *,
+        end_token_ids: frozenset[int],
+        max_num_seqs: int,
+        tokenizer: Any | None = None,
+        stop: StopSignals = NEVER_STOPPED,
     ):
         """Create a sampler; nothing is sampled yet.
 
@@ -115,6 +121,7 @@ class Sampler:
             end_token_ids: each of them ends a completion.
             max_num_seqs: maximum completions in flight; exceeded only if one group has more.
             tokenizer: decodes tokens to find stop strings; None ignores them.
+            stop: whether the run was asked to stop; checked at each token.
 
         Raises:
             UserError: the model has no KV cache.
@@ -127,6 +134,7 @@ class Sampler:
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
         self._max_num_seqs = max_num_seqs
         self._tokenizer = tokenizer
+        self._stop = stop
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampledCompletion]:
         """Sample a completion for each call of each request, in order.
@@ -203,7 +211,7 @@ class Sampler:
         waiting, num_started = deque(requests), 0
         logits: list[Tensor] = []
         while waiting or len(row):
-            stopping.check()
+            self._stop.check()
             if joining := self._next_requests(waiting, len(row), decoder):
                 counts = [len(request.keys) for request in joining]
                 logits.append(decoder.start([request.token_ids for request in joining], counts))

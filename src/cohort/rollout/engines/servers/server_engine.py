@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from cohort.errors import TrainingError
-from cohort.ranks import stopping
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
@@ -131,7 +130,6 @@ class ServerEngine:
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         self._poll_fleet()
         while not condition():
-            stopping.check()
             self.fleet.wait_for_change(_TICK_S)
             self.while_waiting()
             self._poll_fleet()
