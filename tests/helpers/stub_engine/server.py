@@ -12,12 +12,12 @@ import numpy as np
 
 
 class StubServer(ThreadingHTTPServer):
-    """Listens on a free port."""
+    """Listens on a port, by default a free one."""
 
     daemon_threads = True
 
-    def __init__(self, vocab_size: int, max_model_len: int, gpu_memory_utilization: float):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, vocab_size: int, max_model_len: int, gpu_memory_utilization: float, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.gpu_memory_utilization = gpu_memory_utilization

@@ -3,20 +3,18 @@
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal
 
 import pyarrow.parquet as pq
 import pytest
 
-from cohort.config import ENGINES, Config, SamplingConfig, ServersConfig, config_from_dict, load
-from cohort.config.schema import sections_in
+from cohort.config import SamplingConfig, ServersConfig, config_from_dict
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import serve_command
 from cohort.launch.slurm import plan_rollout_nodes
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
-from cohort.rollout.engines import SETUPS
 from cohort.rollout.engines.servers import setup as servers_setup
 from cohort.rollout.engines.servers.placement import Placement, split_machine
 from cohort.run.folder import config_changes
@@ -27,27 +25,18 @@ from cohort_check.rules.cohort import cohort_rules
 from plans import EIGHT
 from playing import save_turns_model, turns_tokenizer
 from runs import changed, make_inputs, metric, train
-from stub_engine.config import StubRolloutConfig
 from stub_engine.server import serving
 from stub_engine.setup import StubHandle, StubSetup
+from third_engine import known_engine
 from tiny import make_tokenizer, write_jsonl
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where the class is written into the union in `cohort.config.rollout`."""
-    field = Config.model_fields["rollout"]
-    before, union = field.annotation, Union[field.annotation, StubRolloutConfig]  # noqa: UP007
-    monkeypatch.setitem(ENGINES, "stub", StubRolloutConfig)
-    monkeypatch.setitem(SETUPS, "stub", "stub_engine.setup:StubSetup")
-    monkeypatch.setitem(load._SECTIONS, "rollout", sections_in(union))
-    field.annotation = union
-    Config.model_rebuild(force=True)
-    yield
-    field.annotation = before
-    Config.model_rebuild(force=True)
+def known() -> Iterator[None]:
+    with known_engine():
+        yield
 
 
 def stub(**keys: Any) -> dict[str, Any]:
