@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cohort.errors import UserError
@@ -31,7 +32,6 @@ _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": to
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LFS = b"version https://git-lfs"
-_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,24 +81,6 @@ def stored_weights(path: Path, *, field: str = "model.path") -> dict[str, Stored
         return {}
     except (ValueError, OSError) as error:
         raise UserError(f"{field}: {error}") from error
-
-
-def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, Any], *, field: str) -> None:
-    """Check the shape of the embedding against config.json, if both have their usual names.
-
-    Raises:
-        UserError: they do not match.
-    """
-    embedding = weights.get("model.embed_tokens.weight")
-    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
-    if embedding is None or not isinstance(vocabulary, int) or not isinstance(hidden, int):
-        return
-    rows, columns = embedding.shape if len(embedding.shape) == 2 else (vocabulary, hidden)
-    if rows < vocabulary or columns != hidden:  # models may have more rows than their vocabulary
-        raise UserError(
-            f"{field}: {embedding.file}: the embedding is {rows} x {columns}, but config.json says vocab_size "
-            f"{vocabulary} and hidden_size {hidden}; weights and config.json do not belong together"
-        )
 
 
 def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
@@ -184,7 +166,7 @@ def _read(stored: StoredTensor, start: int, into: Tensor) -> None:
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    """List the tensors named by an index.
+    """List the tensors of the files that an index names.
 
     Raises:
         ValueError: the index or one of its files is damaged.
@@ -193,8 +175,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     if text.startswith(_LFS):
         raise ValueError(_lfs_message(index))
     try:
-        names = json.loads(text)["weight_map"]
-        shards = sorted(set(names.values()))
+        shards = sorted(set(json.loads(text)["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{index} is not a weights index ({error!r}); copy it again") from None
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -203,70 +184,42 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
             f"{index} names {len(shards)} files, but {len(missing)} of them are missing: {few(missing)}; copy "
             f"them into the folder"
         )
-    held = {shard: _read_header(index.parent / shard) for shard in shards}
-    absent = sorted(name for name, shard in names.items() if name not in held[shard])
-    if absent:
-        raise ValueError(
-            f"{index} names {len(absent)} tensors that are not in its files: {few(absent)}; index and files do not "
-            f"belong together"
-        )
-    return {name: held[shard][name] for name, shard in names.items()}
+    return {name: tensor for shard in shards for name, tensor in _read_header(index.parent / shard).items()}
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of one file.
+    """List the tensors of one file, once safetensors has validated its header and size.
 
     Raises:
         ValueError: the file is damaged.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(64)
         if start.startswith(_LFS):
             raise ValueError(_lfs_message(path))
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"{path} ({size} bytes) is not a safetensors file; copy or download it again")
-        if 8 + length > size:
+        try:
+            with safe_open(path, "numpy"):
+                pass
+        except SafetensorError as error:
             raise ValueError(
-                f"{path} is truncated: it has {size} bytes, but its header ends at byte {8 + length}; copy or "
+                f"{path} ({path.stat().st_size} bytes) is truncated, or not a safetensors file ({error}); copy or "
                 f"download it again"
-            )
+            ) from None
+        length = int.from_bytes(start[:8], "little")
         file.seek(8)
-        header = file.read(length)
-    try:
-        entries: dict[str, Any] = json.loads(header)
-        entries.pop("__metadata__", None)
-        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
-        tensors = {
-            name: StoredTensor(
-                file=path,
-                start=8 + length + int(entry["data_offsets"][0]),
-                num_bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-                shape=tuple(int(n) for n in entry["shape"]),
-                stored_dtype=str(entry["dtype"]),
-            )
-            for name, entry in entries.items()
-        }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: its header is damaged ({error!r}); copy or download it again") from None
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        what = "is truncated" if size < expected else "is longer than its header says"
-        raise ValueError(f"{path} {what}: it has {size} bytes, expected {expected}; copy or download it again")
+        entries: dict[str, Any] = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    tensors = {}
     for name, entry in entries.items():
-        _check_extent(path, name, tensors[name], entry["data_offsets"])
-    return tensors
-
-
-def _check_extent(path: Path, name: str, tensor: StoredTensor, offsets: Any) -> None:
-    begin, end = int(offsets[0]), int(offsets[1])
-    needed = None if tensor.dtype is None else math.prod(tensor.shape) * tensor.dtype.itemsize
-    if begin < 0 or end < begin or (needed is not None and end - begin != needed):
-        raise ValueError(
-            f"{path}: its header is damaged: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} is in "
-            f"bytes {begin} to {end}; copy or download it again"
+        begin, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(
+            file=path,
+            start=8 + length + begin,
+            num_bytes=end - begin,
+            shape=tuple(entry["shape"]),
+            stored_dtype=entry["dtype"],
         )
+    return tensors
 
 
 def _lfs_message(path: Path) -> str:
