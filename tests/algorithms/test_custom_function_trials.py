@@ -17,7 +17,6 @@ from samples import NAN, scored
 OWN = """
     import numpy as np
     import torch
-    from cohort.packing.batch import LossOutput
 
     def log_ratio(x): return x.logprobs - x.old_logprobs
     def by_ratio(x): return -x.advantages * log_ratio(x).exp()
@@ -33,8 +32,6 @@ OWN = """
         count = len(x.trajectory_ids.unique())
         sums = torch.zeros(count, dtype=x.logprobs.dtype).index_add(0, x.trajectory_ids, log_ratio(x))
         return -x.advantages * (sums / x.trajectory_ids.bincount(minlength=count))[x.trajectory_ids].exp()
-
-    def no_metrics(x): return LossOutput(per_token_loss=by_ratio(x), token_metrics=None)
 
     def centred(x): return x.rewards - x.rewards.nanmean(1, keepdim=True)
     def by_std(x): return centred(x) / centred(x).square().nanmean(1, keepdim=True).sqrt()
@@ -69,12 +66,11 @@ def check(**keys: Any) -> None:
         ("policy_loss", "nan_at_one", "NaN or infinite on-policy"),
         ("policy_loss", "kink_at_one", "NaN or infinite on-policy"),
         ("policy_loss", "by_place", "depends on the other completions of its micro-batch"),
-        ("policy_loss", "no_metrics", "returned a NoneType as token_metrics; must be a dict"),
         ("advantage", "by_std", r"returned NaN or infinity for a scored completion \(rewards \[\[1.0, 1.0, 1.0, 1.0\]"),
         ("advantage", "of_the_scored", "raised RuntimeError|raised IndexError"),
-        ("loss_weight", "letters", "returned a list, which does not hold real numbers; must be one finite number"),
-        ("loss_weight", "imaginary", "returned a ndarray, which does not hold real numbers"),
-        ("loss_weight", "ragged", "returned a list, which does not hold real numbers"),
+        ("loss_weight", "letters", "returned a list for 4 completions; must be one finite number for each"),
+        ("loss_weight", "imaginary", "returned a ndarray for 4 completions"),
+        ("loss_weight", "ragged", "returned a list for 4 completions"),
     ],
 )
 def test_what_would_fail_in_the_run_is_refused_before_it(own: Path, kind: str, name: str, words: str):
