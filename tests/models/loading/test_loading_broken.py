@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from cohort.errors import UserError
 from cohort.models import check_model_folder
-from cohort.models.loading.safetensors_files import read_rows, stored_weights
+from cohort.models.loading.safetensors_files import stored_weights
 from test_loading import load
 from tiny import make_model, make_tokenizer, save_model_folder
 
@@ -87,8 +87,8 @@ def test_reading_rows_of_a_file_that_has_shrunk(folder: Path):
     name = "model.layers.1.mlp.up_proj.weight"
     stored, expected = stored_weights(folder)[name], load_file(folder / "model.safetensors")[name]
     part = torch.empty(5, 32, dtype=torch.float64)
-    read_rows(stored, part, 20)
+    stored.read_rows(part, 20)
     assert torch.equal(part, expected[20:25].double())
     os.truncate(stored.file, stored.start + 20 * 32 * 4 + 40)
     with pytest.raises(UserError, match=r"600 bytes are missing; the file has changed since it was checked"):
-        read_rows(stored, part, 20)
+        stored.read_rows(part, 20)

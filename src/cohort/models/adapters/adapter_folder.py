@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights
-from cohort.models.loading.safetensors_files import StoredTensor, few, read_bytes, stored_weights
+from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
 
 BASE_FINGERPRINT = "base_fingerprint"  # key in the metadata of a saved adapter's weights; peft has no field for it
@@ -50,7 +50,7 @@ def base_fingerprint(path: str, *, download: bool = False) -> str | None:
         sha256.update(f"{name} {tensor.shape} {tensor.stored_dtype}\n".encode())
     for _, tensor in stored[:: -(-len(stored) // _MAX_TENSORS)]:
         size = min(tensor.num_bytes, _SAMPLE_BYTES)
-        sha256.update(read_bytes(tensor, (tensor.num_bytes - size) // 2, size).numpy().data)
+        sha256.update(tensor.read_bytes((tensor.num_bytes - size) // 2, size).numpy().data)
     return sha256.hexdigest()[:32]
 
 

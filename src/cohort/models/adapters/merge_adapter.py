@@ -14,8 +14,6 @@ from cohort.models.loading.meta_device import local_weights, meta_model, quiet_t
 from cohort.models.loading.safetensors_files import (
     StoredTensor,
     TensorInfo,
-    read_bytes,
-    read_rows,
     write_index,
     write_tensors,
 )
@@ -97,9 +95,9 @@ def _merge_tensor(
     """Read a tensor of the base, and merge the adapter of its layer `module` if there is one."""
     dtype = source.dtype
     if dtype is None or module is None:
-        return read_bytes(source)
+        return source.read_bytes()
     base = torch.empty(source.shape, dtype=torch.promote_types(dtype, torch.float32))
-    read_rows(source, base, 0)
+    source.read_rows(base, 0)
     key = f"{PREFIX}{module}.lora_"
     is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
     if is_embedding:

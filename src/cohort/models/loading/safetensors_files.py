@@ -49,6 +49,60 @@ class StoredTensor:
         """torch dtype; None if unsupported, e.g. 8-bit floats with separate scales."""
         return _DTYPES.get(self.stored_dtype)
 
+    @property
+    def stored_tensors(self) -> "tuple[StoredTensor, ...]":
+        """The tensors that this one is read from, in order."""
+        return (self,)
+
+    def read_rows(self, into: Tensor, first_row: int) -> None:
+        """Read rows of a tensor with a supported dtype, converted to the dtype and device of `into`.
+
+        Needs a buffer of the same size, unless `into` is on the CPU in the dtype of the file.
+
+        Args:
+            into: [rows, ...].
+            first_row: index of the first row.
+
+        Raises:
+            UserError: the file is truncated or cannot be read.
+        """
+        assert self.dtype is not None and into.shape[1:] == self.shape[1:]
+        if not into.numel():  # some ranks have no rows of a small tensor
+            return
+        into = into.detach()
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        direct = into.dtype == self.dtype and into.device.type == "cpu" and into.is_contiguous()
+        rows = into if direct else torch.empty(into.shape, dtype=self.dtype)
+        self._read(first_row * row_bytes, rows.reshape(-1).view(torch.uint8))
+        if not direct:
+            into.copy_(rows)
+
+    def read_bytes(self, start: int = 0, num_bytes: int | None = None) -> Tensor:
+        """Read the raw bytes, by default all of them.
+
+        Raises:
+            UserError: the file is truncated or cannot be read.
+        """
+        part = torch.empty(self.num_bytes if num_bytes is None else num_bytes, dtype=torch.uint8)
+        self._read(start, part)
+        return part
+
+    def _read(self, start: int, into: Tensor) -> None:
+        """Fill a byte tensor with the bytes from `start` on."""
+        view, done = into.numpy().data, 0
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.start + start)
+                while done < len(view):  # a single read returns at most 2 GiB
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise OSError(
+                            f"{len(view) - done} bytes are missing; the file has changed since it was checked"
+                        )
+                    done += count
+        except OSError as error:
+            raise UserError(f"model.path: {self.file}: cannot read it: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -83,42 +137,6 @@ def stored_weights(path: Path, *, field: str = "model.path") -> dict[str, Stored
         raise UserError(f"{field}: {error}") from error
 
 
-def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
-    """Read rows of a tensor, converted to the dtype and device of `into`.
-
-    Needs a buffer of the same size, unless `into` is on the CPU in the dtype of the file.
-
-    Args:
-        stored: a tensor with a supported dtype.
-        into: [rows, ...].
-        first_row: index of the first row.
-
-    Raises:
-        UserError: the file is truncated or cannot be read.
-    """
-    assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
-    if not into.numel():  # some ranks have no rows of a small tensor
-        return
-    into = into.detach()
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
-    rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
-    _read(stored, first_row * row_bytes, rows.reshape(-1).view(torch.uint8))
-    if not direct:
-        into.copy_(rows)
-
-
-def read_bytes(stored: StoredTensor, start: int = 0, num_bytes: int | None = None) -> Tensor:
-    """Read the raw bytes of a tensor, by default all of them.
-
-    Raises:
-        UserError: the file is truncated or cannot be read.
-    """
-    part = torch.empty(stored.num_bytes if num_bytes is None else num_bytes, dtype=torch.uint8)
-    _read(stored, start, part)
-    return part
-
-
 def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable[Tensor]) -> None:
     """Write a safetensors file, one tensor at a time.
 
@@ -148,21 +166,6 @@ def write_index(folder: Path, files: Mapping[str, Sequence[TensorInfo]]) -> None
     names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
     index = {"metadata": {"total_size": size}, "weight_map": names}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _read(stored: StoredTensor, start: int, into: Tensor) -> None:
-    """Fill a byte tensor with the bytes of a stored tensor from `start` on."""
-    view, done = into.numpy().data, 0
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start + start)
-            while done < len(view):  # a single read returns at most 2 GiB
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"{len(view) - done} bytes are missing; the file has changed since it was checked")
-                done += count
-    except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
@@ -243,8 +246,13 @@ class ConvertedTensor:
     converter: Any  # an empty `WeightConverter`
     config: Any  # of the model
 
+    @property
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors that this one is made of, in order."""
+        return tuple(tensor for tensors in self.sources.values() for tensor in tensors)
+
     def read_rows(self, into: Tensor, first_row: int) -> None:
-        """Convert and read rows, see `safetensors_files.read_rows`. Stacked tensors are converted one row at a time.
+        """Convert and read rows, see `StoredTensor.read_rows`. Stacked tensors are converted one row at a time.
 
         Raises:
             UserError: a file is truncated or cannot be read, or the result does not fit the model.
@@ -264,7 +272,7 @@ class ConvertedTensor:
         for pattern, sources in self.sources.items():
             for source in sources[which]:
                 tensor = torch.empty(source.shape, dtype=dtype)
-                read_rows(source, tensor, 0)
+                source.read_rows(tensor, 0)
                 converter.collected_tensors[pattern].append(tensor)
         with torch.no_grad():
             made = converter.convert(self.first_name, config=self.config)[self.name]
@@ -345,11 +353,7 @@ def _is_supported(converter: Any, sources: Mapping[str, list[StoredTensor]]) -> 
         set(sources) == set(converter.source_patterns)
         and len(counts) == 1
         and all(type(operation) in plain for operation in converter.operations)
-        and all(
-            place.dtype is not None and place.dtype.is_floating_point
-            for tensors in sources.values()
-            for place in tensors
-        )
+        and all(t.dtype is not None and t.dtype.is_floating_point for tensors in sources.values() for t in tensors)
     )
 
 
@@ -366,7 +370,7 @@ def _is_stacked(converter: Any) -> bool:
 
 def _put(into: Tensor, made: Tensor, first_row: int, of: ConvertedTensor) -> None:
     if made.shape[1:] != into.shape[1:] or len(made) < first_row + len(into):
-        file = next(iter(of.sources.values()))[0].file
+        file = of.stored_tensors[0].file
         raise UserError(
             f"model.path: {file}: {of.name} has rows of shape {list(made.shape[1:])}, but config.json says "
             f"{list(into.shape[1:])}; weights and config.json do not belong together"
