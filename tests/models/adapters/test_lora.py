@@ -135,7 +135,7 @@ def test_float32():
         assert max(differences(fast(make_law_policy(model), sequences, layout), expected)) < 1e-5
 
 
-@pytest.mark.parametrize("other", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+@pytest.mark.parametrize("other", [{"lora_dropout": 0.1}, {"use_dora": True}])
 def test_other_adapters_on_the_head_are_left_to_the_model(other: dict[str, Any]):
     config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False, **other)
     assert not policy_of(get_peft_model(make_model(), config).get_base_model()).has_plain_head

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -15,10 +18,13 @@ from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
 from cohort.errors import RankDesyncError, UserError
 from cohort.learner.optimizer import Optimizers
 from cohort.learner.optimizer_offload import OffloadedUpdates
-from cohort.models import load_tokenizer, save_policy
+from cohort.models import fsdp, load_tokenizer, save_policy
+from cohort.models.fsdp import CollectiveCounter, Sharding
 from cohort.models.host_memory import MasterWeights
 from cohort.plan.layout import check_cpu_offload, check_resharding
 from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.join import init_single_process_group
+from fake_cuda import fake_cuda
 from rank_engine import OPTIMIZERS
 from rank_offload import make_engine, run_resumed, run_saved, run_trajectory, update
 from selection import mostly_slow
@@ -43,6 +49,54 @@ def test_a_torch_without_recovery_of_shards_is_named_at_the_start(folder: str, m
     )
     with pytest.raises(RankDesyncError, match="needs torch 2"):
         policy.sharding.reset()
+
+
+class Scaled(nn.Module):
+    """A layer, and two buffers of which one is saved."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+def test_a_whole_model_is_loaded_to_the_host_and_its_buffers_to_the_device(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, torch raises "Multiple devices found" if saved buffers are elsewhere than shards while it loads."""
+    cpu = torch.device("cpu")
+    init_single_process_group(cpu)
+    whole = Scaled()
+    whole.scale += 7
+    with torch.device("meta"):
+        layer = Scaled().layer
+    model = Scaled()
+    model.layer = layer
+    loaded = {}
+
+    def load(model: nn.Module, *args: Any, **options: Any) -> None:
+        loaded["devices"] = {tensor.device for tensor in model.state_dict().values()}
+        set_model_state_dict(model, *args, **options)
+        loaded["scale"] = model.scale.tolist()
+
+    monkeypatch.setattr(fsdp, "set_model_state_dict", load)
+    broadcast = dist.broadcast
+    monkeypatch.setattr(  # there is no NCCL
+        dist, "broadcast", lambda tensor, *a, **k: broadcast(tensor, *a, **k) if tensor.device == cpu else None
+    )
+    with fake_cuda():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        device = torch.device("cuda:0")
+        sharding = Sharding(
+            model, CollectiveCounter(), mesh=mesh, device=device, compute_dtype=torch.float32, on_host=True
+        )
+        sharding.allocate()
+        on_device = {buffer.device for buffer in model.buffers()}
+        sharding.load(whole.state_dict(), dict(whole.named_buffers()))
+        assert cpu not in on_device and {buffer.device for buffer in model.buffers()} == on_device
+    assert loaded == {"devices": {cpu}, "scale": [7] * 3}
+    assert torch.equal(model.layer.weight.full_tensor(), whole.layer.weight)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])

@@ -10,7 +10,7 @@ from torch import nn
 from cohort.models import host_memory as pinned_memory
 from cohort.models.host_memory import OffloadedWeights, PinnedMemory, PinnedStack, bytes_for
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 
 
 class Cudart:

@@ -319,9 +319,8 @@ def _read_config(folder: Path, field: str = _FIELD) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{field}: {file}: cannot read it: {error}") from error
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= saved.keys():
-        kind = saved.get("peft_type") if isinstance(saved, dict) else None
-        raise UserError(f"{field}: {file}: peft_type {kind!r} is not supported; only LORA is")
+    if saved.get("peft_type") != "LORA":
+        raise UserError(f"{field}: {file}: peft_type {saved.get('peft_type')!r} is not supported; only LORA is")
     for key, supported in _SUPPORTED.items():
         value = saved.get(key)
         if value not in supported and value not in ({}, []):

@@ -22,6 +22,7 @@ from cohort.models.loading.meta_device import (
     quiet_transformers,
     sources_digest,
 )
+from cohort.models.loading.safetensors_files import few
 from cohort.models.policy import Policy
 from cohort.ranks.collectives import Ranks
 
@@ -122,11 +123,10 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
     before = set(model.state_dict())
     kind.replace_head(model)
     gone = before - set(model.state_dict())  # a saved critic has no language-model head
-    missing = sorted(set(info["missing_keys"]) - gone)
+    missing = set(info["missing_keys"]) - gone
     if missing:
         raise UserError(
-            f"model.path: {config.path!r}: {len(missing)} weights are missing from the files: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            f"model.path: {config.path!r}: {len(missing)} weights are missing from the files: {few(missing)}"
         )
     stored = local_weights(config.path)
     for name, parameter in model.named_parameters():
