@@ -234,18 +234,6 @@ def test_keys_are_captured_once():
     assert captured[0] is first and first[0].shape == (1, 2, 8, 8)
 
 
-def test_the_override_of_the_backend():
-    def name(dtype: torch.dtype, device: str, value_dim: int = 8) -> str:
-        return interface.choose_backend(
-            torch.empty(1, 1, 8, dtype=dtype, device=device), torch.empty(1, 1, value_dim, dtype=dtype, device=device)
-        )
-
-    assert name(torch.bfloat16, "cpu") == "cascade"
-    with interface.backend("varlen"):
-        assert name(torch.bfloat16, "cpu") == "varlen"
-    assert name(torch.float32, "cpu") == "cascade"
-
-
 def test_the_backend_follows_device_dtype_and_head_sizes(monkeypatch: pytest.MonkeyPatch):
     def name(dtype: torch.dtype, size: int = 64, value_size: int = 64) -> str:
         query, value = (
@@ -259,6 +247,8 @@ def test_the_backend_follows_device_dtype_and_head_sizes(monkeypatch: pytest.Mon
     assert [name(torch.bfloat16, *sizes) for sizes in ((64, 32), (36, 36), (320, 320))] == ["cascade"] * 3
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert name(torch.bfloat16) == "cascade"
+    with interface.backend("varlen"):
+        assert name(torch.bfloat16) == "varlen"
 
 
 def test_autocast_computes_attention_in_its_dtype():
