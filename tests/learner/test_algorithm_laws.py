@@ -122,7 +122,7 @@ def test_a_completion_in_two_micro_batches_would_have_another_gradient():
     assert max(relative_error(actual[key], expected[key]) for key in expected) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gspo", "vespo", "gmpo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "vespo", "gmpo", "reinforce_pp"])
 def test_float32_gradients_agree_to_1e_5(name: str):
     policy = make_policy()
     algorithm = build_algorithm(AlgorithmConfig(name=name), max_completion_tokens=16)

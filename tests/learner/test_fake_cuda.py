@@ -280,26 +280,3 @@ def test_a_tensor_that_is_left_on_the_host_is_found(tmp_path: Path, folders, mon
         worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
         with pytest.raises((RuntimeError, AssertionError), match="cpu"):
             update(worker)
-
-
-def test_a_device_without_a_number_is_another_one_where_the_current_one_is_not_it(tmp_path: Path, folders):
-    """As on the second of two GPUs, where `set_device` was forgotten."""
-    with fake_cuda(index=0, answers=PROBES_AGREE):
-        here, there = torch.ones(2, device="cuda"), torch.ones(2, device=DEVICE)
-        with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
-            here + there
-        with pytest.raises(ValueError, match="index"):
-            torch.cuda.set_device(torch.device("cuda"))
-        torch.cuda.set_device(DEVICE)
-        assert (torch.ones(2, device="cuda") + there).device == DEVICE
-
-
-def test_waits_are_counted(tmp_path: Path):
-    with fake_cuda() as cuda:
-        x = torch.ones(4).to("cuda")
-        x[x > 0].sum().item()
-        x.to("cpu", non_blocking=True)
-        torch.ones(4).to("cuda", non_blocking=True)
-        ways = [(c.way, c.waits) for c in cuda.crossings]
-    assert ways == [("in", True), ("read", True), ("read", True), ("out", False), ("in", False)]
-    assert torch.accelerator.current_accelerator() is None and not torch.cuda.is_available()

@@ -12,19 +12,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from assigned import assign_advantages
-from cohort.algorithms import Algorithm, build_algorithm, build_sequences, drop_zero_gradient
+from cohort.algorithms import build_algorithm, build_sequences, drop_zero_gradient
 from cohort.config import ALGORITHMS, AdamwConfig, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, pack
-from cohort.packing.batch import LossInputs
 from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
 from samples import answer, random_calls
 from selection import examples, slow
 from test_algorithm_laws import shallow_policy
 from test_law_two import Scores, compute_in_float64, differences, fast, make_law_model, make_law_policy, naive, streamed
-from test_laws import by_trajectory, joined, make_engine, old_logprobs_of
-from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, random_sequences, relative_error
+from test_laws import dense_metrics, make_engine, old_logprobs_of
+from tiny import VOCAB_SIZE, gradients, make_policy, random_sequences, relative_error
 
 G = 3
 # of each sequence of a trajectory: whether it begins with the prompt, and lengths of context and sampled tokens in turn
@@ -87,44 +86,13 @@ def random_estimates(sequences: list[TrainSequence]) -> ForwardOnlyOutputs:
     )
 
 
-def dense(policy: Policy, sequences: list[TrainSequence], algorithm: Algorithm) -> tuple[dict[str, float], Any]:
-    """One unpadded forward pass per sequence, one loss per trajectory: metrics and gradients."""
-    total, entropies, moved = torch.zeros((), dtype=torch.float64), [], []
-    for number, members in by_trajectory(sequences).items():
-        scores = [naive_logprobs(policy.model, s, temperature=0.9) for s in members]
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
-
-        old = torch.cat([old_logprobs_of(s) for s in members])
-        out = algorithm.policy_loss(
-            LossInputs(
-                logprobs=logprobs,
-                old_logprobs=old,
-                sampling_logprobs=joined(members, "sampling_logprobs"),
-                reference_logprobs=None,
-                entropy=entropy,
-                advantages=joined(members, "advantages"),
-                trajectory_ids=torch.full(logprobs.shape, number),
-            )
-        )
-        total = total + (joined(members, "loss_weights") * out.per_token_loss).sum()
-        entropies.append(entropy.detach())
-        moved.append((old - joined(members, "sampling_logprobs")).abs())
-    total.backward()
-    metrics = {
-        "loss": total.item(),
-        "entropy": torch.cat(entropies).mean().item(),
-        "sampling/sampling_logp_difference/mean": torch.cat(moved).mean().item(),
-    }
-    return metrics, gradients(policy.model)
-
-
 def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: list[Any], budget: int, seed: int) -> None:
     algorithm, policy = build_algorithm(config, max_completion_tokens=16), shallow_policy()
     scored = random_trajectories(groups, seed)
     sequences = build_sequences(scored)
     assume(sequences)
     sequences = assign_advantages(scored, algorithm, random_estimates(sequences))
-    expected_metrics, expected = dense(policy, sequences, algorithm)
+    expected_metrics, expected = dense_metrics(policy, policy, sequences, algorithm)
     engine, old = make_engine(policy), {s.index: old_logprobs_of(s) for s in sequences}
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
     for order in (shuffled, drop_zero_gradient(shuffled, algorithm)):
@@ -167,7 +135,7 @@ def test_sequences_of_a_trajectory_in_two_micro_batches_would_have_another_gradi
     algorithm, policy = build_algorithm(AlgorithmConfig(name="gspo"), max_completion_tokens=16), shallow_policy()
     scored = random_trajectories([[[(True, [(1, 3)]), (True, [(2, 4)])]] * G], seed=1)
     sequences = assign_advantages(scored, algorithm)
-    _, expected = dense(policy, sequences, algorithm)
+    _, expected = dense_metrics(policy, policy, sequences, algorithm)
     policy.traits = replace(policy.traits, layout="shared")
     engine, old = make_engine(policy), {s.index: old_logprobs_of(s) for s in sequences}
     errors = []

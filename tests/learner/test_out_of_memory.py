@@ -16,31 +16,16 @@ from cohort.learner.memory_fallback import (
 )
 from tiny import random_sequences
 
-ASYNC = (
-    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
-    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
-    "device-side assertions.\n"
-)
+ASYNC = "\nCUDA kernel errors might be asynchronously reported at some other API call"
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error (run with "
     "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
     "Last error:\n"
 )
 SMALLER_BATCH: list[tuple[type[Exception], str]] = [
-    (
-        torch.OutOfMemoryError,
-        "CUDA out of memory. Tried to allocate 546.00 MiB. GPU 0 has a total capacity of 15.77 GiB of which 514.19 MiB "
-        "is free. Process 562167 has 15.25 GiB memory in use. Of the allocated memory 13.73 GiB is allocated by "
-        "PyTorch, and 736.86 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
-        "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
-        "Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)",
-    ),
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 546.00 MiB. GPU 0 has a total capacity of"),
     (torch.AcceleratorError, "CUDA error: out of memory" + ASYNC),
-    (
-        torch.AcceleratorError,
-        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/"
-        "cuda-runtime-api/group__CUDART__TYPES.html for more information." + ASYNC,
-    ),
+    (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https:" + ASYNC),
     (RuntimeError, "CUDA error: out of memory"),  # before torch.AcceleratorError
     (RuntimeError, "CUDA driver error: out of memory"),
     (RuntimeError, "Triton Error [CUDA]: out of memory"),
@@ -49,58 +34,30 @@ SMALLER_BATCH: list[tuple[type[Exception], str]] = [
     (RuntimeError, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    (
-        RuntimeError,
-        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`. If you keep seeing "
-        "this error, you may use `torch.backends.cuda.preferred_linalg_library()` to try linear algebra operators with "
-        "other supported backends. See https://pytorch.org/docs/stable/backends.html#torch.backends.cuda."
-        "preferred_linalg_library",
-    ),
+    (RuntimeError, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`."),
     (RuntimeError, "CUDA error: resource allocation failed when calling `cusparseCreate(handle)`"),
-    (
-        RuntimeError,
-        "CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation( handle, opA, opB, &alpha, "
-        "matA, matB, &beta, matC, computeType, CUSPARSE_SPGEMM_DEFAULT, spgemmDesc, &bufferSize1, dBuffer1)`",
-    ),
-    (
-        RuntimeError,
-        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-        "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
-    ),
-    (
-        RuntimeError,
-        "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried to allocate "
-        "4000000000000 bytes.",
-    ),
+    (RuntimeError, "CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation( handle, opA,"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried"),
     (RuntimeError, "std::bad_alloc"),
     (MemoryError, "std::bad_alloc"),
     (MemoryError, "Unable to allocate 3.64 TiB for an array with shape (1000000000000,) and data type float32"),
 ]
-DEAD_COMMUNICATOR: list[tuple[type[Exception], str]] = [
-    (DistBackendError, NCCL + "Cuda failure 'out of memory'"),
-    (DistBackendError, NCCL + "Cuda failure 2 'out of memory'"),
-    (DistBackendError, NCCL + "Failed to CUDA calloc async 4 bytes"),
-    (DistBackendError, NCCL + "Failed to CUDA malloc 6291456 bytes"),
-    (DistBackendError, NCCL + "Failed to CUDA host alloc 4194304 bytes"),
-    (
-        DistBackendError,
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled system error (run with "
-        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
-        "external library call failed or device error. \nLast error:\nFailed to malloc 2152 bytes",
-    ),
-    (
-        DistBackendError,
-        "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
-        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCUDA error: out of memory",
-    ),
+DEAD_COMMUNICATOR = [
+    NCCL + "Cuda failure 'out of memory'",
+    NCCL + "Cuda failure 2 'out of memory'",
+    NCCL + "Failed to CUDA calloc async 4 bytes",
+    NCCL + "Failed to CUDA malloc 6291456 bytes",
+    NCCL + "Failed to CUDA host alloc 4194304 bytes",
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details)\nncclSystemError: System call (e.g. socket, malloc) or external library call failed "
+    "or device error. \nLast error:\nFailed to malloc 2152 bytes",
+    "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCUDA error: out of memory",
 ]
 OTHER: list[tuple[type[Exception], str]] = [
     # a smaller batch has as much shared memory per block
-    (
-        RuntimeError,
-        "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or "
-        "`num_stages` may help.",
-    ),
+    (RuntimeError, "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes"),
     (torch.AcceleratorError, "CUDA error: too many resources requested for launch" + ASYNC),
     (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered" + ASYNC),
     (torch.AcceleratorError, "CUDA error: device-side assert triggered" + ASYNC),
@@ -135,12 +92,12 @@ def test_tritons_shared_memory_is_no_memory():
     assert not is_out_of_memory(errors.OutOfResources(131072, 101376, "shared memory"))
 
 
-@pytest.mark.parametrize(("kind", "message"), DEAD_COMMUNICATOR)
-def test_nccl_that_runs_out_ends_the_process(kind: type[Exception], message: str):
+@pytest.mark.parametrize("message", DEAD_COMMUNICATOR)
+def test_nccl_that_runs_out_ends_the_process(message: str):
     """Nothing is computed again: neither the rest of the micro-batch, nor a smaller one."""
 
     def compute() -> None:
-        raise kind(message)
+        raise DistBackendError(message)
 
     def compute_nothing() -> None:
         pytest.fail("the communicator was used again")
@@ -152,7 +109,7 @@ def test_nccl_that_runs_out_ends_the_process(kind: type[Exception], message: str
     with pytest.raises(DoesNotFitError, match=expected), must_fit("in the update"):
         compute()
     with pytest.raises(DoesNotFitError, match=expected) as caught:
-        is_out_of_memory(kind(message))
+        is_out_of_memory(DistBackendError(message))
     assert str(caught.value.__cause__) == message
 
 

@@ -13,7 +13,6 @@ from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.errors import DoesNotFitError
 from cohort.learner import TrainEngine
-from cohort.learner.forward_backward import Operation, StepSchedule
 from cohort.models import SharedPrefix
 from cohort.models.activation_checkpointing import enable_gradient_checkpointing
 from selection import examples, mostly_slow
@@ -118,13 +117,13 @@ def test_a_prompt_whose_gradient_is_lost_would_be_noticed(monkeypatch: pytest.Mo
 
 
 @contextmanager
-def memory_runs_out_once(engine: TrainEngine, layer: int, more_than: int, way: str) -> Iterator[list[int]]:
-    """At a layer's pass over a row of more than that many tokens, the prompts' own rows left out."""
+def memory_runs_out_once(engine: TrainEngine, layer: int, within: range, way: str) -> Iterator[list[int]]:
+    """At a layer's pass over a row of so many tokens; the first such pass only."""
     failed: list[int] = []
     module = engine.policy.model.model.layers[layer].mlp
 
     def check(tokens: int) -> None:
-        if more_than < tokens < 200 and not failed:
+        if tokens in within and not failed:
             failed.append(tokens)
             raise torch.OutOfMemoryError(f"injected: {tokens} tokens")
 
@@ -143,51 +142,25 @@ def memory_runs_out_once(engine: TrainEngine, layer: int, more_than: int, way: s
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_memory_that_runs_out_in_a_part(layer: int, way: str):
-    """The part is computed again in smaller parts; nothing is added twice, to the prompt neither."""
+@pytest.mark.parametrize(
+    ("budget", "lengths", "within"),
+    [
+        (340, [[30, 14, 25, 1, 31, 8], [20, 1, 6, 2, 11, 4]], range(31, 200)),  # in a part, not the prompt's own row
+        (1000, [[3, 14, 9, 1, 1, 8]], range(311, 1000)),  # in a whole group, which becomes a stream
+    ],
+)
+def test_memory_that_runs_out(budget: int, lengths: list[list[int]], within: range, layer: int, way: str):
+    """What did not fit is computed again in smaller parts; nothing is added twice, to the prompt neither."""
     policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
-    algorithm, sequences = step("grpo_kl", [[30, 14, 25, 1, 31, 8], [20, 1, 6, 2, 11, 4]])
+    algorithm, sequences = step("grpo_kl", lengths)
     _, expected = dense_gradient(policy, reference, sequences, algorithm)
     engine = make_engine(policy, reference)
-    (batch,) = pack_for(engine.policy, sequences, 340)
-    assert len(batch.split_groups[0]) >= 3
+    (batch,) = pack_for(engine.policy, sequences, budget)
+    assert [len(parts) >= 3 for parts in batch.split_groups] == [True] * (budget == 340)
     old = {s.index: old_logprobs_of(s) for s in sequences}
-    with memory_runs_out_once(engine, layer, 30, way) as failed:
+    with memory_runs_out_once(engine, layer, within, way) as failed:
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
     assert len(failed) == 1 and result.num_out_of_memory == 1 and engine.budget.tokens < 200
-    assert_equal(gradients(policy.model), expected)
-
-
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_micro_batch_that_becomes_a_stream(way: str):
-    """A whole group that does not fit is computed again as a stream, without what its backward pass had added."""
-    policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
-    algorithm, sequences = step("grpo_kl", [[3, 14, 9, 1, 1, 8]])
-    _, expected = dense_gradient(policy, reference, sequences, algorithm)
-    engine = make_engine(policy, reference)
-    (batch,) = pack_for(engine.policy, sequences, 1000)
-    assert not batch.split_groups
-    module, failed = policy.model.model.layers[0].mlp, []
-
-    def check(*args) -> None:
-        if not failed:
-            failed.append(1)
-            raise torch.OutOfMemoryError("injected")
-
-    hook = module.register_forward_hook(check) if way == "forward" else module.register_full_backward_hook(check)
-    opened: list[int] = []
-    open_prefix = StepSchedule.open_prefix
-
-    def counting(schedule: StepSchedule):
-        opened.append(1)
-        return open_prefix(schedule)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepSchedule, "open_prefix", counting)
-        old = {s.index: old_logprobs_of(s) for s in sequences}
-        result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
-    hook.remove()
-    assert (result.num_out_of_memory, opened) == (1, [1])
     assert_equal(gradients(policy.model), expected)
 
 
@@ -237,25 +210,3 @@ def test_memory_is_bounded_by_the_prompt_and_one_part():
     whole, streamed = most_kept(10_000), most_kept(370)
     tokens = 300 + 8 * 60
     assert streamed < 1.15 * whole * 370 / tokens
-
-
-def test_a_rank_without_a_stream_keeps_step():
-    """What ranks with nothing to open do while others have a stream changes no gradient."""
-    engine = make_engine(make_policy(dtype=torch.float64))
-    algorithm, sequences = step(lengths_PG=[[3, 14, 9]], prompt_tokens=(1, 9))
-    (batch,) = pack_for(engine.policy, sequences, 20)
-    engine.forward_backward(batch, algorithm.policy_loss)
-    expected = gradients(engine.policy.model)
-    forward, compute, backward = Operation.PREFIX_FORWARD, Operation.MICRO_BATCH, Operation.PREFIX_BACKWARD
-    proposals = iter([forward, compute, compute, backward, forward, compute, backward])  # of another rank
-
-    class TwoRanks(type(engine.ranks)):
-        def all_reduce_max(self, value: float) -> float:
-            return max(value, next(proposals, Operation.DONE))
-
-    engine.ranks = TwoRanks()
-    (batch,) = pack_for(engine.policy, sequences, 20)
-    engine.forward_backward(batch, algorithm.policy_loss)
-    assert list(proposals) == []
-    actual = gradients(engine.policy.model)
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)

@@ -118,26 +118,3 @@ def test_fifty_steps_follow_float32(name: str):
     assert share["to nearest"] < 0.5
     if name != "adamw_8bit":  # which rounds its moments too, by the largest of their block
         assert share["at random"] == pytest.approx(1, abs=0.2)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_it_goes_on_exactly_and_keeps_wide_moments(name: str):
-    """The moments in 8 bits are in the tests of checkpoints."""
-    model = Model(width=64, dtype=torch.bfloat16)
-    optimizers = rounding_optimizers(name, model)
-    train(model, optimizers, 3)
-    state, weights = optimizers.state_dict(), weights_of(model)
-    kept = {key: x for key, x in state["state"]["body.weight"].items() if x.ndim}
-    assert kept and {x.dtype for x in kept.values()} == {torch.float32}
-    again = Model(width=64, dtype=torch.bfloat16)
-    again.load_state_dict(weights)
-    other = rounding_optimizers(name, again)
-    other.load_state_dict(
-        {
-            "state": {n: {k: x.clone() for k, x in s.items()} for n, s in state["state"].items()},
-            "param_groups": state["param_groups"],
-        }
-    )
-    train(model, optimizers, 3)
-    train(again, other, 3)
-    assert all(torch.equal(weights_of(model)[k], weights_of(again)[k]) for k in weights)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cohort.ranks.collectives import SINGLE_PROCESS
-from rank_offload import make_engine, run_resumed, run_saved, run_sum, update
+from rank_offload import make_engine, run_sum, update
 from ranks import RanksOnDemand
-from selection import mostly_slow, slow
+from selection import slow
 from tiny import save_model_folder
 
 
@@ -48,10 +48,3 @@ def test_weights_and_state_keep_their_dtype(folder: Path, mode: str):
     states = engine.state_dict()["optimizer"]["state"].values()
     wide = torch.float32 if mode == "at random" else torch.bfloat16
     assert {x.dtype for state in states for x in state.values() if x.ndim} == {wide}
-
-
-@pytest.mark.parametrize("mode", mostly_slow(["bfloat16", "bfloat16, parameters"], "bfloat16", reason="the same state"))
-def test_it_goes_on_exactly_from_a_checkpoint(folder: Path, tmp_path: Path, mode: str):
-    expected = run_saved(SINGLE_PROCESS, str(folder / "model"), mode, str(tmp_path))["weights"]
-    actual = run_resumed(SINGLE_PROCESS, str(folder / "model"), mode, str(tmp_path))["weights"]
-    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())

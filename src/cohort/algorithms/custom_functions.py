@@ -4,7 +4,7 @@ P prompts, G generations, K rewards, L tokens of the longest completion, N compl
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -66,9 +66,8 @@ def load_policy_loss(choice: CustomFunction) -> PolicyLoss:
         out = LossOutput(per_token_loss=out) if isinstance(out, Tensor) else out
         if not isinstance(out, LossOutput):
             raise function.error(f"returned {_kind(out)}; must be a tensor [T] or a cohort.packing.batch.LossOutput")
-        if not isinstance(out.token_metrics, Mapping):
-            raise function.error(f"returned {_kind(out.token_metrics)} as token_metrics; must be a dict, name to [T]")
-        for name, tensor in {"per_token_loss": out.per_token_loss, **out.token_metrics}.items():
+        metrics = out.token_metrics or {}
+        for name, tensor in {"per_token_loss": out.per_token_loss, **metrics}.items():
             if not isinstance(tensor, Tensor) or tensor.shape != x.logprobs.shape:
                 raise function.error(
                     f"returned {_kind(tensor)} as {name}; must be one number per token, here "
@@ -79,7 +78,7 @@ def load_policy_loss(choice: CustomFunction) -> PolicyLoss:
                 f"returned a loss of {out.per_token_loss.dtype}; must have the dtype of the logprobs, "
                 f"{x.logprobs.dtype}"
             )
-        return replace(out, token_metrics={name: tensor.detach() for name, tensor in out.token_metrics.items()})
+        return replace(out, token_metrics={name: tensor.detach() for name, tensor in metrics.items()})
 
     return policy_loss
 
@@ -96,14 +95,10 @@ def load_loss_weight(choice: CustomFunction) -> Callable[[IntArray, np.ndarray],
         with np.errstate(all="ignore"):  # the result is checked below
             returned = function(lengths_N.copy(), included_N.copy())
         weights_N = _real_numbers(returned)
-        if weights_N is None:
+        if weights_N is None or weights_N.shape != lengths_N.shape or not np.isfinite(weights_N).all():
+            shown = _kind(returned) if weights_N is None else weights_N.tolist()
             raise function.error(
-                f"returned {_kind(returned)}, which does not hold real numbers; must be one finite number for each of "
-                f"the {len(lengths_N)} completions"
-            )
-        if weights_N.shape != lengths_N.shape or not np.isfinite(weights_N).all():
-            raise function.error(
-                f"returned {weights_N.tolist()} for {len(lengths_N)} completions; must be one finite number for each"
+                f"returned {shown} for {len(lengths_N)} completions; must be one finite number for each"
             )
         if weights_N[~included_N].any():
             raise function.error(
@@ -166,25 +161,27 @@ def try_policy_loss(choice: CustomFunction, *, has_reference: bool) -> LossTrait
         UserError: it fails to load or breaks a rule.
     """
     policy_loss, field = load_policy_loss(choice), _field("policy_loss", choice)
-    x, on_policy = (_loss_inputs(has_reference=has_reference, policy_distance=distance) for distance in (1.0, 0.0))
-    losses, gradient = _with_gradient(policy_loss, x)
-    on_policy_losses, on_policy_gradient = _with_gradient(policy_loss, on_policy)
-    if not losses.isfinite().all() or not gradient.isfinite().all():
-        raise UserError(f"{field}: the loss or its gradient is NaN or infinite: {losses.tolist()}")
-    if not on_policy_losses.isfinite().all() or not on_policy_gradient.isfinite().all():
-        raise UserError(
-            f"{field}: the loss or its gradient is NaN or infinite on-policy (x.logprobs == x.old_logprobs), as at the "
-            f"first update of every rollout: losses {on_policy_losses.tolist()}, gradient "
-            f"{on_policy_gradient[0].tolist()}"
-        )
-    if not gradient.any() and not on_policy_gradient.any():
+    on_policy, x = (_loss_inputs(has_reference=has_reference, policy_distance=distance) for distance in (0.0, 1.0))
+    learns = False
+    for tried, where in (
+        (x, ""),
+        (on_policy, " on-policy (x.logprobs == x.old_logprobs), as at every rollout's start"),
+    ):
+        losses, gradient = _with_gradient(policy_loss, tried)
+        if not losses.isfinite().all() or not gradient.isfinite().all():
+            raise UserError(
+                f"{field}: the loss or its gradient is NaN or infinite{where}: losses {losses.tolist()}, gradient "
+                f"{gradient[0].tolist()}"
+            )
+        learns |= bool(gradient.any())
+    if not learns:
         raise UserError(
             f"{field}: the loss has no gradient with respect to the logprobs, so nothing would be learned; do not "
             f"detach x.logprobs"
         )
-    ends = np.cumsum(_LENGTHS).tolist()
-    completions = [slice(end - length, end) for end, length in zip(ends, _LENGTHS, strict=True)]
-    if not _is_separable(policy_loss, x, completions, losses, gradient):
+    x = _loss_inputs(has_reference=has_reference)
+    completions = [slice(0, 3), slice(3, 4), slice(4, 8)]  # of `_LENGTHS`
+    if not _is_separable(policy_loss, x, completions):
         raise UserError(
             f"{field}: a completion's loss depends on the other completions of its micro-batch, which are arbitrary; a "
             f"token's loss may depend on its own completion only (x.trajectory_ids)"
@@ -206,7 +203,7 @@ def loss_traits(policy_loss: PolicyLoss, *, has_reference: bool) -> LossTraits:
     )
     without = (replace(each, advantages=torch.zeros_like(each.advantages)) for each in spread)
     return LossTraits(
-        sequence_level=not _is_separable(policy_loss, x, single, *_with_gradient(policy_loss, x)),
+        sequence_level=not _is_separable(policy_loss, x, single),
         learns_without_advantage=any(bool(_with_gradient(policy_loss, each)[1].any()) for each in without),
     )
 
@@ -217,9 +214,7 @@ class _CheckedFunction:
     def __init__(self, kind: str, choice: CustomFunction):
         self._field, self._args = _field(kind, choice), choice.args
         self._function = load_function(choice.use, field=f"algorithm.{kind}")
-        self._check_arguments(num_inputs=2 if kind == "loss_weight" else 1)
-
-    def _check_arguments(self, *, num_inputs: int) -> None:
+        num_inputs = 2 if kind == "loss_weight" else 1
         try:
             signature = inspect.signature(self._function)
         except ValueError:  # some functions written in C have none
@@ -234,9 +229,9 @@ class _CheckedFunction:
     def __call__(self, *inputs: Any) -> Any:
         try:
             return self._function(*inputs, **self._args)
+        except torch.OutOfMemoryError:
+            raise  # the engine retries with smaller micro-batches
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise  # the engine retries with smaller micro-batches
             raise self.error(f"raised {describe_error(error)} (at {error_location(error)})") from error
 
     def error(self, what: str) -> UserError:
@@ -322,8 +317,9 @@ def _with_gradient(policy_loss: PolicyLoss, x: LossInputs) -> tuple[Tensor, Tens
     return losses.detach(), torch.stack([torch.zeros(len(losses)) if g is None else g for g in gradients])
 
 
-def _is_separable(policy_loss: PolicyLoss, x: LossInputs, parts: list[slice], losses: Tensor, gradient: Tensor) -> bool:
+def _is_separable(policy_loss: PolicyLoss, x: LossInputs, parts: list[slice]) -> bool:
     """Whether each part computed alone has the same losses and gradients as in the whole."""
+    losses, gradient = _with_gradient(policy_loss, x)
     alone = [_with_gradient(policy_loss, _part(x, part)) for part in parts]
     return all(
         torch.allclose(one, losses[part], rtol=1e-4, atol=1e-6)

@@ -246,20 +246,13 @@ def find_head(model: Any) -> Head | None:
 
 
 def _is_plain_lora(module: Any) -> bool:
-    """Whether a module is peft's plain LoRA around a linear layer, without dropout, bias or DoRA.
+    """Whether a module is peft's plain LoRA around a linear layer, without dropout or DoRA.
 
     `find_head` could not tell from logits, because a new adapter adds 0.
     """
     if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(module, "lora_A"):
         return False
-    adapters = module.lora_A.keys()
-    return (
-        len(module.active_adapters) <= 1
-        and set(module.active_adapters) <= set(adapters)
-        and not any(name in module.lora_variant for name in adapters)  # DoRA and others
-        and all(getattr(module.lora_dropout[name], "p", 0.0) == 0.0 for name in adapters)
-        and all(module.lora_A[name].bias is None and module.lora_B[name].bias is None for name in adapters)
-    )
+    return not module.lora_variant and all(getattr(d, "p", 0.0) == 0.0 for d in module.lora_dropout.values())
 
 
 def build_head(model: Any) -> Head:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cohort.errors import describe_error
+from cohort.models.attention.decoding import resized
 from cohort.records import IntArray
 
 _ROOM = 64  # positions added when the buffer is full
@@ -39,9 +40,9 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[-2]
         if self._length > self._key_buffer.shape[-2]:
-            room = _ROOM + start // 2
-            self._key_buffer = _with_room(self._key_buffer, start, self._length + room)
-            self._value_buffer = _with_room(self._value_buffer, start, self._length + room)
+            capacity = self._length + _ROOM + start // 2
+            self._key_buffer = resized(self._key_buffer, None, start, capacity)
+            self._value_buffer = resized(self._value_buffer, None, start, capacity)
         self._key_buffer[:, :, start : self._length] = key_states
         self._value_buffer[:, :, start : self._length] = value_states
         self._refresh_views()
@@ -50,27 +51,14 @@ class GrowingLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row n with row `beam_idx[n]`; rows may repeat or be dropped."""
         if self.is_initialized:
-            self._key_buffer = _rows(self._key_buffer, beam_idx, self._length)
-            self._value_buffer = _rows(self._value_buffer, beam_idx, self._length)
+            capacity = self._key_buffer.shape[-2]
+            self._key_buffer = resized(self._key_buffer, beam_idx, self._length, capacity)
+            self._value_buffer = resized(self._value_buffer, beam_idx, self._length, capacity)
             self._refresh_views()
 
     def _refresh_views(self) -> None:
         self.keys = self._key_buffer[:, :, : self._length]
         self.values = self._value_buffer[:, :, : self._length]
-
-
-def _rows(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
-    """Select rows into a new buffer of the same capacity, copying only used positions."""
-    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
-    chosen[:, :, :used] = buffer[:, :, :used].index_select(0, rows)
-    return chosen
-
-
-def _with_room(buffer: Tensor, used: int, capacity: int) -> Tensor:
-    shape = (*buffer.shape[:2], capacity, buffer.shape[3])
-    larger = buffer.new_empty(shape)
-    larger[:, :, :used] = buffer[:, :, :used]
-    return larger
 
 
 def make_cache(model_config: Any) -> Cache:

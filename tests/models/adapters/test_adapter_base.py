@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +79,14 @@ def test_an_adapter_of_others_is_compared_with_the_base_that_it_names(base: Path
 
 
 @pytest.mark.parametrize(("named", "refused"), [("org/one", False), ("org/two", True), (None, False)])
-def test_two_ids_of_a_hub_are_compared(tmp_path: Path, named: str | None, refused: bool):
-    def compare() -> None:
-        check_base(tmp_path, None, named, base="org/one", fingerprint=None, field="model.adapter.path")
-
-    if not refused:
-        compare()
-        return
-    with pytest.raises(UserError, match=r"for 'org/two', but model.path is 'org/one'; use model.path=org/two"):
-        compare()
+def test_two_ids_of_a_hub_are_compared(base: Path, tmp_path: Path, named: str | None, refused: bool):
+    adapter = Path(save_adapter(tmp_path / "adapter", str(base), seed=0, **KINDS["lora"]))
+    spec = replace(check(base, adapter), base="org/one", fingerprint=None)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
+    said = r"for 'org/two', but model.path is 'org/one'; use model.path=org/two"
+    with pytest.raises(UserError, match=said) if refused else nullcontext():
+        check_base(adapter, spec)
 
 
 def test_a_run_goes_on_with_its_own_base_only(tmp_path: Path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -32,7 +33,7 @@ from test_law_two import (
     naive,
     streamed,
 )
-from tiny import naive_logprobs, random_sequences, save_model_folder
+from tiny import make_model, naive_logprobs, policy_of, random_sequences, save_model_folder
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,12 @@ def test_float32():
     expected = naive(model, sequences)
     for layout in LAYOUTS:
         assert max(differences(fast(make_law_policy(model), sequences, layout), expected)) < 1e-5
+
+
+@pytest.mark.parametrize("other", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_other_adapters_on_the_head_are_left_to_the_model(other: dict[str, Any]):
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False, **other)
+    assert not policy_of(get_peft_model(make_model(), config).get_base_model()).has_plain_head
 
 
 # What is frozen, and the reference
@@ -355,7 +362,7 @@ def test_adapters_of_kinds_that_are_not_trained_here(base: Path, tmp_path: Path)
     with pytest.raises(UserError, match=r"it lacks base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"):
         check_adapter(ModelConfig(path=str(base), adapter=AdapterConfig(path=str(adapter))))
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"adapter.path: .* is truncated"):
+    with pytest.raises(UserError, match=r"adapter.path: .* is truncated, or not"):
         check_adapter(ModelConfig(path=str(base), adapter=AdapterConfig(path=str(adapter))))
     with pytest.raises(UserError, match=r"is an adapter, not a model; .* model.adapter.path"):
         load_tokenizer(ModelConfig(path=str(adapter)))

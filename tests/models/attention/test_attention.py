@@ -26,12 +26,10 @@ from attending import (
     segments_of,
     worst_error,
 )
-from cohort.models import Policy, SharedPrefix
-from cohort.models.activation_checkpointing import _selective_contexts, enable_gradient_checkpointing
+from cohort.models import Policy
+from cohort.models.activation_checkpointing import _selective_contexts
 from cohort.models.attention import KVCache, cascade, interface, varlen
-from cohort.models.forward import forward
 from cohort.packing import collate, collate_part, collate_prompt
-from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from selection import examples
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 
@@ -236,18 +234,6 @@ def test_keys_are_captured_once():
     assert captured[0] is first and first[0].shape == (1, 2, 8, 8)
 
 
-def test_the_override_of_the_backend():
-    def name(dtype: torch.dtype, device: str, value_dim: int = 8) -> str:
-        return interface.choose_backend(
-            torch.empty(1, 1, 8, dtype=dtype, device=device), torch.empty(1, 1, value_dim, dtype=dtype, device=device)
-        )
-
-    assert name(torch.bfloat16, "cpu") == "cascade"
-    with interface.backend("varlen"):
-        assert name(torch.bfloat16, "cpu") == "varlen"
-    assert name(torch.float32, "cpu") == "cascade"
-
-
 def test_the_backend_follows_device_dtype_and_head_sizes(monkeypatch: pytest.MonkeyPatch):
     def name(dtype: torch.dtype, size: int = 64, value_size: int = 64) -> str:
         query, value = (
@@ -261,48 +247,8 @@ def test_the_backend_follows_device_dtype_and_head_sizes(monkeypatch: pytest.Mon
     assert [name(torch.bfloat16, *sizes) for sizes in ((64, 32), (36, 36), (320, 320))] == ["cascade"] * 3
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert name(torch.bfloat16) == "cascade"
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_prompt_outside_the_row(checkpointing: bool):
-    """The prompt first and its completions from its keys and values give the gradient of the row with both."""
-    model = make_model(dtype=torch.float64)
-    if checkpointing:
-        model.train()
-        enable_gradient_checkpointing(model)
-    policy = policy_of(model)
-    whole = collate(random_sequences([(5, [7, 1, 3, 70])]), share_prompts=True)
-    body, output = policy._module()
-    expected = forward(body, whole, output, padded=False)
-    upstream = torch.randn_like(expected)
-    expected.backward(upstream)
-    expected_gradients = gradients(model)
-
-    prompt_row = replace(
-        whole,
-        input_ids=whole.input_ids[:5],
-        position_ids=whole.position_ids[:5],
-        attn_metadata=build_attention_metadata([5], [NO_PARENT]),
-        logit_positions=torch.tensor([4]),
-    )
-    branches = whole.attn_metadata.lengths[1:]
-    branch_row = replace(
-        whole,
-        input_ids=whole.input_ids[5:],
-        position_ids=whole.position_ids[5:],
-        attn_metadata=build_attention_metadata(branches, [CACHED_PREFIX] * len(branches), prefix_tokens=5),
-        logit_positions=whole.logit_positions - 4,  # the prompt's last token is the first position there is
-    )
-    captured = KVCache()
-    prompt = SharedPrefix(forward(body, prompt_row, output, padded=False, captured=captured), captured)
-    branch = prompt.detach()
-    actual = forward(body, branch_row, output, padded=False, prefix=branch)
-    torch.testing.assert_close(actual, expected)
-    actual.backward(upstream)
-    prompt.add(branch)
-    prompt.backward()
-    actual_gradients = gradients(model)
-    assert max(relative_error(actual_gradients[k], expected_gradients[k]) for k in expected_gradients) < 1e-12
+    with interface.backend("varlen"):
+        assert name(torch.bfloat16) == "varlen"
 
 
 def test_autocast_computes_attention_in_its_dtype():
@@ -320,13 +266,6 @@ def test_autocast_computes_attention_in_its_dtype():
     assert 0 < (shared - logprobs()).abs().max() < 0.1
     shared.sum().backward()
     assert all(x.isfinite().all() for x in gradients(model).values())
-
-
-def test_branches_of_a_root_follow_each_other():
-    with pytest.raises(AssertionError, match="must be adjacent"):
-        build_attention_metadata([3, 2, 4, 2], [NO_PARENT, 0, NO_PARENT, 0])
-    with pytest.raises(AssertionError, match="prefix"):
-        build_attention_metadata([3], [CACHED_PREFIX])
 
 
 @pytest.mark.parametrize("name", ["cascade", "varlen"])

@@ -13,45 +13,23 @@ from cohort.models.attention import cascade
 from cohort.models.batch_layout import Layout
 from cohort.models.kv_cache import cache_argument
 from cohort.packing import collate
-from cohort.packing.segments import NO_PARENT, AttentionMetadata, build_attention_metadata
+from test_law_two import differences, fast, naive
 from tiny import (
     SIZES,
     VOCAB_SIZE,
-    gradients,
     make_model,
     make_policy,
-    naive_logprobs,
-    pack_for,
     policy_of,
     random_sequences,
-    relative_error,
 )
 
 LENGTHS = [(5, [7, 1, 3]), (1, [1]), (9, [3, 12]), (4, [1, 1]), (7, [8, 2, 5]), (1, [4, 1, 2])]
 
 
-def compare_with_naive(
-    policy: Policy, *, temperature: float = 1.0, budget: int = 40, lengths=LENGTHS
-) -> tuple[float, float, float]:
-    """Largest difference of logprobs and entropies, and largest relative error of a gradient."""
-    sequences = random_sequences(lengths)
-    (batch,) = pack_for(policy, sequences, budget)
-    naive = [naive_logprobs(policy.model, s, temperature) for s in sequences]
-    torch.cat([logprobs for logprobs, _ in naive]).sum().backward()
-    expected = gradients(policy.model)
-    worst_logprob = worst_entropy = 0.0
-    for mine in batch.micro_batches:
-        micro_batch = collate(mine, share_prompts=policy.shares_prompts)
-        logprobs, entropy = policy.logprobs(micro_batch, temperature=temperature)
-        logprobs.sum().backward()
-        for i, sequence in enumerate(mine):
-            tokens = micro_batch.trajectory_ids == i
-            naive_logprob, naive_entropy = naive[sequence.index]
-            worst_logprob = max(worst_logprob, (logprobs[tokens] - naive_logprob).abs().max().item())
-            worst_entropy = max(worst_entropy, (entropy[tokens] - naive_entropy).abs().max().item())
-    actual = gradients(policy.model)
-    assert actual.keys() == expected.keys()
-    return worst_logprob, worst_entropy, max(relative_error(actual[k], expected[k]) for k in expected)
+def worst(policy: Policy) -> float:
+    """Largest difference from the naive computation: of a logprob or entropy, or relative of a gradient."""
+    sequences = random_sequences(LENGTHS)
+    return max(differences(fast(policy, sequences, policy.layout), naive(policy.model, sequences)))
 
 
 def test_a_scaled_head():
@@ -60,26 +38,7 @@ def test_a_scaled_head():
     policy = policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     assert policy.has_plain_head
     assert policy.layout == "shared"
-    assert max(compare_with_naive(policy)) < 1e-6
-
-
-def test_a_completion_that_sees_another_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: the comparison fails when the branches of a root are laid out as if they were one."""
-
-    def joined(lengths: list[int], roots: list[int], *, prefix_tokens: int) -> AttentionMetadata:
-        segments: list[tuple[int, int]] = []
-        for length, root in zip(lengths, roots, strict=True):
-            if root != NO_PARENT and segments[-1][1] == root:
-                length += segments.pop()[0]
-            segments.append((length, root))
-        assert [root for _, root in segments] == roots[: len(segments)]  # roots are still where branches point
-        return build_attention_metadata(*zip(*segments, strict=True))
-
-    monkeypatch.setattr("cohort.packing.micro_batches.build_attention_metadata", joined)
-    policy = make_policy(dtype=torch.float64)
-    assert policy.shares_prompts
-    logprob, _, gradient = compare_with_naive(policy, lengths=[(5, [7, 4, 3])])
-    assert logprob > 0.01 and gradient > 0.01
+    assert worst(policy) < 1e-6
 
 
 def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: pytest.MonkeyPatch):
@@ -91,7 +50,7 @@ def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: py
     assert policy.layout == "padded"
     assert policy.traits.reason.startswith("a packed row gives outputs that differ from the model's (relative error ")
     assert model.config._attn_implementation == "sdpa"
-    assert max(compare_with_naive(policy)) < 1e-6
+    assert worst(policy) < 1e-6
 
 
 def test_calls_without_segments_are_the_librarys_own():
@@ -143,7 +102,7 @@ def test_an_unknown_head_falls_back_to_the_models_own_logits():
     policy = policy_of(model)
     assert not policy.has_plain_head
     assert policy.shares_prompts
-    assert max(compare_with_naive(policy)) < 1e-6
+    assert worst(policy) < 1e-6
 
 
 def test_a_backward_that_is_wrong_is_found_when_the_policy_is_made(monkeypatch: pytest.MonkeyPatch):

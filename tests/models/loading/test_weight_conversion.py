@@ -18,11 +18,12 @@ from transformers import (
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.models import LoadRequest, Policy, SaveOptions, load_policy, save_policy
+from cohort.models import SaveOptions, save_policy
 from cohort.models.loading.load_weights import load_model_weights
 from cohort.models.loading.meta_device import match_weights, meta_model
 from cohort.models.loading.safetensors_files import stored_weights
 from live_bytes import LiveBytes
+from test_loading import assert_same, load, save_family, without_the_library  # noqa: F401
 from tiny import SIZES, VOCAB_SIZE, make_tokenizer
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -52,49 +53,22 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def save_family(path: Path, family: str, **saving: Any) -> Path:
-    config_class, overrides = FAMILIES[family]
-    torch.manual_seed(0)
-    sizes = {**SIZES, "vocab_size": VOCAB_SIZE, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 512}
-    AutoModelForCausalLM.from_config(config_class(**{**sizes, **overrides})).save_pretrained(path, **saving)
-    make_tokenizer().save_pretrained(path)
-    return path
-
-
-def load(path: Path, dtype: str = "float32") -> Policy:
-    config = ModelConfig(path=str(path), dtype=dtype)
-    return load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=make_tokenizer()))
-
-
-@pytest.fixture
-def without_the_library(monkeypatch) -> None:
-    """Makes it an error to have the library load the model."""
-    monkeypatch.setattr("cohort.models.loading.load_model.load_with_transformers", None)
+def save(path: Path, family: str, **saving: Any) -> Path:
+    return save_family(path, *FAMILIES[family], **saving)
 
 
 @pytest.mark.usefixtures("without_the_library")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_become_what_the_library_makes_of_them(tmp_path, family):
-    path = save_family(tmp_path / "model", family, max_shard_size="20KB")
+    path = save(tmp_path / "model", family, max_shard_size="20KB")
     assert any("experts.3." in name for name in stored_weights(path))
-    for dtype in (
-        ("float32",) if family == "deepseek v3" else ("float32", "bfloat16")
-    ):  # it keeps float32 in some places
-        model, expected = (
-            load(path, dtype).model,
-            AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)),
-        )
-        assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
-        for tensors in ("state_dict", "named_buffers"):
-            own, there = (dict(getattr(m, tensors)()) for m in (model, expected))
-            assert own.keys() == there.keys()
-            for name, tensor in there.items():
-                assert own[name].dtype == tensor.dtype and torch.equal(own[name], tensor), name
+    for dtype in ("float32",) if family == "deepseek v3" else ("float32", "bfloat16"):  # it keeps some float32
+        assert_same(load(path, dtype).model, AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)))
 
 
 @pytest.mark.usefixtures("without_the_library")
 def test_a_conversion_holds_one_expert_besides_the_model(tmp_path):
-    path = save_family(tmp_path / "model", "qwen3 moe")
+    path = save(tmp_path / "model", "qwen3 moe")
     config = ModelConfig(path=str(path), dtype="bfloat16")
     model = meta_model(config)
     places = match_weights(model, stored_weights(path))
@@ -108,7 +82,7 @@ def test_a_conversion_holds_one_expert_besides_the_model(tmp_path):
 
 
 def test_what_the_files_lack_is_left_to_the_library_which_refuses(tmp_path):
-    path = save_family(tmp_path / "model", "mixtral")
+    path = save(tmp_path / "model", "mixtral")
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.block_sparse_moe.experts.4.w3.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -118,7 +92,7 @@ def test_what_the_files_lack_is_left_to_the_library_which_refuses(tmp_path):
 
 
 def test_experts_of_another_size_than_config_json_says(tmp_path):
-    path = save_family(tmp_path / "model", "qwen3 moe")
+    path = save(tmp_path / "model", "qwen3 moe")
     config = AutoConfig.from_pretrained(path)
     config.moe_intermediate_size = 24
     config.save_pretrained(path)
@@ -129,7 +103,7 @@ def test_experts_of_another_size_than_config_json_says(tmp_path):
 @pytest.mark.parametrize("family", ["mixtral", "qwen3 moe tied"])
 def test_experts_are_saved_as_they_were_stored(tmp_path, family):
     """One tensor of all experts at a time is taken apart."""
-    path = save_family(tmp_path / "model", family)
+    path = save(tmp_path / "model", family)
     policy, expected = load(path), load_file(path / "model.safetensors")
     with LiveBytes() as live:
         save_policy(policy, make_tokenizer(), tmp_path / "saved", save_options=SaveOptions(max_shard_bytes=10_000))

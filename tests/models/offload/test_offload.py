@@ -192,9 +192,10 @@ def test_law_one(folder: str, mode: str):
     mostly_slow(
         [
             *("offloaded", "mixed, offloaded", "parameters", "8 bits", "8 bits, offloaded", "at random"),
-            "at random, 8 bits",
+            *("at random, 8 bits", "bfloat16", "bfloat16, parameters"),
         ],
         "mixed, offloaded",
+        "bfloat16",
         "at random, 8 bits",
         reason="parts of these",
     ),

@@ -11,18 +11,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cohort import train
-from cohort.config import Config, ModelConfig, config_from_dict
+from cohort.config import ModelConfig
 from cohort.errors import DoesNotFitError, UserError
 from cohort.launch import local
 from cohort.learner import TrainEngine
 from cohort.learner.optimizer_offload import OffloadedUpdates
 from cohort.models import LoadRequest, load_policy, load_tokenizer, save_policy, saved_bytes
-from cohort.models.host_memory import MasterWeights
 from cohort.plan.layout import check_cpu_offload
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.trainer import run, setup
 from rank_engine import CPU, STEPS, step_sequences
 from rank_offload import make_engine
+from test_offload import parsed
 from tiny import save_model_folder
 
 ON_HOST = ("offloaded", "mixed, offloaded", "parameters", "mixed, parameters")
@@ -31,11 +31,6 @@ ON_HOST = ("offloaded", "mixed, offloaded", "parameters", "mixed, parameters")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model_folder(tmp_path_factory.mktemp("rules") / "model"))
-
-
-def parsed(**sections: Any) -> Config:
-    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "math"}]}
-    return config_from_dict({**raw, **{k: {**raw.get(k, {}), **v} for k, v in sections.items()}})
 
 
 @pytest.mark.parametrize("mode", ["adamw", *ON_HOST])
@@ -106,17 +101,6 @@ def test_weights_of_several_dtypes_are_updated_each_in_its_own():
     for weight, master in pairs:
         third = torch.full((3,), 1 / 3, dtype=master.dtype)
         assert torch.equal(master, 1 - third) and torch.equal(weight, master.to(weight.dtype))
-
-
-def test_gradients_are_as_wide_as_each_master():
-    model = nn.ModuleDict({"narrow": nn.Linear(2, 2).bfloat16(), "wide": nn.Linear(2, 2)})
-    masters = MasterWeights(model, torch.bfloat16)
-    assert {name: p.grad_dtype for name, p, _ in masters.pairs()} == {
-        "narrow.weight": torch.bfloat16,
-        "narrow.bias": torch.bfloat16,
-        "wide.weight": torch.float32,
-        "wide.bias": torch.float32,
-    }
 
 
 def test_a_quantized_reference_does_not_wait_on_the_host():

@@ -1,23 +1,16 @@
 """Pinned host memory: as much as is asked for, until it is given back; and what is put there."""
 
 import gc
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from cohort.learner.optimizer_offload import OffloadedUpdates, to_local
-from cohort.models import fsdp
 from cohort.models import host_memory as pinned_memory
 from cohort.models.host_memory import OffloadedWeights, PinnedMemory, PinnedStack, bytes_for
-from cohort.ranks.collectives import SINGLE_PROCESS
-from rank_offload import make_engine, update
-from tiny import save_model_folder
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 
 
 class Cudart:
@@ -76,11 +69,6 @@ def test_what_cannot_be_pinned_is_used_as_it_is(cudart: Cudart):
     assert not cudart.pinned and memory.take([16], torch.float32).sum() == 0
 
 
-def test_nothing_is_pinned_for_a_cpu(cudart: Cudart):
-    assert PinnedMemory(64, CPU).take([64], torch.uint8).numel() == 64
-    assert not cudart.pinned
-
-
 class Owner:
     """Of memory that is taken from a stack."""
 
@@ -121,42 +109,3 @@ def test_a_parked_model_takes_its_size(cudart: Cudart):
     del parking, model
     gc.collect()
     assert not cudart.pinned
-
-
-def test_transfers_of_updates_take_their_size(cudart: Cudart):
-    """Two places in each direction, each of the largest weight."""
-
-    class OnGpu(nn.Parameter):
-        device = CUDA  # type: ignore[assignment]
-
-    weight, master = OnGpu(torch.zeros(33, 31)), nn.Parameter(torch.zeros(33, 31))
-    with warnings.catch_warnings(action="error"):
-        updates: Any = OffloadedUpdates([(weight, master)], make_stream=lambda device: None)
-    assert list(cudart.pinned.values()) == 4 * [33 * 31 * 4]
-    del updates
-    gc.collect()
-    assert not cudart.pinned
-
-
-def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From where they are loaded to where they are updated: nothing moves them, nor pins them again."""
-    monkeypatch.setattr(fsdp, "PinnedMemory", lambda num_bytes, device: PinnedMemory(num_bytes, CUDA))
-    engine = make_engine(str(save_model_folder(tmp_path / "model")), SINGLE_PROCESS, "parameters")
-    weights = [to_local(p) for p in engine.policy.model.parameters()]
-    own = sum(x.nbytes for x in weights)
-    assert own <= cudart.num_bytes < 1.01 * own + 64 * len(weights)
-
-    def are_pinned() -> bool:
-        ((start, size),) = cudart.pinned.items()
-        now = [to_local(p) for p in engine.policy.model.parameters()]
-        groups = engine.policy.sharding._groups()
-        gathered = [p._sharded_param_data for group in groups for p in group.fsdp_params]
-        assert len(now) == len(gathered)
-        return all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= start + size for x in (*now, *gathered))
-
-    assert are_pinned()
-    before = [x.clone() for x in weights]
-    for number in range(2):
-        update(engine, SINGLE_PROCESS, number)
-    assert are_pinned()
-    assert not any(torch.equal(x, to_local(p)) for x, p in zip(before, engine.policy.model.parameters(), strict=True))

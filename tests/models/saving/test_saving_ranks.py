@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from cohort.models.loading.safetensors_files import stored_weights
 from ranks import run_ranks
 from selection import slow
-from test_weight_conversion import load, save_family
+from test_loading import load
+from test_weight_conversion import save
 from tiny import make_model, make_tokenizer
 
 SHARD_BYTES = 10_000
@@ -24,7 +25,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for kind in ("tied", "untied"):
         make_model("qwen3", tie=kind == "tied", num_hidden_layers=5).save_pretrained(folder / kind)
         make_tokenizer().save_pretrained(folder / kind)
-    return {kind: folder / kind if "tied" in kind else save_family(folder / kind, kind) for kind in KINDS}
+    return {kind: folder / kind if "tied" in kind else save(folder / kind, kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=slow("three ranks show it")), 3])

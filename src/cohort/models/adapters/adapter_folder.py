@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights
-from cohort.models.loading.safetensors_files import StoredTensor, few, read_bytes, stored_weights
+from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
 
 BASE_FINGERPRINT = "base_fingerprint"  # key in the metadata of a saved adapter's weights; peft has no field for it
@@ -49,50 +50,8 @@ def base_fingerprint(path: str, *, download: bool = False) -> str | None:
         sha256.update(f"{name} {tensor.shape} {tensor.stored_dtype}\n".encode())
     for _, tensor in stored[:: -(-len(stored) // _MAX_TENSORS)]:
         size = min(tensor.num_bytes, _SAMPLE_BYTES)
-        sha256.update(read_bytes(tensor, (tensor.num_bytes - size) // 2, size).numpy().data)
+        sha256.update(tensor.read_bytes((tensor.num_bytes - size) // 2, size).numpy().data)
     return sha256.hexdigest()[:32]
-
-
-def check_base(
-    folder: Path, saved: str | None, named: str | None, *, base: str, fingerprint: str | None, field: str
-) -> None:
-    """Check that a saved adapter was trained on this base model.
-
-    Passes if that cannot be determined: the adapter has no fingerprint, and its base is not on this machine.
-
-    Args:
-        folder: adapter folder.
-        saved: fingerprint in the adapter; None if it was saved by another program.
-        named: path or id of the base in the adapter; None if it has none.
-        base: path or id of the model.
-        fingerprint: fingerprint of the model; None if its weights are not on this machine, or not in safetensors.
-        field: configuration key that the message starts with.
-
-    Raises:
-        UserError: the adapter was trained on another model.
-    """
-    if saved is None and named is not None and named != base:
-        saved = _known(named)
-        if (saved is None or fingerprint is None) and _is_id(named) and _is_id(base):
-            raise UserError(
-                f"{field}: {str(folder)!r} is an adapter for {named!r}, but model.path is {base!r}; use "
-                f"model.path={named}, or if both are the same model, set base_model_name_or_path to {base!r} in its "
-                f"adapter_config.json"
-            )
-    if saved is not None and fingerprint is not None and saved != fingerprint:
-        origin = repr(named) if named is not None and named != base else f"an earlier model at {base!r}"
-        use = f"model.path={named}" if named is not None and named != base else "the model it was trained on"
-        raise UserError(
-            f"{field}: {str(folder)!r} is an adapter for a different model, not {base!r}: it was trained on {origin}, "
-            f"which has other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}); use {use}"
-        )
-
-
-def _known(path: str) -> str | None:
-    try:
-        return base_fingerprint(path)
-    except UserError:  # damaged or partial files: unknown
-        return None
 
 
 def _is_id(path: str) -> bool:
@@ -360,9 +319,8 @@ def _read_config(folder: Path, field: str = _FIELD) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{field}: {file}: cannot read it: {error}") from error
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= saved.keys():
-        kind = saved.get("peft_type") if isinstance(saved, dict) else None
-        raise UserError(f"{field}: {file}: peft_type {kind!r} is not supported; only LORA is")
+    if saved.get("peft_type") != "LORA":
+        raise UserError(f"{field}: {file}: peft_type {saved.get('peft_type')!r} is not supported; only LORA is")
     for key, supported in _SUPPORTED.items():
         value = saved.get(key)
         if value not in supported and value not in ({}, []):
@@ -410,8 +368,37 @@ def _check_model(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model: A
         UserError: it was trained on another one.
     """
     _check_tensors(stored, spec, model, folder, field)
-    saved, named = _metadata(folder).get(BASE_FINGERPRINT), _read_config(folder, field).get("base_model_name_or_path")
-    check_base(folder, saved, named, base=spec.base, fingerprint=spec.fingerprint, field=field)
+    check_base(folder, spec, field=field)
+
+
+def check_base(folder: Path, spec: AdapterSpec, *, field: str = _FIELD) -> None:
+    """Check that a saved adapter was trained on the base model of `spec`, by its fingerprint or the name of its base.
+
+    Passes if that cannot be determined: the adapter has no fingerprint, and its base is not on this machine.
+
+    Raises:
+        UserError: it was trained on another model; the message starts with `field`.
+    """
+    base, fingerprint, saved = spec.base, spec.fingerprint, _metadata(folder).get(BASE_FINGERPRINT)
+    named = _read_config(folder, field).get("base_model_name_or_path") or base
+    if saved is None and named != base:  # saved by another program
+        with suppress(UserError):  # damaged or partial files: unknown
+            saved = base_fingerprint(named)
+        if (saved is None or fingerprint is None) and _is_id(named) and _is_id(base):
+            raise UserError(
+                f"{field}: {str(folder)!r} is an adapter for {named!r}, but model.path is {base!r}; use "
+                f"model.path={named}, or if both are the same model, set base_model_name_or_path to {base!r} in its "
+                f"adapter_config.json"
+            )
+    if saved is None or fingerprint is None or saved == fingerprint:
+        return
+    origin, use = f"an earlier model at {base!r}", "the model it was trained on"
+    if named != base:
+        origin, use = repr(named), f"model.path={named}"
+    raise UserError(
+        f"{field}: {str(folder)!r} is an adapter for a different model, not {base!r}: it was trained on {origin}, "
+        f"which has other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}); use {use}"
+    )
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model: Any, folder: Path, field: str) -> None:

@@ -1,7 +1,6 @@
 """Merge an adapter into its base model, tensor by tensor."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,9 @@ from cohort.models.loading.meta_device import local_weights, meta_model, quiet_t
 from cohort.models.loading.safetensors_files import (
     StoredTensor,
     TensorInfo,
-    read_bytes,
-    read_rows,
     write_index,
     write_tensors,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MergedTensor:
-    """Source of a tensor of the merged model."""
-
-    source: StoredTensor  # in the base
-    module: str | None  # adapted layer, if any
 
 
 def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -48,35 +37,34 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
     model = meta_model(config)
     spec = adapter_spec(config, model)
     weights = read_adapter(adapter, spec, model)
-    tensors = _plan(model, spec, stored, config.path)
-    files: dict[str, list[str]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].source.start):
-        files.setdefault(tensor.source.file.name, []).append(name)
-    described = {
-        file: [TensorInfo(n, s.stored_dtype, s.shape, s.num_bytes) for n, s in ((n, tensors[n].source) for n in names)]
-        for file, names in files.items()
-    }
+    sources, adapted = _plan(model, spec, stored, config.path)
+    files: dict[str, list[TensorInfo]] = {}
+    for name, source in sorted(sources.items(), key=lambda item: item[1].start):
+        info = TensorInfo(name, source.stored_dtype, source.shape, source.num_bytes)
+        files.setdefault(source.file.name, []).append(info)
     done = 0
 
-    def merged(names: list[str]) -> Iterator[Tensor]:
+    def merged(tensors: list[TensorInfo]) -> Iterator[Tensor]:
         nonlocal done
-        for name in names:
-            yield _merge_tensor(tensors[name], model, spec, weights)
+        for tensor in tensors:
+            yield _merge_tensor(sources[tensor.name], adapted.get(tensor.name), model, spec, weights)
             done += 1
-            on_progress(done, len(tensors))
+            on_progress(done, len(sources))
 
-    for file, names in sorted(files.items()):
-        write_tensors(folder / file, described[file], merged(names))
+    for file, tensors in sorted(files.items()):
+        write_tensors(folder / file, tensors, merged(tensors))
     if len(files) > 1:
-        write_index(folder, described)
+        write_index(folder, files)
     if len(dtypes) == 1:
         model.config.dtype = dtypes.pop()
     _save_configs(model, config, adapter, folder)
 
 
-def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _MergedTensor]:
-    """Return the sources of the merged model's tensors, by name in its files."""
-    tensors = {name: _MergedTensor(source=source, module=None) for name, source in stored.items()}
+def _plan(
+    model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the sources of the merged model's tensors, and the adapted layers, both by name in its files."""
+    sources, adapted = dict(stored), {}
     names = {m: name for name, m in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -93,27 +81,25 @@ def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], bas
         return found
 
     if tied and changed:  # untie them
-        source = stored[place(names[embedding])]
-        tensors[f"{names[head]}.weight"] = _MergedTensor(source=source, module=None)
+        sources[f"{names[head]}.weight"] = stored[place(names[embedding])]
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
     for module in spec.modules:
-        name = f"{module}.weight"
-        if not (tied and module == names[head]):
-            name = place(module)
-        tensors[name] = _MergedTensor(source=tensors[name].source, module=module)
-    return tensors
+        adapted[f"{module}.weight" if tied and module == names[head] else place(module)] = module
+    return sources, adapted
 
 
-def _merge_tensor(tensor: _MergedTensor, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
-    """Read a tensor of the base, and merge the adapter of its layer if there is one."""
-    dtype = tensor.source.dtype
-    if dtype is None or tensor.module is None:
-        return read_bytes(tensor.source)
-    base = torch.empty(tensor.source.shape, dtype=torch.promote_types(dtype, torch.float32))
-    read_rows(tensor.source, base, 0)
-    key = f"{PREFIX}{tensor.module}.lora_"
-    is_embedding = isinstance(model.get_submodule(tensor.module), nn.Embedding)
+def _merge_tensor(
+    source: StoredTensor, module: str | None, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]
+) -> Tensor:
+    """Read a tensor of the base, and merge the adapter of its layer `module` if there is one."""
+    dtype = source.dtype
+    if dtype is None or module is None:
+        return source.read_bytes()
+    base = torch.empty(source.shape, dtype=torch.promote_types(dtype, torch.float32))
+    source.read_rows(base, 0)
+    key = f"{PREFIX}{module}.lora_"
+    is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
     if is_embedding:
         product = (weights[f"{key}embedding_B"].to(base.dtype) @ weights[f"{key}embedding_A"].to(base.dtype)).T
     else:

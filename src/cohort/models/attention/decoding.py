@@ -150,7 +150,7 @@ class DecodeBatch:
         number[rows] = np.arange(len(rows))
         index = torch.from_numpy(rows).to(self._device)
         for layer in self._layers:
-            keys, values = (_resized(x, index, self._length, x.shape[2]) for x in self._layers[layer])
+            keys, values = (resized(x, index, self._length, x.shape[2]) for x in self._layers[layer])
             self._layers[layer] = keys, values
         prompts: list[tuple[PromptCache, Sequence[np.ndarray]]] = []
         for block, rows_of in self._prompts:
@@ -177,7 +177,7 @@ class DecodeBatch:
         )
         if length == keys.shape[2]:
             capacity = min(self._limit, length + _GROWTH + length // 2)
-            keys, values = (_resized(x, None, length, capacity) for x in (keys, values))
+            keys, values = (resized(x, None, length, capacity) for x in (keys, values))
             self._layers[layer] = keys, values
         keys[:, :, length], values[:, :, length] = key, value
         return keys[:, :, : length + 1], values[:, :, : length + 1]
@@ -211,7 +211,7 @@ def _num_bytes(layers: Layers) -> int:
     return sum(x.nbytes for layer in layers.values() for x in layer)
 
 
-def _resized(buffer: Tensor, rows: Tensor | None, used: int, capacity: int) -> Tensor:
+def resized(buffer: Tensor, rows: Tensor | None, used: int, capacity: int) -> Tensor:
     """Copy the used part of some rows of a buffer [R, K, C, D] to one of another capacity."""
     chosen = buffer[:, :, :used]
     chosen = chosen if rows is None else chosen.index_select(0, rows)

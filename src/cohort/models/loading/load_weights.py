@@ -22,7 +22,7 @@ from cohort.models.loading.meta_device import (
     quiet_transformers,
     sources_digest,
 )
-from cohort.models.loading.safetensors_files import StoredTensor, read_rows
+from cohort.models.loading.safetensors_files import few
 from cohort.models.policy import Policy
 from cohort.ranks.collectives import Ranks
 
@@ -75,13 +75,10 @@ def _read_tensors(sources: Mapping[str, WeightSource], rows: Iterable[tuple[str,
         rows: for each tensor: name, destination of its rows, and the index of the first row.
     """
     for name, into, first_row in rows:
-        source = sources.get(name)
-        if source is None:
-            into.detach().zero_()
-        elif isinstance(source, StoredTensor):
-            read_rows(source, into, first_row)
+        if name in sources:
+            sources[name].read_rows(into, first_row)
         else:
-            source.read_rows(into, first_row)
+            into.detach().zero_()
 
 
 def sources_on_all_ranks(
@@ -126,14 +123,13 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
     before = set(model.state_dict())
     kind.replace_head(model)
     gone = before - set(model.state_dict())  # a saved critic has no language-model head
-    missing = sorted(set(info["missing_keys"]) - gone)
+    missing = set(info["missing_keys"]) - gone
     if missing:
         raise UserError(
-            f"model.path: {config.path!r}: {len(missing)} weights are missing from the files: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            f"model.path: {config.path!r}: {len(missing)} weights are missing from the files: {few(missing)}"
         )
     stored = local_weights(config.path)
     for name, parameter in model.named_parameters():
         if name.startswith(f"{VALUE_HEAD}.") and name in stored:  # of a saved critic
-            read_rows(stored[name], parameter, 0)
+            stored[name].read_rows(parameter, 0)
     return model

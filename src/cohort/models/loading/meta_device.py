@@ -147,11 +147,9 @@ def match_weights(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, W
 def sources_digest(sources: Mapping[str, WeightSource]) -> str:
     """Hash weight sources; equal for folders whose files have the same tensors at the same offsets."""
     lines = []
-    for name, place in sources.items():
-        parts = {"": (place,)} if isinstance(place, StoredTensor) else place.sources
-        for pattern, tensors in parts.items():
-            where = ((t.file.name, t.start, t.shape, t.stored_dtype) for t in tensors)
-            lines.append(f"{name} {pattern} {list(where)}")
+    for name, source in sources.items():
+        places = [(t.file.name, t.start, t.shape, t.stored_dtype) for t in source.stored_tensors]
+        lines.append(f"{name} {places}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

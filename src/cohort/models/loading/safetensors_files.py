@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cohort.errors import UserError
@@ -31,7 +32,6 @@ _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": to
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LFS = b"version https://git-lfs"
-_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,60 @@ class StoredTensor:
     def dtype(self) -> torch.dtype | None:
         """torch dtype; None if unsupported, e.g. 8-bit floats with separate scales."""
         return _DTYPES.get(self.stored_dtype)
+
+    @property
+    def stored_tensors(self) -> "tuple[StoredTensor, ...]":
+        """The tensors that this one is read from, in order."""
+        return (self,)
+
+    def read_rows(self, into: Tensor, first_row: int) -> None:
+        """Read rows of a tensor with a supported dtype, converted to the dtype and device of `into`.
+
+        Needs a buffer of the same size, unless `into` is on the CPU in the dtype of the file.
+
+        Args:
+            into: [rows, ...].
+            first_row: index of the first row.
+
+        Raises:
+            UserError: the file is truncated or cannot be read.
+        """
+        assert self.dtype is not None and into.shape[1:] == self.shape[1:]
+        if not into.numel():  # some ranks have no rows of a small tensor
+            return
+        into = into.detach()
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        direct = into.dtype == self.dtype and into.device.type == "cpu" and into.is_contiguous()
+        rows = into if direct else torch.empty(into.shape, dtype=self.dtype)
+        self._read(first_row * row_bytes, rows.reshape(-1).view(torch.uint8))
+        if not direct:
+            into.copy_(rows)
+
+    def read_bytes(self, start: int = 0, num_bytes: int | None = None) -> Tensor:
+        """Read the raw bytes, by default all of them.
+
+        Raises:
+            UserError: the file is truncated or cannot be read.
+        """
+        part = torch.empty(self.num_bytes if num_bytes is None else num_bytes, dtype=torch.uint8)
+        self._read(start, part)
+        return part
+
+    def _read(self, start: int, into: Tensor) -> None:
+        """Fill a byte tensor with the bytes from `start` on."""
+        view, done = into.numpy().data, 0
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.start + start)
+                while done < len(view):  # a single read returns at most 2 GiB
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise OSError(
+                            f"{len(view) - done} bytes are missing; the file has changed since it was checked"
+                        )
+                    done += count
+        except OSError as error:
+            raise UserError(f"model.path: {self.file}: cannot read it: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,60 +137,6 @@ def stored_weights(path: Path, *, field: str = "model.path") -> dict[str, Stored
         raise UserError(f"{field}: {error}") from error
 
 
-def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, Any], *, field: str) -> None:
-    """Check the shape of the embedding against config.json, if both have their usual names.
-
-    Raises:
-        UserError: they do not match.
-    """
-    embedding = weights.get("model.embed_tokens.weight")
-    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
-    if embedding is None or not isinstance(vocabulary, int) or not isinstance(hidden, int):
-        return
-    rows, columns = embedding.shape if len(embedding.shape) == 2 else (vocabulary, hidden)
-    if rows < vocabulary or columns != hidden:  # models may have more rows than their vocabulary
-        raise UserError(
-            f"{field}: {embedding.file}: the embedding is {rows} x {columns}, but config.json says vocab_size "
-            f"{vocabulary} and hidden_size {hidden}; weights and config.json do not belong together"
-        )
-
-
-def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
-    """Read rows of a tensor, converted to the dtype and device of `into`.
-
-    Needs a buffer of the same size, unless `into` is on the CPU in the dtype of the file.
-
-    Args:
-        stored: a tensor with a supported dtype.
-        into: [rows, ...].
-        first_row: index of the first row.
-
-    Raises:
-        UserError: the file is truncated or cannot be read.
-    """
-    assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
-    if not into.numel():  # some ranks have no rows of a small tensor
-        return
-    into = into.detach()
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
-    rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
-    _read(stored, first_row * row_bytes, rows.reshape(-1).view(torch.uint8))
-    if not direct:
-        into.copy_(rows)
-
-
-def read_bytes(stored: StoredTensor, start: int = 0, num_bytes: int | None = None) -> Tensor:
-    """Read the raw bytes of a tensor, by default all of them.
-
-    Raises:
-        UserError: the file is truncated or cannot be read.
-    """
-    part = torch.empty(stored.num_bytes if num_bytes is None else num_bytes, dtype=torch.uint8)
-    _read(stored, start, part)
-    return part
-
-
 def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable[Tensor]) -> None:
     """Write a safetensors file, one tensor at a time.
 
@@ -168,23 +168,8 @@ def write_index(folder: Path, files: Mapping[str, Sequence[TensorInfo]]) -> None
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _read(stored: StoredTensor, start: int, into: Tensor) -> None:
-    """Fill a byte tensor with the bytes of a stored tensor from `start` on."""
-    view, done = into.numpy().data, 0
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start + start)
-            while done < len(view):  # a single read returns at most 2 GiB
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"{len(view) - done} bytes are missing; the file has changed since it was checked")
-                done += count
-    except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
-
-
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    """List the tensors named by an index.
+    """List the tensors of the files that an index names.
 
     Raises:
         ValueError: the index or one of its files is damaged.
@@ -193,8 +178,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     if text.startswith(_LFS):
         raise ValueError(_lfs_message(index))
     try:
-        names = json.loads(text)["weight_map"]
-        shards = sorted(set(names.values()))
+        shards = sorted(set(json.loads(text)["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{index} is not a weights index ({error!r}); copy it again") from None
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -203,70 +187,42 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
             f"{index} names {len(shards)} files, but {len(missing)} of them are missing: {few(missing)}; copy "
             f"them into the folder"
         )
-    held = {shard: _read_header(index.parent / shard) for shard in shards}
-    absent = sorted(name for name, shard in names.items() if name not in held[shard])
-    if absent:
-        raise ValueError(
-            f"{index} names {len(absent)} tensors that are not in its files: {few(absent)}; index and files do not "
-            f"belong together"
-        )
-    return {name: held[shard][name] for name, shard in names.items()}
+    return {name: tensor for shard in shards for name, tensor in _read_header(index.parent / shard).items()}
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of one file.
+    """List the tensors of one file, once safetensors has validated its header and size.
 
     Raises:
         ValueError: the file is damaged.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(64)
         if start.startswith(_LFS):
             raise ValueError(_lfs_message(path))
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"{path} ({size} bytes) is not a safetensors file; copy or download it again")
-        if 8 + length > size:
+        try:
+            with safe_open(path, "numpy"):
+                pass
+        except SafetensorError as error:
             raise ValueError(
-                f"{path} is truncated: it has {size} bytes, but its header ends at byte {8 + length}; copy or "
+                f"{path} ({path.stat().st_size} bytes) is truncated, or not a safetensors file ({error}); copy or "
                 f"download it again"
-            )
+            ) from None
+        length = int.from_bytes(start[:8], "little")
         file.seek(8)
-        header = file.read(length)
-    try:
-        entries: dict[str, Any] = json.loads(header)
-        entries.pop("__metadata__", None)
-        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
-        tensors = {
-            name: StoredTensor(
-                file=path,
-                start=8 + length + int(entry["data_offsets"][0]),
-                num_bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-                shape=tuple(int(n) for n in entry["shape"]),
-                stored_dtype=str(entry["dtype"]),
-            )
-            for name, entry in entries.items()
-        }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: its header is damaged ({error!r}); copy or download it again") from None
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        what = "is truncated" if size < expected else "is longer than its header says"
-        raise ValueError(f"{path} {what}: it has {size} bytes, expected {expected}; copy or download it again")
+        entries: dict[str, Any] = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    tensors = {}
     for name, entry in entries.items():
-        _check_extent(path, name, tensors[name], entry["data_offsets"])
-    return tensors
-
-
-def _check_extent(path: Path, name: str, tensor: StoredTensor, offsets: Any) -> None:
-    begin, end = int(offsets[0]), int(offsets[1])
-    needed = None if tensor.dtype is None else math.prod(tensor.shape) * tensor.dtype.itemsize
-    if begin < 0 or end < begin or (needed is not None and end - begin != needed):
-        raise ValueError(
-            f"{path}: its header is damaged: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} is in "
-            f"bytes {begin} to {end}; copy or download it again"
+        begin, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(
+            file=path,
+            start=8 + length + begin,
+            num_bytes=end - begin,
+            shape=tuple(entry["shape"]),
+            stored_dtype=entry["dtype"],
         )
+    return tensors
 
 
 def _lfs_message(path: Path) -> str:
@@ -290,8 +246,13 @@ class ConvertedTensor:
     converter: Any  # an empty `WeightConverter`
     config: Any  # of the model
 
+    @property
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors that this one is made of, in order."""
+        return tuple(tensor for tensors in self.sources.values() for tensor in tensors)
+
     def read_rows(self, into: Tensor, first_row: int) -> None:
-        """Convert and read rows, see `safetensors_files.read_rows`. Stacked tensors are converted one row at a time.
+        """Convert and read rows, see `StoredTensor.read_rows`. Stacked tensors are converted one row at a time.
 
         Raises:
             UserError: a file is truncated or cannot be read, or the result does not fit the model.
@@ -311,7 +272,7 @@ class ConvertedTensor:
         for pattern, sources in self.sources.items():
             for source in sources[which]:
                 tensor = torch.empty(source.shape, dtype=dtype)
-                read_rows(source, tensor, 0)
+                source.read_rows(tensor, 0)
                 converter.collected_tensors[pattern].append(tensor)
         with torch.no_grad():
             made = converter.convert(self.first_name, config=self.config)[self.name]
@@ -392,11 +353,7 @@ def _is_supported(converter: Any, sources: Mapping[str, list[StoredTensor]]) -> 
         set(sources) == set(converter.source_patterns)
         and len(counts) == 1
         and all(type(operation) in plain for operation in converter.operations)
-        and all(
-            place.dtype is not None and place.dtype.is_floating_point
-            for tensors in sources.values()
-            for place in tensors
-        )
+        and all(t.dtype is not None and t.dtype.is_floating_point for tensors in sources.values() for t in tensors)
     )
 
 
@@ -413,7 +370,7 @@ def _is_stacked(converter: Any) -> bool:
 
 def _put(into: Tensor, made: Tensor, first_row: int, of: ConvertedTensor) -> None:
     if made.shape[1:] != into.shape[1:] or len(made) < first_row + len(into):
-        file = next(iter(of.sources.values()))[0].file
+        file = of.stored_tensors[0].file
         raise UserError(
             f"model.path: {file}: {of.name} has rows of shape {list(made.shape[1:])}, but config.json says "
             f"{list(into.shape[1:])}; weights and config.json do not belong together"
