@@ -182,8 +182,8 @@ def test_rewards():
     ("text", "said"),
     [
         ("optim: {name: adafactor, clip_threshold: 0.5}", "optim.clip_threshold: 0.5: input should be greater than"),
-        ("rewards: [{use: math, args: &a {x: *a}}]", "contains itself"),
-        ("train: {seed: &a {x: *a}}", "contains itself"),
+        ("rewards: [{use: math, args: &a {x: *a}}]", "anchor contains itself"),
+        ("train: {seed: &a {x: *a}}", "anchor contains itself"),
         ("train: {seed: !!bool maybe}", "not valid YAML"),
         ("[" * 3000, "not valid YAML"),
         ("{a: " * 3000, "not valid YAML"),
