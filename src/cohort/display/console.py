@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 import numpy as np
@@ -42,36 +42,32 @@ def render_curve(xs: Sequence[float], ys: Sequence[float], *, height: int = 8) -
 
 
 class SafeStdout:
-    """Standard output that never raises: `| head`, a full disk or a closed terminal must not end a run.
-
-    After the first error, all further output of the process is discarded.
-    """
+    """Standard output that never raises: `| head`, a full disk or a closed terminal must not end a run."""
 
     def write(self, text: str) -> int:
         """Write, or discard after an error."""
-        try:
-            return sys.stdout.write(text)
-        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: None, closed from the start
-            _discard_stdout()
-            return len(text)
+        with _discarding_after_errors():
+            sys.stdout.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush, or discard after an error."""
-        try:
+        with _discarding_after_errors():
             sys.stdout.flush()
-        except (OSError, ValueError, AttributeError):
-            _discard_stdout()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
 
 
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, since the interpreter flushes it at exit and would fail again."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+@contextmanager
+def _discarding_after_errors() -> Iterator[None]:
+    """After an error, redirect stdout to /dev/null: the interpreter flushes it at exit, and would fail again."""
+    lost = (OSError, ValueError, AttributeError)  # ValueError: closed; AttributeError: None, closed from the start
+    try:
+        yield
+    except lost:
+        with suppress(*lost), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 _LONG_S = 2.0  # saves and rewards that take longer get a progress bar
