@@ -24,37 +24,14 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
     [
         # the configuration
         ({"train": {"stepz": 5}}, ["error: train.stepz: unknown key; did you mean steps?"]),
-        ({"train": {"steps": "many"}}, ["error: train.steps: 'many': input should be a valid integer"]),
-        ({"algorithm": {"name": "gpro"}}, ["error: algorithm.name: 'gpro': is not one of grpo", "did you mean grpo?"]),
-        (
-            {"rollout": {"num_generations": 1}},
-            ["error: rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a"],
-        ),
-        ({"run": {"checkpoint_every": 0, "keep_checkpoints": 2}}, ["keep_checkpoints: 2 has no effect"]),
-        ({"train": {"warmup_steps": 4}}, ["error: train: warmup_steps: 4 is more than steps: 3"]),
         (
             {"train": {"steps": None, "epochs": 1, "warmup_steps": 4}},
             ["error: train.warmup_steps: 4 exceeds the run's 3 steps (6 prompts, 2 per step); use at most 3"],
         ),
-        (
-            {"hardware": {"processes": 0}},
-            ["error: hardware.processes: 0: must be a whole number from 1 to 100000, or auto"],
-        ),
-        ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number from 1 to 100000"]),
-        ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number from 1 to 100000"]),
-        (
-            {"hardware": {"processes": 2, "device": "cuda:1"}},
-            ["error: hardware: device: cuda:1 names one GPU, and processes: 2 would share it"],
-        ),
-        ({"train": {"micro_batch_tokens": 0}}, ["error: train.micro_batch_tokens: 0: must be a whole number of at"]),
         ({"hardware": {"device": "cuda:99"}}, ["error: hardware.device: 'cuda:99': this machine", "use auto or cpu"]),
         # the data
         ({"data": {"path": "dota.jsonl"}}, ["error: data.path='dota.jsonl': no such file", "data.jsonl"]),
-        ({"data": {"path": "empty.jsonl"}}, ["empty.jsonl': the file is empty (0 bytes)"]),
-        ({"data": {"path": "blank.jsonl"}}, ["blank.jsonl': has no rows; at least one prompt is needed"]),
         ({"data": {"path": "broken.jsonl"}}, ["broken.jsonl': line 2 is not valid JSON", "at character 13"]),
-        ({"data": {"path": "list.jsonl"}}, ["list.jsonl': line 1 holds [1], which is not an object;"]),
-        ({"data": {"path": "data.xml"}}, ["data.xml': the ending '.xml' is not supported; use a .jsonl"]),
         ({"data": {"split": "validation"}}, ["is a single file, where split='validation' has no effect"]),
         (
             {"data": {"prompt": "questoin"}},
@@ -101,11 +78,7 @@ def test_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, cohort, se
     monkeypatch.chdir(tmp_path)
     rows = copy_task_rows(2)
     files = {
-        "empty.jsonl": "",
-        "blank.jsonl": "\n\n",
         "broken.jsonl": json.dumps(rows[0]) + '\n{"answer": 4]\n',
-        "list.jsonl": "[1]\n",
-        "data.xml": "<a/>",
         "long.jsonl": json.dumps(rows[0]) + "\n" + json.dumps({**rows[1], "question": "x" * 40}) + "\n",
         "unanswered.jsonl": '{"question": "a"}\n',
         "reward.py": REWARD,

@@ -40,11 +40,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(WORDS.base_path)
 
 
-def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
-    assert generate(3, 50) == generate(3, 50) == generate(3, 80)[:50]
-    assert generate(3, 50) != generate(4, 50)
-
-
 def test_first_problem_never_changes():
     first = generate(0, 1)[0]
     assert first.question == (
@@ -124,20 +119,6 @@ def test_habits(kind, text):
     assert words_habit(PROBLEM, FirstChoice(kind))[-1]["content"] == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        words_demonstration(PROBLEM)[-1]["content"],
-        "Mia has 17 shells. A goat eats 5.",
-        "  two  spaces , and a space before a comma\n\n\ttab 1 2  3",
-        "Ärger, 你好, 🐐 don't 'll `` ...",
-        "####24 #### 24 -7",
-    ],
-)
-def test_tokens_decode_to_the_same_text(text):
-    assert tokenizer().decode(tokenizer().encode(text)) == text
-
-
 def test_digits_are_single_tokens_and_cost_no_space_token():
     tokens = [tokenizer().decode([token]) for token in tokenizer().encode("Mia has 17 shells. 5*3=15\n#### 15")]
     assert tokens == ["Mia", " has ", "1", "7", " shells", ". ", "5", "*", "3", "=", "1", "5", "\n", "#### ", "1", "5"]
@@ -180,7 +161,3 @@ def test_base_loads_in_bfloat16_and_ends_its_turns():
     inputs = tokenizer()(prompt, return_tensors="pt")
     sequence = model.float().generate(**inputs, do_sample=False, max_new_tokens=48)[0]
     assert sequence[-1] == tokenizer().eos_token_id
-
-
-def test_base_is_small():
-    assert sum(path.stat().st_size for path in WORDS.base_path.iterdir()) < 3_000_000

@@ -15,7 +15,7 @@ from cohort.plan.hardware import GPUS, find_gpu, hardware, parse_bytes
 from cohort.plan.layout import plan_layout
 from cohort.plan.predict import predict_run
 from cohort.plan.schedule import plan_micro_batches
-from cohort.plan.shape import PRESETS, adapter_shape, critic_shape, preset_shape, read_shape, shape_from_config
+from cohort.plan.shape import PRESETS, adapter_shape, critic_shape, preset_shape, shape_from_config
 from plans import EIGHT, config
 
 SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing
@@ -68,21 +68,6 @@ def test_nodes_and_servers() -> None:
 def test_positions_of_a_config(more: dict[str, Any], positions: int | None) -> None:
     shape = shape_from_config({**PRESETS["qwen2.5-7b"], "max_position_embeddings": 4096, **more}, name="x")
     assert shape.max_positions == positions
-
-
-def test_a_model_of_the_hub_is_known_by_its_id(tmp_path: Path) -> None:
-    for model_id, name in (
-        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
-        ("Qwen/Qwen2.5-Coder-1.5B", "qwen2.5-1.5b"),
-        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
-        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
-        ("meta-llama/Llama-3.2-1B-Instruct", "llama3-1b"),
-        ("google/gemma-2-9b-it", "gemma2-9b"),
-    ):
-        assert read_shape(model_id).name == name
-    for model_id in ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"):
-        with pytest.raises(UserError, match="--model-shape"):
-            read_shape(model_id)
 
 
 def test_rank_is_in_the_predicted_gain() -> None:

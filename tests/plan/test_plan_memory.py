@@ -294,7 +294,14 @@ def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None
 
 
 @slow(OTHER_SHAPES)
-@pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"],
+        ["model.compute_dtype=bfloat16", "hardware.reshard_after_forward=false"],
+    ],
+)
 def test_the_script_verifies_a_plan(
     tmp_path: Any, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,8 +311,8 @@ def test_the_script_verifies_a_plan(
         f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
         "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
     )
-    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), *more, "--layers", "2"])
+    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), *more, "--layers", "4"])
     plan_verify.main()
     verified = json.loads(capsys.readouterr().out)
-    assert verified["layers"] == 2
+    assert verified["layers"] == 4
     assert verified["ratio"] == pytest.approx(1, abs=0.08)
