@@ -1,4 +1,4 @@
-"""Runs of the demos, and what all tasks have. tests/display has what they print and gain, tests/launch several processes."""
+"""Runs of the demos, and what all of their tasks have. tests/display has what they print and gain."""
 
 from pathlib import Path
 
