@@ -54,11 +54,7 @@ def test_no_calculation_and_no_question_is_in_both_splits():
     assert not {problem.key for problem in train} & {problem.key for problem in heldout}
     assert not {problem.question for problem in train} & {problem.question for problem in heldout}
     assert all(is_heldout(problem) for problem in heldout)
-
-
-def test_heldout_problems_are_distinct():
-    problems = generate(0, 2000, split="heldout")
-    assert len({problem.key for problem in problems}) == 2000
+    assert len({problem.key for problem in generate(0, 2000, split="heldout")}) == 2000
 
 
 def test_split_depends_on_the_calculation_alone():
@@ -117,13 +113,6 @@ def test_jsonl_has_question_and_answer_as_strings(tmp_path):
 )
 def test_habits(kind, text):
     assert words_habit(PROBLEM, FirstChoice(kind))[-1]["content"] == text
-
-
-def test_digits_are_single_tokens_and_cost_no_space_token():
-    tokens = [tokenizer().decode([token]) for token in tokenizer().encode("Mia has 17 shells. 5*3=15\n#### 15")]
-    assert tokens == ["Mia", " has ", "1", "7", " shells", ". ", "5", "*", "3", "=", "1", "5", "\n", "#### ", "1", "5"]
-    with_digit = [token for token in tokenizer().get_vocab() if re.search(r"\d", token)]
-    assert sorted(with_digit) == list("0123456789")
 
 
 def test_questions_are_short():
