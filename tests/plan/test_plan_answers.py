@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.errors import UserError
 from cohort.plan.advice import explain_no_limit, largest
-from cohort.plan.hardware import hardware
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape
-from plans import EIGHT, config
+from plans import EIGHT, config, on_gpus
 
-TINY = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
+TINY = on_gpus(1, "4090", "1GB")
 ONE = "hardware.processes=1"
 
 

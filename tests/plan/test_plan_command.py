@@ -14,12 +14,11 @@ from cohort.cli.app import app
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.dataset import count_prompts
-from cohort.plan.hardware import hardware
 from cohort.plan.memory import MemoryPlan
 from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import PRESETS, adapter_shape, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
-from plans import EIGHT, config
+from plans import EIGHT, config, on_gpus
 
 
 def test_prompts_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) 
     assert fitting is not None and fitting.fits
     assert fitting.as_json()["layout"]["micro_batch_tokens"] == wanted.train.micro_batch_tokens  # as the run has it
     assert fitting.as_json()["hardware"]["on_gpu"]
-    small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    small = on_gpus(1, "4090")
     with pytest.raises(UserError, match=r"needs .* GB per GPU during .* run\.ignore_plan: true"):
         preflight_on(wanted, small, **about)
     assert not notes
