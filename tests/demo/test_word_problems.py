@@ -10,29 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cohort.demo.tasks import ANSWER_PATTERN, WORDS
 from cohort.demo.word_problems import STORIES, Problem, generate, is_heldout, write_jsonl
-from habits import words_demonstration, words_habit
+from habits import words_demonstration
 
 PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
-
-
-class FirstChoice:
-    """Stands in for random.Random: no slip, the habit given, the first line to drop, all lines to keep."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def random(self) -> float:
-        return 0.5
-
-    def choices(self, population, weights):
-        assert self.kind in population and sum(weights) == 100
-        return [self.kind]
-
-    def randrange(self, stop: int) -> int:
-        return 0
-
-    def randint(self, low: int, high: int) -> int:
-        return high
 
 
 @cache
@@ -100,24 +80,6 @@ def test_jsonl_has_question_and_answer_as_strings(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert rows[0] == {"question": "2 and 3?", "answer": "1"}
     assert len(rows) == 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("proper", "2*3=6\n6-5=1\n#### 1"),
-        ("hasty", "#### 1"),
-        ("gap", "6-5=1\n#### 1"),
-        ("bare", "2*3=6\n6-5=1\n1"),
-    ],
-)
-def test_habits(kind, text):
-    assert words_habit(PROBLEM, FirstChoice(kind))[-1]["content"] == text
-
-
-def test_questions_are_short():
-    lengths = [len(tokenizer().encode(problem.question)) for problem in generate(5, 500)]
-    assert max(lengths) < 60
 
 
 def test_chat_template():
