@@ -222,7 +222,7 @@ def test_the_page_of_keys_is_up_to_date():
 
 def test_import_is_light():
     code = (
-        "import sys, cohort.config, cohort.plan, cohort.records, cohort.errors, cohort.cli\n"
+        "import sys, cohort.config, cohort.data, cohort.plan, cohort.records, cohort.errors, cohort.cli\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )
