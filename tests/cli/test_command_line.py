@@ -73,19 +73,6 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
     assert ended == Ended(code=130, out="", err="interrupted\n")
 
 
-@slow("Ctrl-C ends a real process too, with its code and message")
-def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
-    path = set_up(tmp_path, data={"prompt": "questoin"})
-    result = subprocess.run(
-        [sys.executable, "-m", "cohort", "train", str(path)], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: data.prompt='questoin': the data has no such column; did you mean question? "
-        "Columns: question, answer, level\n"
-    )
-
-
 TRL = "model_name_or_path: m\nnum_generations: 8\nper_device_train_batch_size: 8\nreward_funcs: [accuracy]\n"
 FRESH = {
     "algorithms": (["grpo"], "arXiv:2402.03300"),
