@@ -24,37 +24,14 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
     [
         # the configuration
         ({"train": {"stepz": 5}}, ["error: train.stepz: unknown key; did you mean steps?"]),
-        ({"train": {"steps": "many"}}, ["error: train.steps: 'many': input should be a valid integer"]),
-        ({"algorithm": {"name": "gpro"}}, ["error: algorithm.name: 'gpro': is not one of grpo", "did you mean grpo?"]),
-        (
-            {"rollout": {"num_generations": 1}},
-            ["error: rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a"],
-        ),
-        ({"run": {"checkpoint_every": 0, "keep_checkpoints": 2}}, ["keep_checkpoints: 2 has no effect"]),
-        ({"train": {"warmup_steps": 4}}, ["error: train: warmup_steps: 4 is more than steps: 3"]),
         (
             {"train": {"steps": None, "epochs": 1, "warmup_steps": 4}},
             ["error: train.warmup_steps: 4 exceeds the run's 3 steps (6 prompts, 2 per step); use at most 3"],
         ),
-        (
-            {"hardware": {"processes": 0}},
-            ["error: hardware.processes: 0: must be a whole number from 1 to 100000, or auto"],
-        ),
-        ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number from 1 to 100000"]),
-        ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number from 1 to 100000"]),
-        (
-            {"hardware": {"processes": 2, "device": "cuda:1"}},
-            ["error: hardware: device: cuda:1 names one GPU, and processes: 2 would share it"],
-        ),
-        ({"train": {"micro_batch_tokens": 0}}, ["error: train.micro_batch_tokens: 0: must be a whole number of at"]),
         ({"hardware": {"device": "cuda:99"}}, ["error: hardware.device: 'cuda:99': this machine", "use auto or cpu"]),
         # the data
         ({"data": {"path": "dota.jsonl"}}, ["error: data.path='dota.jsonl': no such file", "data.jsonl"]),
-        ({"data": {"path": "empty.jsonl"}}, ["empty.jsonl': the file is empty (0 bytes)"]),
-        ({"data": {"path": "blank.jsonl"}}, ["blank.jsonl': has no rows; at least one prompt is needed"]),
         ({"data": {"path": "broken.jsonl"}}, ["broken.jsonl': line 2 is not valid JSON", "at character 13"]),
-        ({"data": {"path": "list.jsonl"}}, ["list.jsonl': line 1 holds [1], which is not an object;"]),
-        ({"data": {"path": "data.xml"}}, ["data.xml': the ending '.xml' is not supported; use a .jsonl"]),
         ({"data": {"split": "validation"}}, ["is a single file, where split='validation' has no effect"]),
         (
             {"data": {"prompt": "questoin"}},
@@ -101,11 +78,7 @@ def test_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, cohort, se
     monkeypatch.chdir(tmp_path)
     rows = copy_task_rows(2)
     files = {
-        "empty.jsonl": "",
-        "blank.jsonl": "\n\n",
         "broken.jsonl": json.dumps(rows[0]) + '\n{"answer": 4]\n',
-        "list.jsonl": "[1]\n",
-        "data.xml": "<a/>",
         "long.jsonl": json.dumps(rows[0]) + "\n" + json.dumps({**rows[1], "question": "x" * 40}) + "\n",
         "unanswered.jsonl": '{"question": "a"}\n',
         "reward.py": REWARD,
@@ -150,9 +123,11 @@ def test_a_tokenizer_that_cannot_end_a_completion(tmp_path, cohort):
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
-    ended = cohort("train", set_up(tmp_path, rollout={"max_completion_tokens": 1000}))
-    assert_refused(ended, "rollout.max_completion_tokens: 1000 plus the longest prompt", "the model has 512 positions")
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort, section):
+    held_out = {"path": str(tmp_path / "data.jsonl")} if section == "eval" else {}
+    ended = cohort("train", set_up(tmp_path, **{section: {**held_out, "max_completion_tokens": 1000}}))
+    assert_refused(ended, f"{section}.max_completion_tokens: 1000 plus the longest prompt", "has 512 positions")
 
 
 @pytest.mark.parametrize(
@@ -177,13 +152,6 @@ def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
 def test_positions_that_a_model_knows(rope, positions):
     assert _max_positions(SimpleNamespace(max_position_embeddings=512, rope_parameters=rope)) == positions
     assert _max_positions(SimpleNamespace()) is None
-
-
-@pytest.mark.usefixtures("no_weights")
-def test_a_held_out_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
-    evaluation = {"path": str(tmp_path / "data.jsonl"), "max_completion_tokens": 1000}
-    ended = cohort("train", set_up(tmp_path, eval=evaluation))
-    assert_refused(ended, "eval.max_completion_tokens: 1000 plus the longest prompt")
 
 
 def test_a_tokenizer_with_tokens_that_the_model_does_not_have(tmp_path, cohort):
@@ -300,9 +268,6 @@ def test_weights_that_cannot_be_loaded(tmp_path, cohort):
     ("body", "part"),
     [
         ("return [1.0]", "reward 'f' returned 1 values for 4 completions; it must return one number or None for each"),
-        ("return 1.0", "reward 'f' returned 1.0 (float); it must return a list with one number or None for each"),
-        ("return ['good'] * 4", "reward 'f' returned 'good' (str) at position 0"),
-        ("return [0.0, 0.0, float('inf'), 0.0]", "reward 'f' returned inf (float) at position 2"),
         ("return [None] * 4", "no reward scored any of the 4 completions of this step"),
         ("raise KeyError('gold')", "reward 'f' raised KeyError: 'gold' (at "),
     ],
@@ -333,14 +298,11 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, cohort):
             {"--prompt": "questoin"},
             "error: eval.prompt='questoin': the data has no such column; did you mean question",
         ),
-        ({"--reward": "exactly"}, "error: rewards[0].use: no built-in reward 'exactly'; did you mean exact?"),
         (
             {"--reward-args": "{a: ["},
             "error: --reward-args: '{a: [' is not valid YAML; use a mapping such as '{pattern:",
         ),
         ({"--reward-args": "5"}, "error: rewards.0.args: 5: input should be a valid dictionary"),
-        ({"--num-samples": "4", "--temperature": "0"}, "error: eval: num_samples: 4 with temperature: 0 gives the"),
-        ({"--device": "cuda:99"}, "error: hardware.device: 'cuda:99': this machine has"),
         ({"--out": "."}, "error: --out: '.' is a folder; give a file, such as 'completions.parquet'"),
         ({"--out": "data.jsonl/x.parquet"}, "error: --out: 'data.jsonl/x.parquet' cannot be written: "),
     ],

@@ -48,20 +48,7 @@ def test_the_version_is_told_without_torch(cohort):
         (["trian"], "No such command"),
         (["eval", "m", "--data", "d", "--reward", "exact", "--seed", "x"], "Invalid value"),
         (["plan", "x.yaml", "--gpus", "0"], "Invalid value for '--gpus'"),
-        (["rollout", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
-        (["plan", "x.yaml", "--nodes", "0"], "Invalid value for '--nodes'"),
-        (["serve", "x.yaml", "--port", "0"], "Invalid value for '--port'"),
-        *(
-            (["launch", "slurm", "x.yaml", option, number], f"Invalid value for '{option}'")
-            for option, number in (
-                ("--nodes", "0"),
-                ("--gpus-per-node", "-1"),
-                ("--max-restarts", "-2"),
-                ("--min-nodes", "0"),
-                ("--rollout-nodes", "-1"),
-                ("--port", "70000"),
-            )
-        ),
+        (["launch", "slurm", "x.yaml", "--rollout-nodes", "-1"], "Invalid value for '--rollout-nodes'"),
     ],
 )
 def test_usage_errors_are_typers_own(cohort, arguments, part):
@@ -84,19 +71,6 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
         *("eval", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--prompt", "question", "--reward", "exact")
     )
     assert ended == Ended(code=130, out="", err="interrupted\n")
-
-
-@slow("Ctrl-C ends a real process too, with its code and message")
-def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
-    path = set_up(tmp_path, data={"prompt": "questoin"})
-    result = subprocess.run(
-        [sys.executable, "-m", "cohort", "train", str(path)], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: data.prompt='questoin': the data has no such column; did you mean question? "
-        "Columns: question, answer, level\n"
-    )
 
 
 TRL = "model_name_or_path: m\nnum_generations: 8\nper_device_train_batch_size: 8\nreward_funcs: [accuracy]\n"

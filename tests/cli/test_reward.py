@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
-from cohort.records import ScoredGroup, TurnStats
+from cohort.records import RolloutGroup, ScoredGroup, TurnStats
 from cohort.rewards.judge import ReplyCache, content_key
 from cohort.run.completions import UPGRADED_FROM, write_completions_file
 from reward_samples import group
+from tiny import write_jsonl
 
 CONFIG = """
 model: {path: m}
@@ -32,23 +33,24 @@ def length(completions, completion_ids, question, prompts):
 """
 
 
+def scored(rollout: RolloutGroup, **parts: list[float]) -> ScoredGroup:
+    """The group with recorded rewards, of which the first is the sum."""
+    (rewards, *_) = values = [np.array(part) for part in parts.values()]
+    of = {"prompt": rollout.prompt, "trajectories": rollout.trajectories}
+    return ScoredGroup(**of, rewards=rewards, reward_parts=dict(zip(parts, values, strict=True)))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("heldout.jsonl").write_text(json.dumps({"question": "7+7", "answer": "14"}) + "\n")
+    write_jsonl(Path("train.jsonl"), [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)])
+    write_jsonl(Path("heldout.jsonl"), [{"question": "7+7", "answer": "14"}])
     Path("run.yaml").write_text(CONFIG)
     Path("mine.py").write_text(MINE)
     groups = []
     for i, texts in enumerate((["1", "2"], ["2", "2"], ["x", "3"])):
-        rollout = group(f"{i}+1", texts, prompt_id=i)
-        parts = {"exact": np.array([1.0, 1.0] if i == 0 else [float(text == str(i + 1)) for text in texts])}
-        groups.append(
-            ScoredGroup(
-                prompt=rollout.prompt, trajectories=rollout.trajectories, rewards=parts["exact"], reward_parts=parts
-            )
-        )
+        exact = [1.0, 1.0] if i == 0 else [float(text == str(i + 1)) for text in texts]
+        groups.append(scored(group(f"{i}+1", texts, prompt_id=i), exact=exact))
     write_completions_file(Path("step-000001.parquet"), step=1, groups=groups)
     return tmp_path
 
@@ -86,31 +88,21 @@ def test_a_text_that_happens_to_be_json_is_no_chat(folder):
     row = {"prompt": json.dumps([{"role": "user", "content": "hi"}]), "completion": "1"}
     means = {}
     for name, columns in (("text", {"prompt_is_chat": False}), ("chat", {"prompt_is_chat": True}), ("older", {})):
-        Path("own.jsonl").write_text(json.dumps(row | columns) + "\n")
+        write_jsonl(Path("own.jsonl"), [row | columns])
         lines = run("rewards=[{use: 'mine.py:chat'}]", "--completions", "own.jsonl").splitlines()
         means[name] = lines[3].split()[2]
     assert means == {"text": "0", "chat": "1", "older": "1"}
 
 
 def test_groups_of_one_prompt_in_one_step(folder):
-    scored = ScoredGroup(
-        prompt=(rollout := group("1+1", ["1", "2"], prompt_id=1)).prompt,
-        trajectories=rollout.trajectories,
-        rewards=np.zeros(2),
-        reward_parts={"exact": np.zeros(2)},
-    )
-    write_completions_file(Path("twice.parquet"), step=1, groups=[scored, scored])
+    one = scored(group("1+1", ["1", "2"], prompt_id=1), exact=[0.0, 0.0])
+    write_completions_file(Path("twice.parquet"), step=1, groups=[one, one])
     lines = run("--completions", "twice.parquet", "--only", "exact").splitlines()
     assert lines[0] == "4 completions of 2 prompts"
     rows = [{"group": name, "prompt": "?", "completion": "x"} for name in ("x", "y")]  # a column of the dataset
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("own.jsonl"), rows)
     lines = run("rewards=[{use: exact, args: {answer_column: group}}]", "--completions", "own.jsonl").splitlines()
     assert lines[3].split()[:3] == ["exact", "2", "0.5"]
-
-
-def test_only_one_reward_and_no_examples(folder):
-    output = run("--completions", "step-000001.parquet", "--only", "digits", "--examples", "0")
-    assert [line.split()[0] for line in output.splitlines() if line] == ["6", "reward", "digits", "sum"]
 
 
 def test_only_a_reward_behind_a_gate_has_the_values_of_the_run(folder):
@@ -177,9 +169,9 @@ def test_a_dataset_in_another_order_is_noticed(folder):
         "--completions: row 0 has the prompt '0+1', but row 0 of data.path has '2+1': the dataset has" in result.output
     )
     messages = [{"role": "user", "content": "0+1", "name": None}]  # as Arrow reads what has no name
-    Path("train.jsonl").write_text(json.dumps({"question": messages, "answer": "1"}) + "\n")
+    write_jsonl(Path("train.jsonl"), [{"question": messages, "answer": "1"}])
     row = {"prompt_id": 0, "completion": "1", "prompt": json.dumps([{"role": "user", "content": "0+1"}])}
-    Path("own.jsonl").write_text(json.dumps(row) + "\n")
+    write_jsonl(Path("own.jsonl"), [row])
     assert "1 completions of 1 prompts" in run("--completions", "own.jsonl", "--only", "digits")
 
 
@@ -203,7 +195,7 @@ def test_a_dataset_in_another_order_is_noticed(folder):
 )
 def test_rows_that_are_no_completions(folder, row, words):
     rows = [{"completion": "2", "answer": "2", "rewards/exact": 1}, {"answer": "2", **row}]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("own.jsonl"), rows)
     result = CliRunner().invoke(app, ["reward", "run.yaml", "--completions", "own.jsonl"])
     assert result.exit_code == 2
     assert f"error: --completions: {words}" in result.output
@@ -216,7 +208,7 @@ def test_code_is_run_in_the_sandbox_which_is_named(folder):
     )
     row = {"prompt": "one more", "tests": ["assert f(1) == 2"]}
     rows = [row | {"completion": f"```python\ndef f(x):\n    return x + {n}\n```"} for n in (1, 2)]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("own.jsonl"), rows)
     lines = run("--completions", "own.jsonl").splitlines()
     assert lines[0].startswith("2 completions of ")
     assert lines[1] == "sandbox: none, holds nothing"
@@ -226,21 +218,15 @@ def test_code_is_run_in_the_sandbox_which_is_named(folder):
 
 
 def test_held_out_completions_and_files_with_columns_of_their_own(folder):
-    rollout, zeros = group("7+7", ["14", "15"], prompt_id=0), np.zeros(2)
-    scored = ScoredGroup(
-        prompt=rollout.prompt,
-        trajectories=rollout.trajectories,
-        rewards=zeros,
-        reward_parts={"exact": zeros},
-    )
-    write_completions_file(Path("eval-000001.parquet"), step=1, groups=[scored])
+    held_out = scored(group("7+7", ["14", "15"], prompt_id=0), exact=[0.0, 0.0])
+    write_completions_file(Path("eval-000001.parquet"), step=1, groups=[held_out])
     assert "row 0: exact 1, recorded 0: '14'" in run("--completions", "eval-000001.parquet")
     messages = [{"role": "assistant", "content": "5"}]
     rows = [
         {"prompt": "2+3", "completion": messages, "answer": "5"},
         {"prompt": "2+3", "completion": "6", "answer": "5"},
     ]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("own.jsonl"), rows)
     output = run("--completions", "own.jsonl", "--only", "exact")
     assert "2 completions of 1 prompts" in output
     assert next(line for line in output.splitlines() if line.startswith("exact")).split()[1:3] == ["2", "0.5"]
@@ -252,7 +238,7 @@ def test_rows_without_a_prompt_keep_their_own_columns(folder):
     )
     same = {"prompt": "?", "completion": "7"}
     rows = [{"completion": str(i), "answer": str(i)} for i in range(4)] + [{**same, "answer": a} for a in "78"]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("own.jsonl"), rows)
     lines = run("--completions", "own.jsonl").splitlines()
     assert lines[0] == "6 completions of 6 prompts"
     assert next(line for line in lines if line.startswith("exact")).split()[1:3] == ["6", "0.8333"]
@@ -287,7 +273,7 @@ def test_rows_that_an_environment_brought_keep_the_messages_of_their_turns(folde
     turns = [{"role": "assistant", "content": "2"}, {"role": "tool", "content": "no"}, {"role": "assistant"}]
     row = {"prompt_id": 900, "prompt": json.dumps([{"role": "user", "content": "guess"}]), "completion": "2"}
     rows = [{**row, "messages": json.dumps(turns)}, {**row, "messages": json.dumps(turns[:1])}]
-    Path("step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("step.jsonl"), rows)
     assert run("--completions", "step.jsonl").splitlines()[3].split()[:6] == ["turns", "2", "2", "1", "1", "3"]
 
 
@@ -299,9 +285,7 @@ def test_prompts_end_with_the_text_of_reset_as_in_the_run(folder):
     Path("mine.py").write_text("def ends(prompts, **kw):\n    return [float(p == '1+1 (level 2)') for p in prompts]\n")
     played = group("1+1", ["a", "b"], prompt_id=1)
     trajectories = tuple(replace(t, observation=" (level 2)", stats=TurnStats()) for t in played.trajectories)
-    scored = ScoredGroup(
-        prompt=played.prompt, trajectories=trajectories, rewards=np.ones(2), reward_parts={"ends": np.ones(2)}
-    )
-    write_completions_file(Path("step.parquet"), step=1, groups=[scored])
+    one = scored(replace(played, trajectories=trajectories), ends=[1.0, 1.0])
+    write_completions_file(Path("step.parquet"), step=1, groups=[one])
     lines = run("--completions", "step.parquet").splitlines()
     assert next(line for line in lines if line.startswith("ends")).split()[:4] == ["ends", "2", "1", "0"]

@@ -22,7 +22,6 @@ from cohort.packing.batch import LossInputs, LossOutput
 from samples import scored
 from selection import slow
 
-IN_A_COPY = slow("imports a copy of the package")
 ENTRY = """
 POLICY_LOSSES["tether"] = Component(
     formula="-A * log p + pull * log(ratio)^2",
@@ -79,10 +78,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def with_a_loss_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def with_a_loss_more(folder: Path) -> dict[str, Any]:
     """What a copy of the package says with an entry more in the catalogue and a function more in the losses."""
-    package = tmp_path_factory.mktemp("copy") / "cohort"
+    package = folder / "cohort"
     shutil.copytree(Path(cohort.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     for name, lines in {"config/catalogue.py": ENTRY, "algorithms/losses.py": FUNCTION}.items():
         with (package / name).open("a", encoding="utf-8") as file:
@@ -105,38 +103,26 @@ def with_a_loss_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return found
 
 
-@IN_A_COPY
-def test_an_entry_and_a_function_are_a_policy_loss(with_a_loss_more: dict[str, Any]):
-    assert with_a_loss_more["losses"] == pytest.approx([-3 * 1 + 2 * 1**2, 0])
-    assert with_a_loss_more["learns without advantage"]
-
-
-@IN_A_COPY
-def test_its_parameter_is_a_key_with_default_and_bounds(with_a_loss_more: dict[str, Any]):
-    assert (with_a_loss_more["default"], with_a_loss_more["elsewhere"]) == (0.5, None)
-    assert with_a_loss_more["written"] == {"name": "grpo", "policy_loss": "tether", "pull": 0.25}
-    assert with_a_loss_more["out of bounds"] == "algorithm.pull: 3: input should be less than or equal to 2"
-    assert with_a_loss_more["no number"] == "algorithm: pull: True: must be a number"
-    assert with_a_loss_more["misspelt"].startswith("algorithm.pul: unknown key; did you mean pull? algorithm has: name")
-
-
-@IN_A_COPY
-def test_its_parameter_has_no_effect_with_other_losses(with_a_loss_more: dict[str, Any]):
-    assert with_a_loss_more["no effect"] == (
+@slow("imports a copy of the package")
+def test_an_entry_and_a_function_are_a_policy_loss_with_keys_messages_and_docs(tmp_path: Path):
+    found = with_a_loss_more(tmp_path)
+    assert found["losses"] == pytest.approx([-3 * 1 + 2 * 1**2, 0]) and found["learns without advantage"]
+    assert (found["default"], found["elsewhere"]) == (0.5, None)
+    assert found["written"] == {"name": "grpo", "policy_loss": "tether", "pull": 0.25}
+    assert found["out of bounds"] == "algorithm.pull: 3: input should be less than or equal to 2"
+    assert found["no number"] == "algorithm: pull: True: must be a number"
+    assert found["misspelt"].startswith("algorithm.pul: unknown key; did you mean pull? algorithm has: name")
+    assert found["no effect"] == (
         "algorithm: pull: 0.25 has no effect with policy_loss: clipped; remove it, or use policy_loss: tether"
     )
-    assert with_a_loss_more["other keys"] == (
+    assert found["other keys"] == (
         "algorithm: clip_low: 0.1 has no effect with policy_loss: tether; remove it, or use policy_loss: clipped or "
         "gspo or gspo_token or gmpo"
     )
-
-
-@IN_A_COPY
-def test_it_is_in_the_docs(with_a_loss_more: dict[str, Any]):
     row = "| `pull` | number or null | `null` | Strength of the tether. Read by `tether`. |\n"
-    assert row in with_a_loss_more["keys"]
-    assert "| `tether` | `-A * log p + pull * log(ratio)^2` | `pull: 0.5` | [arXiv:2402." in with_a_loss_more["page"]
-    assert with_a_loss_more["described"]["meanings"] == {"pull": "Strength of the tether. (above 0, at most 2)"}
+    assert row in found["keys"]
+    assert "| `tether` | `-A * log p + pull * log(ratio)^2` | `pull: 0.5` | [arXiv:2402." in found["page"]
+    assert found["described"]["meanings"] == {"pull": "Strength of the tether. (above 0, at most 2)"}
 
 
 @pytest.mark.parametrize(("power", "kept"), [(1, ["teaches"]), (0, ["teaches", "equal"])])

@@ -31,9 +31,9 @@ from selection import examples
         ),
         ("train: {steps: 2024-13-45}\n", "not valid YAML: line 1, column 16: '2024-13-45' is not a valid timestamp"),
         ("train: {seed: !!bool maybe}\n", "not valid YAML: line 1, column 15: 'maybe' is not a valid bool"),
-        ("rewards: [{args: &a {x: *a}}]\n", "not valid YAML: line 1: an anchor that contains itself"),
-        ("[" * 3000, "not valid YAML: line 1, column 101: nested too deeply"),
-        ("{a: " * 3000, "not valid YAML: line 1, column 398: nested too deeply"),
+        ("rewards: [{args: &a {x: *a}}]\n", "not valid YAML: nested too deeply, or an anchor contains itself"),
+        ("[" * 3000, "not valid YAML: nested too deeply"),
+        ("{a: " * 3000, "not valid YAML: nested too deeply"),
         (
             "a0: &a0 [1, 2]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 10)),
             "not valid YAML: more than 100,000 values, counting every use of an anchor",
@@ -222,7 +222,7 @@ def test_the_page_of_keys_is_up_to_date():
 
 def test_import_is_light():
     code = (
-        "import sys, cohort.config, cohort.plan, cohort.records, cohort.errors, cohort.cli\n"
+        "import sys, cohort.config, cohort.data, cohort.plan, cohort.records, cohort.errors, cohort.cli\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )

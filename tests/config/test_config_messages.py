@@ -180,13 +180,8 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"model": None}, "model: None: a section is a mapping of keys: path, dtype, compute_dtype, gradient"),
         ({"train": [1]}, "train: [1]: a section is a mapping of keys: steps, epochs"),
         ({"train": {"steps": "many"}}, "train.steps: 'many': input should be a valid integer"),
-        (
-            {"train": {"steps": 1.5}},
-            "train.steps: 1.5: input should be a valid integer, got a number with a fractional",
-        ),
         ({"train": {"steps": True}}, "train: steps: True: must be a number"),
         ({"rewards": [{"use": "math", "weight": False}]}, "rewards.0: weight: False: must be a number"),
-        ({"algorithm": {"beta": True}}, "algorithm: beta: True: must be a number"),
         ({"data": {"path": 5}}, "data.path: 5: must be a path, or rows: a list of dicts"),
         ({"rewards": {"use": "math"}}, "rewards: {'use': 'math'}: must be a list, such as [{use: math}]"),
         ({"rewards": ["math"]}, "rewards.0: 'math': a section is a mapping of keys: use, weight, name, args"),
@@ -195,32 +190,14 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         # values out of bounds
         ({"train": {"learning_rate": 0}}, "train.learning_rate: 0: input should be greater than 0"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan: input should be a finite number"),
-        ({"algorithm": {"clip_low": 2}}, "algorithm.clip_low: 2: input should be less than 1"),
         ({"model": {"path": "m", "dtype": "half"}}, "model.dtype: 'half': input should be 'float32', 'bfloat16' or"),
         ({"model": {"path": ""}}, "model.path: '': string should have at least 1 character"),
-        ({"run": {"dir": ""}}, "run.dir: '': string should have at least 1 character"),
         ({"run": {"log": ["wand"]}}, "run.log.0: 'wand': input should be 'tensorboard', 'wandb' or 'trackio'"),
         ({"hardware": {"device": "gpu"}}, "hardware.device: 'gpu': must be auto, cpu, cuda or cuda:N"),
-        ({"hardware": {"device": "mps"}}, "hardware.device: 'mps': must be auto, cpu, cuda or cuda:N"),
         ({"hardware": {"processes": 0}}, f"hardware.processes: 0: {NUM_PROCESSES}"),
-        ({"hardware": {"processes": -1}}, f"hardware.processes: -1: {NUM_PROCESSES}"),
         ({"hardware": {"processes": 2.5}}, f"hardware.processes: 2.5: {NUM_PROCESSES}"),
         ({"hardware": {"processes": "many"}}, f"hardware.processes: 'many': {NUM_PROCESSES}"),
-        ({"hardware": {"processes": None}}, f"hardware.processes: None: {NUM_PROCESSES}"),
-        ({"hardware": {"processes": True}}, "hardware: processes: True: must be a number"),
-        ({"hardware": {"timeout_s": 0}}, "hardware.timeout_s: 0: input should be greater than 0"),
-        ({"hardware": {"max_restarts": -1}}, "hardware.max_restarts: -1: input should be greater than or equal to 0"),
         ({"train": {"micro_batch_tokens": 0}}, f"train.micro_batch_tokens: 0: {NUM_TOKENS}"),
-        ({"train": {"micro_batch_tokens": 2.5}}, f"train.micro_batch_tokens: 2.5: {NUM_TOKENS}"),
-        ({"train": {"micro_batch_tokens": "x"}}, f"train.micro_batch_tokens: 'x': {NUM_TOKENS}"),
-        ({"train": {"micro_batch_tokens": True}}, "train: micro_batch_tokens: True: must be a number"),
-        ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: input should be greater than or equal to 1"),
-        (
-            {"rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has "
-            "nothing to compare with, so its advantage is always 0 and nothing would be learned; use at least 2 (8 is "
-            "common), or algorithm.name: reinforce_pp or reinforce or ppo, which work with one completion per prompt",
-        ),
         # the name stands for a component that was replaced: another name would not help
         (
             {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "rollout": {"num_generations": 1}},
@@ -258,7 +235,6 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "
             "CUDA_VISIBLE_DEVICES to choose among the GPUs",
         ),
-        ({"hardware": {"device": "cuda:0", "processes": 2}}, "hardware: device: cuda:0 names one GPU, and proc"),
         ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs both set the length of the run; remove one"),
         ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
         # options of vLLM that Cohort sets

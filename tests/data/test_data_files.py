@@ -105,6 +105,7 @@ def test_missing_file_names_similar_files(tmp_path):
         ("a.json", b'[{"p": 1}, "p"]', ['element 2 holds "p", which is not an object']),
         ("a.jsonl", '{"p": "é"}'.encode("latin-1"), ["line 1 is not UTF-8 text (byte 8)"]),
         ("a.jsonl", b"[" * 100_000, ["line 1 cannot be read as JSON"]),
+        ("a.jsonl", b'{"p": 1}\n{"p": 1, "p": 2}\n', ["line 2 cannot be read as JSON: duplicate key 'p'"]),
         ("a.csv", b"p,q\n1,2\n\n1,2,3\n", ["line 4 has 3 values", "names 2 columns (p, q)", "double quotes"]),
         ("a.csv", b'p,q\n1,"2', ["line 2 is not valid CSV"]),
         ("a.csv", b"p,p\n1,2\n", ["names the column 'p' more than once"]),
@@ -208,11 +209,6 @@ def test_hub_id(tmp_path, monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test"), ("user/math-v1.5", None, "train")]
     message = refusal(tmp_path, "nobody/nothing")
     assert "ConnectionError: Couldn't reach 'nobody/nothing' on the Hub; nor is it a file or folder here" in message
-
-
-def test_a_json_row_that_has_a_key_twice_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "a", "prompt": "b"}\n')
-    assert "line 2 cannot be read as JSON: duplicate key 'prompt'" in refusal(tmp_path, "a.jsonl")
 
 
 def test_a_parquet_duration_that_python_cannot_hold_is_refused(tmp_path):

@@ -1,15 +1,54 @@
-"""Runs of the demos. tests/display has what they print and gain, tests/launch their runs on several processes."""
+"""Runs of the demos, and what all of their tasks have. tests/display has what they print and gain."""
 
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort
 from cohort.demo.run import demo_config, write_data
-from cohort.demo.tasks import TOOLS
+from cohort.demo.tasks import CODE, TASKS, TOOLS, WORDS, DemoTask
 from runs import stop_after
 from selection import slow
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones(task: str):
+    generate = TASKS[task].generate
+    for split in ("train", "heldout"):
+        assert generate(3, 50, split) == generate(3, 80, split)[:50] != generate(4, 50, split)
+
+
+@pytest.mark.parametrize(
+    ("task", "num_tokens", "num_bytes"), [("words", 512, 3e6), ("tools", 644, 1e6), ("code", 512, 1e6)]
+)
+def test_base_is_small_and_ends_its_turns(task: str, num_tokens: int, num_bytes: float):
+    path = TASKS[task].base_path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.config.vocab_size == len(tokenizer) <= num_tokens
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert sum(file.stat().st_size for file in path.iterdir()) < num_bytes
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # weights are as readable as the rest
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        *((task, "Ärger, 你好, 🐐 don't 'll `` ...") for task in (WORDS, TOOLS, CODE)),
+        (WORDS, "2*3=6\n6-5=1\n#### 1"),
+        (WORDS, "Mia has 17 shells. A goat eats 5."),
+        (WORDS, "  two  spaces , and a space before a comma\n\n\ttab 1 2  3"),
+        (WORDS, "####24 #### 24 -7"),
+        (TOOLS, "<tool_call>a</tool_call> 12 "),
+        (TOOLS, '{"name": "look_up"}\n#### 24'),
+        (CODE, "def f(n):\n    return n"),
+        (CODE, "\tmax( n,7 )-12\n\n"),
+    ],
+)
+def test_tokens_decode_to_the_same_text(task: DemoTask, text: str):
+    tokenizer = AutoTokenizer.from_pretrained(task.base_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @slow("a dozen steps of the tools demo; test_turn_runs has a smaller run")

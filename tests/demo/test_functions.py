@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from builtin_rewards import Builtin
 from cohort.config import Config
@@ -48,11 +48,6 @@ def passes(problem: FunctionProblem, code: str) -> bool:
         return all(eval(test["call"], names) == test["expected"] for test in problem.tests)
     except (SyntaxError, TypeError, NameError):
         return False
-
-
-def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
-    for split in ("train", "development", "heldout"):
-        assert generate(3, 50, split) == generate(3, 80, split)[:50] != generate(4, 50, split)
 
 
 def test_first_problem_never_changes():
@@ -148,19 +143,6 @@ def test_prompts_and_solutions_fit():
         answer = sum(label >= 0 for label in labels)
         assert answer <= CODE.rollout["max_completion_tokens"]
         assert len(token_ids) - answer <= CODE.rollout["max_prompt_tokens"]
-
-
-@pytest.mark.parametrize("text", ["def f(n):\n    return n", "Ärger, 你好, 🐐", "\tmax( n,7 )-12\n\n"])
-def test_tokens_decode_to_the_same_text(text):
-    assert tokenizer().decode(tokenizer().encode(text)) == text
-
-
-def test_base_is_small_and_its_weights_are_as_readable_as_the_rest():
-    model = AutoModelForCausalLM.from_pretrained(CODE.base_path)
-    assert model.config.vocab_size == len(tokenizer()) <= 512
-    assert model.generation_config.eos_token_id == tokenizer().eos_token_id
-    assert sum(path.stat().st_size for path in CODE.base_path.iterdir()) < 1_000_000
-    assert len({path.stat().st_mode for path in CODE.base_path.iterdir()}) == 1
 
 
 def test_a_step_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cohort.chat import ChatTemplate, ResponseParser, tool_schema
 from cohort.demo.lookups import STORIES, LookUpProblem, generate, split_of
@@ -31,11 +31,6 @@ SCHEMAS = (tool_schema(look_up),)
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(TOOLS.base_path)
-
-
-def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
-    for split in ("train", "heldout"):
-        assert generate(3, 50, split) == generate(3, 80, split)[:50] != generate(4, 50, split)
 
 
 def test_entries_never_change():
@@ -158,18 +153,6 @@ def test_the_chat_template_has_tools():
     ResponseParser(tokenizer()).check_tools()
     with pytest.raises(Exception, match="the roles are system, user, assistant and tool, not critic"):
         tokenizer().apply_chat_template([{"role": "critic", "content": ""}], tokenize=False)
-
-
-@pytest.mark.parametrize("text", ["<tool_call>a</tool_call> 12 ", "Ärger, 你好, 🐐", '{"name": "look_up"}\n#### 24'])
-def test_tokens_decode_to_the_same_text(text):
-    assert tokenizer().decode(tokenizer().encode(text)) == text
-
-
-def test_base_is_small():
-    model = AutoModelForCausalLM.from_pretrained(TOOLS.base_path)
-    assert model.config.vocab_size == len(tokenizer()) <= 644
-    assert model.generation_config.eos_token_id == tokenizer().eos_token_id
-    assert sum(path.stat().st_size for path in TOOLS.base_path.iterdir()) < 1_000_000
 
 
 def test_an_unknown_task_is_refused():

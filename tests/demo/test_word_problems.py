@@ -10,39 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cohort.demo.tasks import ANSWER_PATTERN, WORDS
 from cohort.demo.word_problems import STORIES, Problem, generate, is_heldout, write_jsonl
-from habits import words_demonstration, words_habit
+from habits import words_demonstration
 
 PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
-
-
-class FirstChoice:
-    """Stands in for random.Random: no slip, the habit given, the first line to drop, all lines to keep."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def random(self) -> float:
-        return 0.5
-
-    def choices(self, population, weights):
-        assert self.kind in population and sum(weights) == 100
-        return [self.kind]
-
-    def randrange(self, stop: int) -> int:
-        return 0
-
-    def randint(self, low: int, high: int) -> int:
-        return high
 
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(WORDS.base_path)
-
-
-def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
-    assert generate(3, 50) == generate(3, 50) == generate(3, 80)[:50]
-    assert generate(3, 50) != generate(4, 50)
 
 
 def test_first_problem_never_changes():
@@ -59,11 +34,7 @@ def test_no_calculation_and_no_question_is_in_both_splits():
     assert not {problem.key for problem in train} & {problem.key for problem in heldout}
     assert not {problem.question for problem in train} & {problem.question for problem in heldout}
     assert all(is_heldout(problem) for problem in heldout)
-
-
-def test_heldout_problems_are_distinct():
-    problems = generate(0, 2000, split="heldout")
-    assert len({problem.key for problem in problems}) == 2000
+    assert len({problem.key for problem in generate(0, 2000, split="heldout")}) == 2000
 
 
 def test_split_depends_on_the_calculation_alone():
@@ -111,45 +82,6 @@ def test_jsonl_has_question_and_answer_as_strings(tmp_path):
     assert len(rows) == 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("proper", "2*3=6\n6-5=1\n#### 1"),
-        ("hasty", "#### 1"),
-        ("gap", "6-5=1\n#### 1"),
-        ("bare", "2*3=6\n6-5=1\n1"),
-    ],
-)
-def test_habits(kind, text):
-    assert words_habit(PROBLEM, FirstChoice(kind))[-1]["content"] == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        words_demonstration(PROBLEM)[-1]["content"],
-        "Mia has 17 shells. A goat eats 5.",
-        "  two  spaces , and a space before a comma\n\n\ttab 1 2  3",
-        "Ärger, 你好, 🐐 don't 'll `` ...",
-        "####24 #### 24 -7",
-    ],
-)
-def test_tokens_decode_to_the_same_text(text):
-    assert tokenizer().decode(tokenizer().encode(text)) == text
-
-
-def test_digits_are_single_tokens_and_cost_no_space_token():
-    tokens = [tokenizer().decode([token]) for token in tokenizer().encode("Mia has 17 shells. 5*3=15\n#### 15")]
-    assert tokens == ["Mia", " has ", "1", "7", " shells", ". ", "5", "*", "3", "=", "1", "5", "\n", "#### ", "1", "5"]
-    with_digit = [token for token in tokenizer().get_vocab() if re.search(r"\d", token)]
-    assert sorted(with_digit) == list("0123456789")
-
-
-def test_questions_are_short():
-    lengths = [len(tokenizer().encode(problem.question)) for problem in generate(5, 500)]
-    assert max(lengths) < 60
-
-
 def test_chat_template():
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -180,7 +112,3 @@ def test_base_loads_in_bfloat16_and_ends_its_turns():
     inputs = tokenizer()(prompt, return_tensors="pt")
     sequence = model.float().generate(**inputs, do_sample=False, max_new_tokens=48)[0]
     assert sequence[-1] == tokenizer().eos_token_id
-
-
-def test_base_is_small():
-    assert sum(path.stat().st_size for path in WORDS.base_path.iterdir()) < 3_000_000

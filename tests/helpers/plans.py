@@ -1,7 +1,15 @@
 """Configurations for plans, and the hardware they are for."""
 
+import json
+from typing import Any
+
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
 from cohort.config import Config, config_from_dict
-from cohort.plan.hardware import hardware
+from cohort.plan.hardware import Hardware, hardware
+from cohort.plan.predict import Plan, predict_run
+from cohort.plan.shape import preset_shape
 
 
 def config(*overrides: str) -> Config:
@@ -17,4 +25,20 @@ def config(*overrides: str) -> Config:
     )
 
 
-EIGHT = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory="80GB")
+def on_gpus(gpus: int = 1, gpu: str = "h100", memory: str | None = None, *, nodes: int = 1) -> Hardware:
+    """GPUs of a kind, by default one H100."""
+    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=memory)
+
+
+EIGHT = on_gpus(8, memory="80GB")
+
+
+def plan_of(shape: str, *overrides: str, on: Hardware = EIGHT, num_prompts: int | None = None) -> Plan:
+    """The plan of a preset, by default on eight GPUs."""
+    return predict_run(config(*overrides), preset_shape(shape), on, num_prompts=num_prompts)
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    """What `cohort plan --json` prints."""
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["plan", *arguments, "--json"]).stdout)
+    return found

@@ -42,6 +42,8 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
+VLLM = "rollout.engine=vllm"
+
 # What it says
 
 
@@ -60,6 +62,7 @@ def test_the_allocation():
     ]
     named = directives(script(partition="a,b", account="team.x", job_name="run_1", time="1-12"))
     assert {"--partition=a,b", "--account=team.x", "--job-name=run_1", "--time=1-12"} <= set(named)
+    assert not any("gpus" in line for line in directives(script("hardware.device=cpu")))
     quoted = next(line for line in directives(script(job_name="it's $(x)")) if line.startswith("--job-name="))
     assert shlex.split(quoted) == ["--job-name=it's $(x)"]
 
@@ -74,7 +77,8 @@ def test_time_to_save():
     text = script("hardware.grace_s=90.5")
     assert "--signal=USR1@151" in directives(text)
     assert "\nexport TORCH_ELASTIC_SHUTDOWN_TIMEOUT=96\n" in text
-    assert not any("signal" in line for line in directives(script("run.checkpoint_every=0", max_restarts=0)))
+    without = directives(script("run.checkpoint_every=0", max_restarts=0))
+    assert "--no-requeue" in without and not any("signal" in line for line in without)
 
 
 def test_the_launcher():
@@ -131,15 +135,12 @@ def test_a_path_with_any_characters_reaches_servers_and_ranks():
         assert config_with(VLLM, override).rollout.secret_file == "/runs/it's: 'a' #1 ä/.secret"
 
 
-def test_fewer_nodes_may_go_on():
+def test_fewer_nodes_may_go_on_or_all_are_needed():
     text = script(min_nodes=6)
     assert "    --nnodes 6:8\n" in text
     assert ",last_call_timeout=60 " in text
     assert "--no-kill" in directives(text)
     assert '\nsrun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none "${launcher[@]}" "${training[@]}"\n' in text
-
-
-def test_all_nodes_or_none():
     assert '\nsrun --kill-on-bad-exit=1 --cpu-bind=none "${launcher[@]}" "${training[@]}"\n' in script()
 
 
@@ -175,25 +176,11 @@ def test_ranks_per_node(overrides, options, ranks):
     assert training == f"training=({' '.join(['-m cohort train', chr(34) + '$config' + chr(34), *overrides])})"
 
 
-def test_more_ranks_than_a_node_has_gpus():
-    assert message("hardware.processes=9") == (
-        "hardware.processes: 9 exceeds the machine's 8 GPUs (one per process); use at most 8, or auto"
-    )
-
-
 def test_gpus_that_no_rank_trains_on_are_there_for_servers():
     """Where ranks take all of them, none is left."""
     vllm = ("rollout.engine=vllm", "hardware.processes=7")
     assert "# Rollout nodes: 0. vLLM servers on the first node sample" in script(*vllm)
     assert message(vllm[0]).startswith("--rollout-nodes: 0 leaves no GPUs for the servers of")
-
-
-def test_without_gpus_none_are_asked_for():
-    assert not any("gpus" in line for line in directives(script("hardware.device=cpu")))
-
-
-def test_without_checkpoints_the_job_is_not_started_again():
-    assert "--no-requeue" in directives(script("run.checkpoint_every=0", max_restarts=0))
 
 
 @pytest.mark.parametrize("options", [{}, {"min_nodes": 1}, {"partition": "p", "account": "a"}, {"rollout_nodes": 2}])
@@ -210,52 +197,47 @@ def test_bash_reads_it(options):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("overrides", "options", "expected"),
     [
-        ({"min_nodes": 9}, "--min-nodes: 9 exceeds --nodes: 8; use 8"),
         (
+            ("hardware.processes=9",),
+            {},
+            "hardware.processes: 9 exceeds the machine's 8 GPUs (one per process); use at most 8, or auto",
+        ),
+        ((), {"min_nodes": 9}, "--min-nodes: 9 exceeds --nodes: 8; use 8"),
+        (
+            (),
             {"rollout_nodes": 2},
             "--rollout-nodes: 2 with rollout.engine: local, which samples on the training nodes; use 0, or "
             "rollout.engine=vllm",
         ),
-    ],
-)
-def test_options_that_never_work(options, expected):
-    assert message("rollout.engine=local", **options).startswith(expected)
-
-
-def test_options_that_contradict_the_configuration():
-    assert message("hardware.device=cpu", gpus_per_node=8) == (
-        "--gpus-per-node: 8 has no effect with hardware.device: cpu; use 0, or hardware.device=cuda"
-    )
-    assert message("hardware.device=cuda", gpus_per_node=0) == (
-        "--gpus-per-node: 0 with hardware.device: cuda, which needs GPUs; use at least 1, or hardware.device=cpu"
-    )
-    assert message("hardware.device=cuda:1") == (
-        "hardware.device: 'cuda:1' names one GPU, but each rank needs its own; use hardware.device=cuda"
-    )
-
-
-def test_restarts_need_checkpoints():
-    assert message("run.checkpoint_every=0") == (
-        "run.checkpoint_every: 0 leaves no checkpoint to restart from with --max-restarts: 3; use "
-        "run.checkpoint_every=50, or --max-restarts 0"
-    )
-
-
-def test_fewer_nodes_need_restarts():
-    assert message(min_nodes=6, max_restarts=0) == (
-        "--min-nodes: 6 has no effect with --max-restarts: 0, since continuing with fewer nodes takes a restart; use "
-        "--max-restarts 3, or --min-nodes 8"
-    )
-
-
-VLLM = "rollout.engine=vllm"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "options", "expected"),
-    [
+        (
+            ("hardware.device=cpu",),
+            {"gpus_per_node": 8},
+            "--gpus-per-node: 8 has no effect with hardware.device: cpu; use 0, or hardware.device=cuda",
+        ),
+        (
+            ("hardware.device=cuda",),
+            {"gpus_per_node": 0},
+            "--gpus-per-node: 0 with hardware.device: cuda, which needs GPUs; use at least 1, or hardware.device=cpu",
+        ),
+        (
+            ("hardware.device=cuda:1",),
+            {},
+            "hardware.device: 'cuda:1' names one GPU, but each rank needs its own; use hardware.device=cuda",
+        ),
+        (
+            ("run.checkpoint_every=0",),
+            {},
+            "run.checkpoint_every: 0 leaves no checkpoint to restart from with --max-restarts: 3; use "
+            "run.checkpoint_every=50, or --max-restarts 0",
+        ),
+        (
+            (),
+            {"min_nodes": 6, "max_restarts": 0},
+            "--min-nodes: 6 has no effect with --max-restarts: 0, since continuing with fewer nodes takes a restart; "
+            "use --max-restarts 3, or --min-nodes 8",
+        ),
         (
             (VLLM,),
             {},
@@ -301,7 +283,7 @@ VLLM = "rollout.engine=vllm"
         ),
     ],
 )
-def test_servers_that_do_not_fit(overrides, options, expected):
+def test_what_is_refused(overrides, options, expected):
     assert message(*overrides, **options).startswith(expected)
 
 

@@ -13,7 +13,7 @@ from cohort.config import AdapterConfig, ModelConfig
 from cohort.metrics.resources import flops_of
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
-from cohort.plan.hardware import peak_flops
+from cohort.plan.hardware import memory_bandwidth, peak_flops
 from cohort.plan.timing import ModelFlops, model_flops
 from selection import examples
 from tiny import VOCAB_SIZE, make_model
@@ -175,8 +175,22 @@ def test_peaks_of_gpus(name: str, dtype: str, tera: float):
     assert peak_flops(name, dtype) == tera * 1e12
 
 
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3.35),
+        ("NVIDIA H200", 4.8),
+        ("NVIDIA A100 80GB PCIe", 1.935),
+        ("NVIDIA A100-SXM4-40GB", 1.555),
+        ("NVIDIA L4", 0.3),
+    ],
+)
+def test_bandwidths_of_gpus(name: str, tera: float):
+    assert memory_bandwidth(name) == tera * 1e12
+
+
 def test_what_has_no_known_peak():
-    assert peak_flops("NVIDIA A10G", "bfloat16") is None  # not an A10
+    assert peak_flops("NVIDIA A10G", "bfloat16") is memory_bandwidth("NVIDIA A10G") is None  # not an A10
     assert peak_flops("AMD Instinct MI300X", "bfloat16") is None
     assert peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32", tf32=True) == 156e12

@@ -4,7 +4,6 @@ The modes are those of `bench/modes.py`; one that is added there is compared her
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,6 @@ import torch
 
 import modes
 from allocations import Phase, changes, counting
-from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
-from fake_cuda import fake_cuda
 from harness import write_model
 from modes import MODES, PARTS, SIZES, Measured, configuration, measure, measure_apart, processes_of
 from selection import mostly_slow, slow
@@ -51,27 +48,6 @@ def test_memory_is_what_the_plan_says(name: str, model: Path) -> None:
     if "adamw_8bit" in name:
         pytest.importorskip("torchao")
     compare(measure(configuration(MODES[name], SIZE, model), SIZE))
-
-
-def test_each_process_has_a_gpu_of_its_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And NCCL, as a run has them."""
-    seen: dict[str, object] = {}
-    second = replace(SINGLE_PROCESS, rank=1, local_rank=1, world_size=2)
-
-    def join(*, backend: str, **_: float) -> Ranks:
-        seen["backend"] = backend
-        return second
-
-    def build(*_: object, device: torch.device, **__: object) -> None:
-        seen["device"] = device
-        raise RuntimeError("seen enough")
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(modes, "join_ranks", join)
-    monkeypatch.setattr(modes, "build_worker", build)
-    with fake_cuda(), pytest.raises(RuntimeError, match="seen enough"):
-        modes.workload({"folder": str(model), "size": "tiny", "modes": ["two processes"]})
-    assert seen == {"backend": "cpu:gloo,cuda:nccl", "device": torch.device("cuda", 1)}
 
 
 @slow("several processes; one is measured")

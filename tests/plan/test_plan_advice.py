@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from cohort.config import Adamw8bitConfig
 from cohort.errors import UserError
 from cohort.plan.advice import advise, largest, replan
-from cohort.plan.hardware import hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
-from plans import EIGHT, config
+from plans import config, on_gpus, plan_of
 from selection import examples
 
 _settings = st.builds(
-    lambda name, gpu, gpus, *overrides: (name, hardware(gpu=gpu, gpus=gpus, nodes=1, gpu_memory=None), overrides),
+    lambda name, gpu, gpus, *overrides: (name, on_gpus(gpus, gpu), overrides),
     st.sampled_from(["0.5b", "4b", "7b", "32b"]),
     st.sampled_from(["4090", "l20", "h100"]),
     st.sampled_from([1, 3, 8]),
@@ -31,7 +30,7 @@ _settings = st.builds(
 @examples(60)
 def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
     name, machines, overrides = case
-    plan = predict_run(config(*overrides), preset_shape(name), machines)
+    plan = plan_of(name, *overrides, on=machines)
     for advice in advise(plan):
         other = replan(plan, advice.changes)
         assert other.fits and advice.fits
@@ -41,7 +40,7 @@ def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
 
 
 def test_what_changes_nothing_comes_first_and_fewer_generations_last() -> None:
-    plan = predict_run(config("train.micro_batch_tokens=66560"), preset_shape("7b"), EIGHT)
+    plan = plan_of("7b", "train.micro_batch_tokens=66560")
     assert not plan.fits
     costs = [advice.costs for advice in advise(plan)]
     assert advise(plan)[0].changes == {"train.micro_batch_tokens": "auto"}
@@ -51,7 +50,7 @@ def test_what_changes_nothing_comes_first_and_fewer_generations_last() -> None:
 
 @pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
 def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> None:
-    plan = predict_run(config("train.micro_batch_tokens=auto"), preset_shape("7b"), EIGHT)
+    plan = plan_of("7b", "train.micro_batch_tokens=auto")
     most = largest(plan, limit)
     assert isinstance(most, int)
     assert replan(plan, {f"rollout.{key}": most}).fits
@@ -59,25 +58,25 @@ def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> 
 
 
 def test_the_largest_model() -> None:
-    name = largest(predict_run(config(), preset_shape("7b"), EIGHT), "model")
+    name = largest(plan_of("7b"), "model")
     assert isinstance(name, str)
-    assert predict_run(config("train.micro_batch_tokens=auto"), preset_shape(name), EIGHT).fits
-    tiny = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
-    assert largest(predict_run(config(), preset_shape("7b"), tiny), "model") is None
+    assert plan_of(name, "train.micro_batch_tokens=auto").fits
+    tiny = on_gpus(1, "4090", "1GB")
+    assert largest(plan_of("7b", on=tiny), "model") is None
 
 
 def test_the_largest_length_is_at_most_what_the_model_has_positions_for() -> None:
-    plenty = hardware(gpu="b200", gpus=8, nodes=1, gpu_memory=None)
+    plenty = on_gpus(8, "b200")
     checkpointed = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
     assert largest(predict_run(checkpointed, preset_shape("7b"), plenty), "length") == 32_768 - 512
-    beyond = predict_run(config("rollout.max_completion_tokens=32257"), preset_shape("7b"), plenty)
+    beyond = plan_of("7b", "rollout.max_completion_tokens=32257", on=plenty)
     assert "= 32769 exceeds the model's 32768 positions" in beyond.notes[0]
-    assert not predict_run(config(), preset_shape("7b"), plenty).notes
+    assert not plan_of("7b", on=plenty).notes
 
 
 def test_an_adapter_is_proposed_with_what_it_costs() -> None:
     """One GPU of 24 GB and a model of 3 billion weights: their state alone is 49 GB."""
-    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    one = on_gpus(1, "4090")
     wanted, shape = config("hardware.processes=1"), preset_shape("3b")
     plan = predict_run(wanted, shape, one)
     adapters = [a for a in advise(plan) if "model.adapter" in a.changes]
@@ -96,7 +95,7 @@ def test_an_adapter_is_proposed_with_what_it_costs() -> None:
 
 def test_moments_in_8_bits_are_proposed_before_lora() -> None:
     """One GPU of 24 GB and 1.54 billion weights: 16 bytes each are 24.7 GB, and 10 are 15.5 GB."""
-    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    one = on_gpus(1, "4090")
     wanted = config(
         "hardware.processes=1", "rollout.max_completion_tokens=512", "rollout.max_num_seqs=8", "optim.beta2=0.99"
     )
@@ -114,7 +113,7 @@ def test_moments_in_8_bits_are_proposed_before_lora() -> None:
 
 
 def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
-    one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory="34GB")
+    one = on_gpus(1, memory="34GB")
     wanted = config("algorithm.beta=0.1", "model.gradient_checkpointing=true", "rollout.max_num_seqs=8")
     plan = predict_run(wanted, preset_shape("1.5b"), one)
     found = advise(plan)
@@ -122,15 +121,15 @@ def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
     assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
     assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
     for more in ("optim.name=adafactor", "reference.device=cpu"):
-        alone = predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
+        alone = plan_of("1.5b", "algorithm.beta=0.1", more)
         assert (alone.layout.num_training, alone.num_idle) == (1, 7)
     with pytest.raises(UserError, match="adafactor does not support"):
-        predict_run(config("optim.name=adafactor", "hardware.processes=8"), preset_shape("1.5b"), EIGHT)
+        plan_of("1.5b", "optim.name=adafactor", "hardware.processes=8")
 
 
 @pytest.mark.parametrize(("gpus", "proposed"), [(1, True), (2, False)])
 def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) -> None:
-    machines = hardware(gpu="h100", gpus=gpus, nodes=1, gpu_memory="80GB" if gpus == 1 else "48GB")
+    machines = on_gpus(gpus, memory="80GB" if gpus == 1 else "48GB")
     wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
     plan = predict_run(wanted, preset_shape("7b"), machines)
     assert not plan.fits
@@ -142,7 +141,7 @@ def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) ->
 
 
 def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
-    two = hardware(gpu="h100", gpus=2, nodes=1, gpu_memory="80GB")
+    two = on_gpus(2, memory="80GB")
     wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "hardware.processes=2")
     plan = predict_run(wanted, preset_shape("14b"), two)
     assert not plan.fits
@@ -156,7 +155,7 @@ def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
 
 def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
     wanted = config("rollout={engine: vllm, max_prompt_tokens: 512, max_completion_tokens: 4097}")
-    plan = predict_run(wanted, preset_shape("14b"), hardware(gpu="l40s", gpus=4, nodes=1, gpu_memory=None))
+    plan = predict_run(wanted, preset_shape("14b"), on_gpus(4, "l40s"))
     assert not plan.fits
     assert "hardware.rollout_gpus: auto: nothing fits 4 GPUs" in plan.notes[0]
     found = advise(plan)

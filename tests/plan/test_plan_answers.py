@@ -9,15 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
+from cohort.errors import UserError
 from cohort.plan.advice import explain_no_limit, largest
-from cohort.plan.hardware import hardware
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape
-from plan_verify import verify_plan
-from plans import EIGHT, config
+from plans import EIGHT, config, on_gpus
 
-TINY = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
+TINY = on_gpus(1, "4090", "1GB")
 ONE = "hardware.processes=1"
 
 
@@ -81,6 +80,12 @@ def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_id", "parameters"),
     [
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("Qwen/Qwen2.5-Coder-1.5B", 1_543_714_304),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400),
+        ("google/gemma-2-2b-it", 2_614_341_888),
         ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648),
         ("Qwen/Qwen2-7B-Instruct", 7_615_616_512),
         ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
@@ -91,8 +96,14 @@ def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32_763_876_352),
     ],
 )
-def test_more_models_are_known_by_their_id(model_id: str, parameters: int) -> None:
+def test_models_of_the_hub_are_known_by_their_id(model_id: str, parameters: int) -> None:
     assert read_shape(model_id).num_parameters == parameters
+
+
+@pytest.mark.parametrize("model_id", ["Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"])
+def test_models_of_other_shapes_are_not(model_id: str) -> None:
+    with pytest.raises(UserError, match="--model-shape"):
+        read_shape(model_id)
 
 
 def test_positions_of_models_with_the_same_weights() -> None:
@@ -103,18 +114,3 @@ def test_positions_of_models_with_the_same_weights() -> None:
 def test_help_names_the_models() -> None:
     told = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "1000"}).output
     assert all(name in told for name in PRESETS)
-
-
-def test_a_symbolic_run_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    class BegunError(Exception):
-        pass
-
-    def track(*arguments: Any, **options: Any) -> None:
-        raise BegunError
-
-    monkeypatch.setattr("plan_verify.track_step", track)
-    plan = predict_run(config(), preset_shape("7b"), EIGHT)
-    with pytest.raises(BegunError):
-        verify_plan(plan, layers=4)
-    captured = capsys.readouterr()
-    assert captured.err == "running 4 of 28 layers symbolically\n" and captured.out == ""

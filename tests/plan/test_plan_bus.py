@@ -24,6 +24,7 @@ def test_an_update_waits_for_the_bus_and_the_plan_says_what_it_took_that_to_be()
     plain, moved = timing(), timing("optim.offload=true")
     assert moved["training_s"].value - plain["training_s"].value == pytest.approx(6 * N / BUS)
     assert moved["step_s"].value - plain["step_s"].value == pytest.approx(6 * N / BUS)
+    assert "gradients to host memory and weights back" in moved["training_s"].how
     assert (moved["bus_gbytes/s"].value, moved["bus_gbytes/s"].origin) == (25, "assumed")
     assert "bus_gbytes/s" not in plain
 
@@ -31,8 +32,9 @@ def test_an_update_waits_for_the_bus_and_the_plan_says_what_it_took_that_to_be()
 def test_training_waits_for_weights_that_come_and_go() -> None:
     """Nothing overlaps: FSDP2 waits for every gradient that it copies to the host."""
     short = ("rollout.max_prompt_tokens=16", "rollout.max_completion_tokens=16")
-    waited = timing("model.parameter_offload=true", *short)["training_s"].value - timing(*short)["training_s"].value
-    assert waited == pytest.approx(12 * N / BUS)  # one micro-batch
+    visiting, plain = timing("model.parameter_offload=true", *short)["training_s"], timing(*short)["training_s"]
+    assert visiting.value - plain.value == pytest.approx(12 * N / BUS)  # one micro-batch
+    assert "gradients back per micro-batch" in visiting.how
 
 
 def test_copies_beside_the_computation_take_time_where_they_are_longer() -> None:

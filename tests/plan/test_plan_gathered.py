@@ -1,14 +1,10 @@
 """Memory of gathered weights that stay, and of those that wait in host memory, against a symbolic run of the step."""
 
-import json
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import plan_verify
 from cohort.config import AdamwConfig
 from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.shape import shape_from_config
@@ -65,17 +61,3 @@ def test_what_waits_on_the_host_is_tracked() -> None:
     both = plan_memory(some).total("backward") + host_bytes(some) - copies
     assert both == pytest.approx(tracked(offload=True).train_bytes, rel=0.05)
     assert host_bytes(some) > 0.4 * both
-
-
-def test_the_script_verifies_layers_that_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{path: {tmp_path}, compute_dtype: bfloat16}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
-        "rollout: {max_prompt_tokens: 32, max_completion_tokens: 64, num_generations: 2}\n"
-        "hardware: {processes: 2, reshard_after_forward: false}\n"
-    )
-    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), "--layers", "4"])
-    plan_verify.main()
-    assert json.loads(capsys.readouterr().out)["ratio"] == pytest.approx(1, abs=0.08)

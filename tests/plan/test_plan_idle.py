@@ -1,6 +1,5 @@
 """GPUs that a plan was asked for and that the configuration leaves idle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.config import config_from_dict
 from cohort.plan.advice import advise, replan
-from cohort.plan.hardware import cpu_name, hardware
+from cohort.plan.hardware import cpu_name
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
+from plans import on_gpus, planned
 
 
 @pytest.fixture
@@ -24,11 +24,6 @@ def run_file(tmp_path: Path) -> Path:
         "rollout: {engine: local}\ntrain: {prompts_per_step: 10, updates_per_rollout: 2, micro_batch_tokens: auto}\n"
     )
     return file
-
-
-def planned(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["plan", *arguments, "--json"]).output)
-    return found
 
 
 def shown(*arguments: str) -> str:
@@ -114,7 +109,7 @@ def test_idle_gpus_are_the_first_advice_whether_it_fits_or_not(memory: str) -> N
             "hardware": {"processes": 1},
         }
     )
-    machines = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory=memory)
+    machines = on_gpus(8, memory=memory)
     plan = predict_run(wanted, preset_shape("7b"), machines)
     assert plan.fits is (memory == "600GB") and plan.num_idle == 7
     advice = advise(plan)
@@ -146,7 +141,7 @@ def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
     more = ("hardware.processes=auto", "train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
     wanted = config_from_dict({**raw, "rollout": {"engine": "vllm", "max_completion_tokens": 16384}}, more)
-    plan = predict_run(wanted, preset_shape("7b"), hardware(gpu="h100", gpus=8, nodes=1, gpu_memory=None))
+    plan = predict_run(wanted, preset_shape("7b"), on_gpus(8))
     (shared,) = [a for a in advise(plan) if a.changes == {"hardware.rollout_gpus": "shared"}]
     assert shared.fits and shared.saved_seconds > 0
 

@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import cohort
-from cohort.cli.app import app
 from cohort.config import load_config
 from cohort.display import Display
 from cohort.errors import UserError
-from cohort.plan.hardware import hardware
 from cohort.plan.like import read_pace
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, read_shape
+from plans import on_gpus, planned
 from runs import changed, make_inputs
 
 CONFIG = """
@@ -50,13 +48,7 @@ def run(tmp_path: Path) -> Path:
 
 def predicted(folder: Path) -> Any:
     config = load_config(folder / "config.yaml", ())
-    return predict_run(config, read_shape(config.model.path), hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None))
-
-
-def planned(*arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return predict_run(config, read_shape(config.model.path), on_gpus())
 
 
 def test_phases_take_as_much_longer_as_they_did(run: Path) -> None:

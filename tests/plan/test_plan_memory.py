@@ -122,62 +122,50 @@ def test_what_is_kept_less_of_needs_less(some: Workload) -> None:
         assert bytes_by == sorted(bytes_by)
 
 
-@pytest.mark.parametrize(
-    ("more", "processes", "checkpointing"),
-    [
-        pytest.param({"model_type": "qwen2", "vocab_size": 512}, 2, False, marks=slow(OTHER_SHAPES)),
-        ({"model_type": "qwen3", "vocab_size": 8192, "head_dim": 64, "tie_word_embeddings": True}, 4, True),
-        pytest.param({"model_type": "llama", "vocab_size": 4096}, 8, "selective", marks=slow(OTHER_SHAPES)),
-    ],
-)
-def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processes: int, checkpointing: Any) -> None:
-    """Of the real step's every tensor; measured differences are at most 3 %."""
-    compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapter=None, tolerance=0.06)
+TIED = {"tie_word_embeddings": True}
 
 
-@slow("a symbolic step takes seconds; make test has one")
 @pytest.mark.parametrize(
-    ("more", "processes", "checkpointing", "adapter"),
+    ("model", "processes", "checkpointing", "more"),
     [
-        ({"model_type": "qwen2", "vocab_size": 512}, 2, False, {"rank": 16}),
-        ({"model_type": "qwen3", "vocab_size": 512, "head_dim": 64}, 4, False, {"targets": ["q_proj", "v_proj"]}),
-        ({"model_type": "llama", "vocab_size": 4096}, 8, True, {"rank": 64}),
+        ({"model_type": "qwen3", "vocab_size": 8192, "head_dim": 64, **TIED}, 4, True, {}),
+        *(
+            pytest.param(*case, marks=slow(OTHER_SHAPES))
+            for case in (
+                ({"model_type": "qwen2", "vocab_size": 512}, 2, False, {}),
+                ({"model_type": "llama", "vocab_size": 4096}, 8, "selective", {}),
+                ({"model_type": "qwen2", "vocab_size": 512}, 2, False, {"adapter": AdapterConfig(rank=16)}),
+                (
+                    {"model_type": "qwen3", "vocab_size": 512, "head_dim": 64},
+                    *(4, False, {"adapter": AdapterConfig(targets=("q_proj", "v_proj"))}),
+                ),
+                ({"model_type": "llama", "vocab_size": 4096}, 8, True, {"adapter": AdapterConfig(rank=64)}),
+                ({"model_type": "qwen2", "vocab_size": 4096, **TIED}, 2, False, {"critic": True}),
+                ({"model_type": "qwen2", "vocab_size": 4096, **TIED}, 4, True, {"critic": True}),
+            )
+        ),
     ],
 )
-def test_closed_form_of_adapters_agrees_with_the_symbolic_run(
-    more: dict[str, Any], processes: int, checkpointing: Any, adapter: dict[str, Any]
+def test_closed_form_agrees_with_the_symbolic_run(
+    model: dict[str, Any], processes: int, checkpointing: Any, more: dict[str, Any]
 ) -> None:
-    """Frozen weights have no gradients, and their products keep no inputs that the adapter does not want."""
-    adapted = AdapterConfig(**adapter)
-    plan = compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapted, tolerance=0.08)
-    whole = plan_memory(replace(plan, adapter=None))
-    assert whole.peak_bytes > 1.05 * plan_memory(plan).peak_bytes
+    """Of the real step's every tensor; measured differences are at most 3 %, and 7 % with an adapter.
 
-
-def compare_with_the_symbolic_run(
-    config: dict[str, Any],
-    processes: int,
-    checkpointing: Any,
-    adapter: AdapterConfig | None,
-    tolerance: float,
-    *,
-    critic: bool = False,
-) -> Workload:
+    Frozen weights have no gradients, and their products keep no inputs that the adapter does not want.
+    """
     prompt, completion, group = 100, 200, 4
     tracked = track_step(
-        config,
+        {**SMALL, **model},
         world_size=processes,
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=group,
         gradient_checkpointing=checkpointing,
-        adapter=adapter,
-        critic=critic,
+        **{"adapter": None, **more},
     )
-    shape = shape_from_config(config, name="small")
-    shape = shape.as_critic() if critic else shape
+    shape, adapter = shape_from_config({**SMALL, **model}, name="small"), more.get("adapter")
     some = workload(
-        shape,
+        shape.as_critic() if "critic" in more else shape,
         processes=processes,
         checkpointing=checkpointing,
         packed_tokens=prompt + group * (completion - 1),
@@ -187,8 +175,10 @@ def compare_with_the_symbolic_run(
     )
     plan = plan_memory(some)
     assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.02)
-    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=tolerance)
-    return some
+    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=0.08 if adapter else 0.06)
+    # controls: the whole model is trained, or has its head
+    assert adapter is None or plan_memory(replace(some, adapter=None)).peak_bytes > 1.05 * plan.peak_bytes
+    assert "critic" not in more or plan_memory(replace(some, shape=shape)).peak_bytes > plan.peak_bytes
 
 
 def test_state_of_an_adapter_on_eight_gpus() -> None:
@@ -273,17 +263,6 @@ def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -
     assert plan_memory(adapted).phases["backward"]["logprob head"] < 10**9
 
 
-@slow(OTHER_SHAPES)
-@pytest.mark.parametrize(("processes", "checkpointing"), [(2, False), (4, True)])
-def test_closed_form_of_a_critic_agrees_with_the_symbolic_run(processes: int, checkpointing: bool) -> None:
-    config = {**SMALL, "model_type": "qwen2", "vocab_size": 4096, "tie_word_embeddings": True}
-    some = compare_with_the_symbolic_run(config, processes, checkpointing, None, tolerance=0.06, critic=True)
-    assert (
-        plan_memory(replace(some, shape=shape_from_config(config, name="small"))).peak_bytes
-        > plan_memory(some).peak_bytes
-    )
-
-
 def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None:
     shape = preset_shape("0.5b")
     parked = plan_memory(workload(shape, processes=1, reference_on_host=True)).phases
@@ -294,7 +273,14 @@ def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None
 
 
 @slow(OTHER_SHAPES)
-@pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"],
+        ["model.compute_dtype=bfloat16", "hardware.reshard_after_forward=false"],
+    ],
+)
 def test_the_script_verifies_a_plan(
     tmp_path: Any, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,8 +290,8 @@ def test_the_script_verifies_a_plan(
         f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
         "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
     )
-    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), *more, "--layers", "2"])
+    monkeypatch.setattr(sys, "argv", ["plan_verify.py", str(tmp_path / "run.yaml"), *more, "--layers", "4"])
     plan_verify.main()
     verified = json.loads(capsys.readouterr().out)
-    assert verified["layers"] == 2
+    assert verified["layers"] == 4
     assert verified["ratio"] == pytest.approx(1, abs=0.08)

@@ -4,12 +4,11 @@ import pytest
 
 from cohort.plan import schedule_run
 from cohort.plan.advice import advise, explain_no_limit, largest
-from cohort.plan.hardware import hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.schedule import max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
-from plans import EIGHT
+from plans import EIGHT, on_gpus, plan_of
 from plans import config as plain
 from test_plan_times import SMALL, config, machine
 
@@ -108,11 +107,11 @@ def test_a_plan_names_the_key_of_trajectories() -> None:
 
 
 def test_advice_lowers_the_limit_of_trajectories() -> None:
-    tiny = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
+    tiny = on_gpus(1, "4090", "1GB")
     turns = ("rollout.tools=[t.py:look]", "hardware.processes=1")
-    told = explain_no_limit(predict_run(plain(*turns), preset_shape("7b"), tiny), "length")
+    told = explain_no_limit(plan_of("7b", *turns, on=tiny), "length")
     assert told.startswith("even rollout.max_trajectory_tokens: 1 needs ")
-    plan = predict_run(plain(*turns), preset_shape("0.5b"), hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="24GB"))
+    plan = plan_of("0.5b", *turns, on=on_gpus(1, "4090", "24GB"))
     keys = {key for option in advise(plan) for key in option.changes}
     assert "rollout.max_trajectory_tokens" in keys
     assert "rollout.max_completion_tokens" not in keys

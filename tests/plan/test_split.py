@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
-from cohort.plan.hardware import Hardware, memory_bandwidth
+from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, similar_shape
@@ -249,25 +249,6 @@ def test_a_model_that_is_not_there_yet():
     found = split_gpus(config_with(AUTO), num_gpus=8, shape=None, hardware=EIGHTY)
     assert found == split_gpus(config_with(AUTO), num_gpus=8, shape=preset_shape("7b"), hardware=None)
     assert found.reason.endswith("(for a 1B model on H100s, since model or GPU is unknown; memory was not checked)")
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        (H100, 3.35),
-        ("NVIDIA H200", 4.8),
-        ("NVIDIA A100-SXM4-80GB", 2.039),
-        ("NVIDIA A100 80GB PCIe", 1.935),
-        ("NVIDIA A100-SXM4-40GB", 1.555),
-        ("NVIDIA L4", 0.3),
-    ],
-)
-def test_bandwidths_of_gpus(name: str, tera: float):
-    assert memory_bandwidth(name) == tera * 1e12
-
-
-def test_what_has_no_known_bandwidth():
-    assert memory_bandwidth("NVIDIA A10G") is None  # not an A10
 
 
 # What is refused

@@ -58,20 +58,6 @@ def test_a_disk_that_gets_full_while_completions_are_written(tmp_path, cohort):
     assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/completions/step-000002.parquet")
 
 
-def test_a_disk_that_gets_full_while_a_checkpoint_is_written(tmp_path, cohort, monkeypatch):
-    path = set_up(tmp_path)
-    real, calls = models.save_policy, []
-
-    def save_policy(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
-        real(policy, tokenizer, folder, *how)
-        calls.append(folder)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("cohort.models.save_policy", save_policy)
-    assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_gets_full_while_the_optimizer_is_written(tmp_path, cohort, monkeypatch):
     path = set_up(tmp_path)

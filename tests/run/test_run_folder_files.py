@@ -67,6 +67,8 @@ REWARDS = [JUDGE, MODEL, {"use": "model", "args": {"path": "rm"}}, {"use": "mine
         (["rewards.2.args.dtype=float32"], ["rewards.2.args.dtype"]),
         (["rewards.0.args.model=n", "rewards.0.args.prompt=q.txt"], ["rewards.0.args.model", "rewards.0.args.prompt"]),
         (["rewards.3.args.url=b"], ["rewards.3.args.url"]),
+        (["eval.every=3", "eval.before_training=false"], []),
+        (["eval.temperature=0.5"], ["eval.temperature"]),
         (["sandbox.backend=bubblewrap", "sandbox.max_concurrent=3", "sandbox.confinement=none"], []),
         (["sandbox.backend=sandbox_fusion", "sandbox.url=http://c"], []),
         (
@@ -75,8 +77,8 @@ REWARDS = [JUDGE, MODEL, {"use": "model", "args": {"path": "rm"}}, {"use": "mine
         ),
     ],
 )
-def test_servers_and_sandboxes_may_be_others_but_not_what_they_compute(overrides, changed):
-    raw = {**MINIMAL, "rewards": [*REWARDS, {"use": "code"}]}
+def test_servers_sandboxes_and_evaluations_may_be_others_but_not_what_they_compute(overrides, changed):
+    raw = {**MINIMAL, "rewards": [*REWARDS, {"use": "code"}], "eval": {"path": "held.jsonl"}}
     old, new = config_from_dict(raw), config_from_dict(raw, overrides)
     assert list(config_changes(old, new)) == changed
     assert list(config_changes(new, old)) == changed
@@ -192,13 +194,6 @@ def test_completions_of_an_evaluation_have_no_advantage(tmp_path):
     assert names[-1] == "rewards/format"
 
 
-def test_an_evaluation_may_change_when_it_happens_but_not_what_it_measures():
-    base = {**MINIMAL, "eval": {"path": "held.jsonl"}}
-    old = config_from_dict(base)
-    assert not config_changes(old, config_from_dict(base, ["eval.every=3", "eval.before_training=false"]))
-    assert list(config_changes(old, config_from_dict(base, ["eval.temperature=0.5"]))) == ["eval.temperature"]
-
-
 def test_sampled_and_environment_tokens_of_several_turns_are_told_apart(tmp_path):
     first = answer(TEXT, [5, 6], logprobs=[-0.5, -0.25], version=3).calls[0]
     second = replace(first, context_ids=np.array([1, 2, 5, 6, 30, 31]), token_ids=np.array([7, 8]), policy_version=4)
@@ -264,11 +259,6 @@ def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path)
     group = ScoredGroup(prompt=TEXT, trajectories=(at_once,), rewards=np.array([1.0]), reward_parts={})
     write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
     assert {"messages", "calls", "tool_calls"} <= {*pq.read_schema(tmp_path / "c.parquet").names}
-
-
-def test_a_file_of_single_turns_has_no_masks(tmp_path):
-    write_completions_file(tmp_path / "c.parquet", step=1, groups=[a_group(TEXT, [1.0], {})])
-    assert not {"messages", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}
 
 
 def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch):

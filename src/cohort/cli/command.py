@@ -7,9 +7,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -73,50 +73,31 @@ def _describe_place(error: OSError) -> str | None:
     return None
 
 
-class _OutputLostError(OSError):
-    """Writing a command's result to standard output failed."""
-
-
-class _Output:
-    """Standard output whose write errors have their own exception type, unlike those of files."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> Any:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise _OutputLostError(*error.args) from error
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise _OutputLostError(*error.args) from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 @contextmanager
 def report_failures() -> Iterator[None]:
     """Turn output that cannot be written into a message, and unexpected exceptions into one with a crash report.
 
     Exit codes: 1 and 70.
     """
-    output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed
     try:
-        with redirect_stdout(output):
-            yield
-    except _OutputLostError as error:
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        raise SystemExit(1) from None
+        yield
     except Exception as error:
+        if isinstance(error, OSError) and _output_is_lost():
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
+            raise SystemExit(1) from None
         if "--debug" in sys.argv:
             traceback.print_exc()
         print(_message(error, _write_report(error)), file=sys.stderr)
         raise SystemExit(INTERNAL_ERROR) from None
+
+
+def _output_is_lost() -> bool:
+    """Whether standard output takes no other line either; one that is closed takes every line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _message(error: Exception, file: Path | None) -> str:

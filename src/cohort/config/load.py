@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,19 @@ from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.errors import UserError, did_you_mean, excerpt, suggest
 
 _MAX_VALUES = 100_000
-_MAX_DEPTH = 100
 
 
 def compose(text: str) -> yaml.Node | None:
     """Parse a YAML document into nodes; None if it is empty.
 
     Raises:
-        ValueError: invalid YAML, nested too deeply, a cycle, or more than 100,000 values counting every use of an
-            anchor. The message has the position.
+        ValueError: invalid YAML, nested too deeply, or more than 100,000 values counting every use of an anchor. The
+            message has the position, if the parser knows it.
     """
     with _readable_errors():
         node = yaml.compose(text, Loader=_Loader)
-    if node is not None:
-        _count(node, {}, set())
+        if node is not None and len(list(islice(_expanded(node), _MAX_VALUES + 1))) > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values, counting every use of an anchor")
     return node
 
 
@@ -59,45 +59,20 @@ def _readable_errors() -> Iterator[None]:
         raise ValueError(where + ", ".join(filter(None, (error.problem, error.context)))) from error
     except yaml.YAMLError as error:
         raise ValueError(str(error).replace("\n", " ")) from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply, or an anchor contains itself") from error
 
 
-def _count(node: yaml.Node, counts: dict[int, int], around: set[int]) -> int:
-    """Count the values of a node, including every use of an anchor. `around` holds the ids of its ancestors."""
-    if id(node) in around:
-        raise ValueError(f"line {node.start_mark.line + 1}: an anchor that contains itself")
-    if id(node) not in counts:
-        around.add(id(node))
-        total = 1
-        for child in _children(node):
-            total += _count(child, counts, around)
-            if total > _MAX_VALUES:
-                raise ValueError(f"more than {_MAX_VALUES:,} values, counting every use of an anchor")
-        around.discard(id(node))
-        counts[id(node)] = total
-    return counts[id(node)]
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+def _expanded(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Yield a node and all nodes in it, once for every use of an anchor."""
+    yield node
+    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in child if isinstance(child, tuple) else (child,):  # keys and values of a mapping
+            yield from _expanded(part)
 
 
 class _Loader(yaml.SafeLoader):
-    """Limits the nesting depth, and reports duplicate keys and values that do not fit their tags."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node and its children."""
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.peek_event().start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+    """Reports duplicate keys and values that do not fit their tags."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a dict."""

@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 import numpy as np
@@ -42,36 +42,32 @@ def render_curve(xs: Sequence[float], ys: Sequence[float], *, height: int = 8) -
 
 
 class SafeStdout:
-    """Standard output that never raises: `| head`, a full disk or a closed terminal must not end a run.
-
-    After the first error, all further output of the process is discarded.
-    """
+    """Standard output that never raises: `| head`, a full disk or a closed terminal must not end a run."""
 
     def write(self, text: str) -> int:
         """Write, or discard after an error."""
-        try:
-            return sys.stdout.write(text)
-        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: None, closed from the start
-            _discard_stdout()
-            return len(text)
+        with _discarding_after_errors():
+            sys.stdout.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush, or discard after an error."""
-        try:
+        with _discarding_after_errors():
             sys.stdout.flush()
-        except (OSError, ValueError, AttributeError):
-            _discard_stdout()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
 
 
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, since the interpreter flushes it at exit and would fail again."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+@contextmanager
+def _discarding_after_errors() -> Iterator[None]:
+    """After an error, redirect stdout to /dev/null: the interpreter flushes it at exit, and would fail again."""
+    lost = (OSError, ValueError, AttributeError)  # ValueError: closed; AttributeError: None, closed from the start
+    try:
+        yield
+    except lost:
+        with suppress(*lost), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 _LONG_S = 2.0  # saves and rewards that take longer get a progress bar
@@ -103,9 +99,9 @@ class ConsoleDisplay(Display):
             disable=not self.console.is_terminal,
         )
         self._steps: TaskID | None = None
-        self._eval: TaskID | None = None
-        self._save = _LateBar(self._progress, "saving (MB)")
-        self._rewards: dict[str, _LateBar] = {}
+        self._eval = _Bar(self._progress, "evaluating", after_s=0.0)
+        self._save = _Bar(self._progress, "saving (MB)")
+        self._rewards: dict[str, _Bar] = {}
 
     def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """Print the number of steps and their size."""
@@ -144,27 +140,15 @@ class ConsoleDisplay(Display):
 
     def eval_progress(self, done: int, total: int) -> None:
         """Update the evaluation's progress bar and remove it when done."""
-        if self._eval is None:
-            self._eval = self._progress.add_task("evaluating", total=total, left="")
-        self._progress.update(self._eval, completed=done, total=total)
-        if done == total:
-            self._progress.remove_task(self._eval)
-            self._eval = None
+        self._eval.update(done, total)
 
     def reward_progress(self, name: str, done: int, total: int) -> None:
         """Update the progress bar of a reward that takes long and remove it when done."""
-        bar = self._rewards.setdefault(name, _LateBar(self._progress, f"judging: {escape(name)}"))
-        if done == total:
-            bar.remove()
-        else:
-            bar.update(done, total)
+        self._rewards.setdefault(name, _Bar(self._progress, f"judging: {escape(name)}")).update(done, total)
 
     def save_progress(self, done: int, total: int) -> None:
         """Update the progress bar of a long save and remove it when done."""
-        if done == total:
-            self._save.remove()
-        else:
-            self._save.update(done // 10**6, total // 10**6)
+        self._save.update(done / 1e6, total / 1e6)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Print the evaluation's main metrics."""
@@ -208,29 +192,28 @@ class ConsoleDisplay(Display):
                 self._print(f"    {escape(on_one_line(line))}")
 
 
-class _LateBar:
-    """A bar of work that is done again and again, shown only when it takes long."""
+class _Bar:
+    """A bar of work that is done again and again, shown when it takes long."""
 
-    def __init__(self, progress: Progress, description: str) -> None:
+    def __init__(self, progress: Progress, description: str, *, after_s: float = _LONG_S) -> None:
         self._progress = progress
         self._description = description
+        self._after_s = after_s
         self._task: TaskID | None = None
         self._start: float | None = None
 
-    def update(self, done: int, total: int) -> None:
-        """Report that `done` of `total` are finished."""
+    def update(self, done: float, total: float) -> None:
+        """Report that `done` of `total` are finished, and remove the bar when all are."""
         now = time.monotonic()
         self._start = self._start or now
-        if self._task is None and now - self._start > _LONG_S:
+        if self._task is None and done < total and now - self._start >= self._after_s:
             self._task = self._progress.add_task(self._description, total=total, left="")
         if self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
-
-    def remove(self) -> None:
-        """Report that everything is finished."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._start = None
+        if done == total:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._start = None
 
 
 def _turns(metrics: Mapping[str, float]) -> str:

@@ -1,10 +1,10 @@
 """Suggest changes that make a run fit or run faster, and find the largest model or size that fits (`--max`).
 
-Every suggestion is verified by planning the changed run. To add a way to save memory, insert a function into
-`_CHANGES_COSTS` at the position that its cost deserves.
+Every suggestion is verified by planning the changed run. To add a way to save memory, yield it with its cost
+from one of the functions below, at the position that its cost deserves.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,149 +43,9 @@ def _as_argument(key: str, value: Any) -> str:
 
 _NODE_GPUS = 8  # largest proposal for one machine
 _RANKS = (64, 16)  # proposed LoRA ranks
-
-
-def _idle_gpus(plan: Plan) -> Iterator[Changes]:
-    if plan.num_idle and plan.config.hardware.processes != "auto":
-        yield {"hardware.processes": "auto"}
-
-
-def _auto_budget(plan: Plan) -> Iterator[Changes]:
-    if plan.config.train.micro_batch_tokens != "auto":
-        yield {"train.micro_batch_tokens": "auto"}
-
-
-def _fewer_sequences(plan: Plan) -> Iterator[Changes]:
-    if plan.config.rollout.shares_weights:
-        for number in _halvings(plan.config.rollout.max_num_seqs, minimum=8):
-            yield {"rollout.max_num_seqs": number}
-
-
-def _checkpointing(plan: Plan) -> Iterator[Changes]:
-    if plan.config.model.gradient_checkpointing is False:
-        yield {"model.gradient_checkpointing": "selective"}
-    if plan.config.model.gradient_checkpointing is not True:
-        yield {"model.gradient_checkpointing": True}
-
-
-def _offload(plan: Plan) -> Iterator[Changes]:
-    if not plan.config.model.activation_offload:
-        yield {"model.activation_offload": True}
-
-
-def _offloaded_reference(plan: Plan) -> Iterator[Changes]:
-    if plan.workload.has_reference and plan.config.model.adapter is None:
-        yield {"reference.device": "cpu"}
-
-
-def _offloaded_optimizer(plan: Plan) -> Iterator[Changes]:
-    if _can_offload(plan) and not getattr(plan.config.optim, "stochastic_rounding", False):
-        yield {"optim.offload": True}
-
-
-def _offloaded_parameters(plan: Plan) -> Iterator[Changes]:
-    if _can_offload(plan) and plan.config.reference is None:
-        yield {"model.parameter_offload": True}
-
-
-def _can_offload(plan: Plan) -> bool:
-    """Whether the optimizer or the parameters can be offloaded and are not yet."""
-    model, optim = plan.config.model, plan.config.optim
-    is_on_host = optim.offload or model.parameter_offload
-    return plan.hardware.on_gpu and not is_on_host and optim.name != "muon" and model.adapter is None
-
-
-def _gpus(plan: Plan) -> Iterator[Changes]:
-    for number in (2, 4, _NODE_GPUS):
-        if _may_add_gpus(plan) and number > plan.hardware.gpus_per_node:
-            yield {"--gpus": number, **_on_all(plan)}
-
-
-def _nodes(plan: Plan) -> Iterator[Changes]:
-    more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    for factor in (2, 4, 8) if _may_add_gpus(plan) else ():
-        yield {"--nodes": plan.hardware.nodes * factor, **more, **_on_all(plan)}
-
-
-def _may_add_gpus(plan: Plan) -> bool:
-    """Whether to propose more GPUs: not while some are idle."""
-    return plan.hardware.on_gpu and not [*_idle_gpus(plan)]
-
-
-def _on_all(plan: Plan) -> Changes:
-    return {} if plan.config.hardware.processes == "auto" else {"hardware.processes": "auto"}
-
-
-def _adamw_8bit(plan: Plan) -> Iterator[Changes]:
-    if plan.config.optim.name == "adamw":
-        yield {"optim.name": "adamw_8bit"}
-
-
-def _adafactor(plan: Plan) -> Iterator[Changes]:
-    """Propose Adafactor for a single process, if Adafactor has every `optim` key that is set."""
-    optim = plan.config.optim
-    has_keys = optim.model_fields_set <= AdafactorConfig.model_fields.keys()
-    if optim.name in ("adamw", "adamw_8bit") and plan.layout.num_training == 1 and has_keys:
-        yield {"optim.name": "adafactor"}
-
-
-def _adapter(plan: Plan) -> Iterator[Changes]:
-    if plan.config.model.adapter is None:
-        for rank in _RANKS:
-            yield {"model.adapter": {"rank": rank}}
-        if plan.config.model.dtype == "float32":
-            yield {"model.adapter": {"rank": _RANKS[-1]}, "model.dtype": "bfloat16"}
-
-
-def _quantized_reference(plan: Plan) -> Iterator[Changes]:
-    reference = plan.config.reference
-    may_round = reference is None or (reference.quantization is None and not reference.refresh_every)
-    if plan.workload.has_reference and plan.config.model.adapter is None and may_round:
-        for kind in ("int8", "nf4"):
-            yield {"reference.quantization": kind}
-
-
-def _quantized(plan: Plan) -> Iterator[Changes]:
-    """Propose quantization, if the sampler uses the training weights."""
-    model = plan.config.model
-    if model.quantization is not None or not plan.config.rollout.shares_weights or model.dtype == "float64":
-        return
-    if model.adapter is not None:
-        if not model.adapter.dora:
-            yield {"model.quantization": "int8"}
-            yield {"model.quantization": "nf4"}
-        return
-    adapter = {"model.adapter": {"rank": _RANKS[-1]}, "model.quantization": "nf4"}
-    yield adapter
-    if model.dtype == "float32":
-        yield {**adapter, "model.dtype": "bfloat16"}
-
-
-def _narrower_adapter(plan: Plan) -> Iterator[Changes]:
-    adapter = plan.config.model.adapter
-    if adapter is not None and adapter.path is None:
-        for rank in _halvings(adapter.rank, minimum=4):
-            yield {"model.adapter.rank": rank}
-
-
-def _dtype(plan: Plan) -> Iterator[Changes]:
-    if plan.config.model.dtype == "float32":
-        yield {"model.dtype": "bfloat16"}
-
-
-def _shorter_completions(plan: Plan) -> Iterator[Changes]:
-    rollout = plan.config.rollout
-    for length in _halvings(rollout.max_new_tokens, minimum=64):
-        yield {rollout.max_new_tokens_key: length}
-
-
-def _smaller_groups(plan: Plan) -> Iterator[Changes]:
-    for number in _halvings(plan.config.rollout.num_generations, minimum=max(2, plan.config.algorithm.min_generations)):
-        yield {"rollout.num_generations": number}
-
-
 _MEMORY = "memory; same gradient"
 _GPUS = "GPUs; same gradient"
+_ON_CPU = "on the CPU, whose time is not predicted; same gradient, up to the rounding of bfloat16 weights"
 _LORA = (
     "the experiment: a low-rank update only; raise the learning rate about 10 times (a bfloat16 base is rounded, the "
     "adapter is not)"
@@ -196,34 +56,113 @@ _QLORA = (
 )
 _TURNS = "GPU memory, which servers and training then share in turn; same gradient"
 _USES_ALL = "nothing: uses idle GPUs; same gradient"
-_Change = Callable[[Plan], Iterable[Changes]]  # changes of one kind, smallest first
-_SAME_GRADIENT: Mapping[_Change, str] = {  # may be combined with later kinds
-    _idle_gpus: _USES_ALL,
-    _auto_budget: "nothing; same gradient",
-    _fewer_sequences: "time; same gradient",
-    _checkpointing: "time; same gradient",
-    _offload: "time, if copies take longer than the computation that hides them; same gradient",
-    _offloaded_reference: "time: loads the reference from host memory once per step; same gradient",
-}
-_CHANGES_COSTS: Mapping[_Change, str] = {  # cheapest for the experiment first
-    **_SAME_GRADIENT,
-    _offloaded_optimizer: "time: each update copies gradients to host memory and weights back, and runs on the CPU, "
-    "whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
-    _offloaded_parameters: "time: each micro-batch copies the weights from host memory twice and gradients back, "
-    "and updates run on the CPU, whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
-    _gpus: _GPUS,
-    _nodes: _GPUS,
-    _adamw_8bit: "precision: 8-bit optimizer moments; needs the package torchao",
-    _quantized_reference: "the experiment: KL to a quantized reference; slower, by a time that is not predicted; needs "
-    "cohort-rl[quantization]",
-    _dtype: "precision: needs a learning rate of 1e-5 or more",
-    _adafactor: "the experiment: another optimizer, whose learning rate is relative to the weight",
-    _narrower_adapter: "the experiment: an update of lower rank",
-    _adapter: _LORA,
-    _quantized: _QLORA,
-    _shorter_completions: "the experiment: shorter completions",
-    _smaller_groups: "the experiment: smaller groups",
-}
+_Kind = tuple[str, list[Changes]]  # what changes of a kind cost, and these, smallest first
+
+
+def _with_the_same_gradient(plan: Plan) -> Iterator[_Kind]:
+    """Yield the kinds of changes that cost nothing or time. They may be combined with later kinds."""
+    config, model = plan.config, plan.config.model
+    yield _USES_ALL, _use_idle_gpus(plan)
+    if config.train.micro_batch_tokens != "auto":
+        yield "nothing; same gradient", [{"train.micro_batch_tokens": "auto"}]
+    if config.rollout.shares_weights:
+        fewer = _halvings(config.rollout.max_num_seqs, minimum=8)
+        yield "time; same gradient", [{"rollout.max_num_seqs": number} for number in fewer]
+    kinds = {False: ("selective", True), "selective": (True,), True: ()}[model.gradient_checkpointing]
+    yield "time; same gradient", [{"model.gradient_checkpointing": kind} for kind in kinds]
+    if not model.activation_offload:
+        costs = "time, if copies take longer than the computation that hides them; same gradient"
+        yield costs, [{"model.activation_offload": True}]
+    if plan.workload.has_reference and model.adapter is None:
+        costs = "time: loads the reference from host memory once per step; same gradient"
+        yield costs, [{"reference.device": "cpu"}]
+
+
+def _with_more_hardware(plan: Plan) -> Iterator[_Kind]:
+    """Yield the kinds of changes that use host memory or more GPUs."""
+    model, optim, hardware = plan.config.model, plan.config.optim, plan.hardware
+    is_on_host = optim.offload or model.parameter_offload
+    if hardware.on_gpu and not is_on_host and optim.name != "muon" and model.adapter is None:
+        if not getattr(optim, "stochastic_rounding", False):
+            costs = "time: each update copies gradients to host memory and weights back, and runs"
+            yield f"{costs} {_ON_CPU}", [{"optim.offload": True}]
+        if plan.config.reference is None:
+            costs = (
+                "time: each micro-batch copies the weights from host memory twice and gradients back, and updates run"
+            )
+            yield f"{costs} {_ON_CPU}", [{"model.parameter_offload": True}]
+    yield _GPUS, _more_gpus(plan)
+    yield _GPUS, _more_nodes(plan)
+
+
+def _with_another_result(plan: Plan) -> Iterator[_Kind]:
+    """Yield the kinds of changes of precision or of the experiment, cheapest first."""
+    config, model = plan.config, plan.config.model
+    if config.optim.name == "adamw":
+        yield "precision: 8-bit optimizer moments; needs the package torchao", [{"optim.name": "adamw_8bit"}]
+    reference, adapter = config.reference, model.adapter
+    may_round = reference is None or (reference.quantization is None and not reference.refresh_every)
+    if plan.workload.has_reference and adapter is None and may_round:
+        costs = (
+            "the experiment: KL to a quantized reference; slower, by a time that is not predicted; needs "
+            "cohort-rl[quantization]"
+        )
+        yield costs, [{"reference.quantization": kind} for kind in ("int8", "nf4")]
+    if model.dtype == "float32":
+        yield "precision: needs a learning rate of 1e-5 or more", [{"model.dtype": "bfloat16"}]
+    has_keys = config.optim.model_fields_set <= AdafactorConfig.model_fields.keys()
+    if config.optim.name in ("adamw", "adamw_8bit") and plan.layout.num_training == 1 and has_keys:
+        costs = "the experiment: another optimizer, whose learning rate is relative to the weight"
+        yield costs, [{"optim.name": "adafactor"}]
+    yield from _of_adapters(plan)
+    rollout = config.rollout
+    lengths = _halvings(rollout.max_new_tokens, minimum=64)
+    yield "the experiment: shorter completions", [{rollout.max_new_tokens_key: length} for length in lengths]
+    numbers = _halvings(rollout.num_generations, minimum=max(2, config.algorithm.min_generations))
+    yield "the experiment: smaller groups", [{"rollout.num_generations": number} for number in numbers]
+
+
+def _of_adapters(plan: Plan) -> Iterator[_Kind]:
+    """Yield the kinds of changes that narrow, add or quantize an adapter's base; quantized ones sample themselves."""
+    model, adapter = plan.config.model, plan.config.model.adapter
+    can_quantize = model.quantization is None and plan.config.rollout.shares_weights and model.dtype != "float64"
+    if adapter is not None:
+        if adapter.path is None:
+            ranks = _halvings(adapter.rank, minimum=4)
+            yield "the experiment: an update of lower rank", [{"model.adapter.rank": rank} for rank in ranks]
+        if can_quantize and not adapter.dora:
+            yield _QLORA, [{"model.quantization": kind} for kind in ("int8", "nf4")]
+        return
+    narrow = {"model.adapter": {"rank": _RANKS[-1]}}
+    halved = [{"model.dtype": "bfloat16"}] if model.dtype == "float32" else []
+    yield _LORA, [*({"model.adapter": {"rank": rank}} for rank in _RANKS), *({**narrow, **more} for more in halved)]
+    if can_quantize:
+        quantized = {**narrow, "model.quantization": "nf4"}
+        yield _QLORA, [quantized, *({**quantized, **more} for more in halved)]
+
+
+def _use_idle_gpus(plan: Plan) -> list[Changes]:
+    return [{"hardware.processes": "auto"}] if plan.num_idle and plan.config.hardware.processes != "auto" else []
+
+
+def _more_gpus(plan: Plan) -> list[Changes]:
+    numbers = (2, 4, _NODE_GPUS) if _may_add_gpus(plan) else ()
+    return [{"--gpus": number, **_on_all(plan)} for number in numbers if number > plan.hardware.gpus_per_node]
+
+
+def _more_nodes(plan: Plan) -> list[Changes]:
+    more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
+    factors = (2, 4, 8) if _may_add_gpus(plan) else ()
+    return [{"--nodes": plan.hardware.nodes * factor, **more, **_on_all(plan)} for factor in factors]
+
+
+def _may_add_gpus(plan: Plan) -> bool:
+    """Whether to propose more GPUs: not while some are idle."""
+    return plan.hardware.on_gpu and not _use_idle_gpus(plan)
+
+
+def _on_all(plan: Plan) -> Changes:
+    return {} if plan.config.hardware.processes == "auto" else {"hardware.processes": "auto"}
 
 
 def advise(plan: Plan) -> list[Advice]:
@@ -236,16 +175,17 @@ def advise(plan: Plan) -> list[Advice]:
 
 def _changes_that_fit(plan: Plan) -> list[Advice]:
     found: dict[frozenset[str], Advice] = {}  # by changed keys: the first, which is the smallest change
-    made: dict[str, Any] = {}  # changes of earlier kinds, none of them enough alone
-    for kind, costs in _CHANGES_COSTS.items():
-        for changes in kind(plan):
+    made: dict[str, Any] = {}  # changes of earlier kinds with the same gradient, none of them enough alone
+    same = [*_with_the_same_gradient(plan)]
+    for number, (costs, kind) in enumerate([*same, *_with_more_hardware(plan), *_with_another_result(plan)]):
+        for changes in kind:
             alone = _evaluate(plan, changes, costs)
             together = _evaluate(plan, _drop_unneeded(plan, {**made, **changes}), costs)
             for advice in (alone, together):
                 if advice is not None and advice.fits and changes.items() <= advice.changes.items():
                     found.setdefault(frozenset(advice.changes), advice)
                     break
-            if kind in _SAME_GRADIENT:
+            if number < len(same):
                 made |= changes
     return list(found.values())
 
@@ -262,7 +202,7 @@ def _drop_unneeded(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
 
 def _changes_that_speed_up(plan: Plan) -> list[Advice]:
     config = plan.config
-    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _idle_gpus(plan)]
+    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _use_idle_gpus(plan)]
     if config.model.gradient_checkpointing:
         kept = {"model.gradient_checkpointing": False}
         options.append((kept, _MEMORY))
@@ -270,7 +210,7 @@ def _changes_that_speed_up(plan: Plan) -> list[Advice]:
             options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
     if config.rollout.uses_servers and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
         options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
-    options += [(changes, _GPUS) for changes in [*_gpus(plan)][:1] or [*_nodes(plan)][:1]]
+    options += [(changes, _GPUS) for changes in _more_gpus(plan)[:1] or _more_nodes(plan)[:1]]
     tried = (_evaluate(plan, changes, costs) for changes, costs in options)
     return [
         a for a in tried if a is not None and a.fits and (a.saved_seconds or 0) > 0.01 * plan.timing["step_s"].value

@@ -120,11 +120,15 @@ def offloaded_bytes(workload: Workload) -> int:
 
 def activation_bytes(workload: Workload) -> int:
     """Peak activation memory in backward: saved tensors plus the layer being recomputed."""
-    shape, tokens = workload.shape, workload.packed_tokens + workload.shared_prefix_tokens
-    offloaded = offloaded_bytes_per_token(workload) * max(0, shape.layers - _RESIDENT_LAYERS)
-    saved = (saved_bytes_per_token(workload) * shape.layers - offloaded) * tokens
     recomputed = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
-    return saved + recomputed + transient_bytes(workload)
+    return _saved_bytes(workload) + recomputed + transient_bytes(workload)
+
+
+def _saved_bytes(workload: Workload) -> int:
+    """Bytes that all layers save on the device for backward."""
+    layers, tokens = workload.shape.layers, workload.packed_tokens + workload.shared_prefix_tokens
+    offloaded = offloaded_bytes_per_token(workload) * max(0, layers - _RESIDENT_LAYERS)
+    return (saved_bytes_per_token(workload) * layers - offloaded) * tokens
 
 
 def transient_bytes(workload: Workload) -> int:
@@ -214,7 +218,7 @@ def _loss_head_bytes(workload: Workload) -> int:
 
 def _head_gradient(workload: Workload) -> int:
     """The head's gradient, in the dtype of its gathered weight; it lives until backward ends."""
-    parameters = workload.trained_head_parameters
+    parameters = workload.trained.head_parameters
     gradient = parameters * (
         workload.compute_bytes if workload.gathers or workload.masters_on_host else workload.trained_bytes
     )
@@ -234,18 +238,16 @@ def backward_parts(workload: Workload) -> dict[str, int]:
     head_gradient = _head_gradient(workload)
     head_tiles = _loss_head_bytes(workload) if workload.gradients_in_forward else head_bytes(workload, backward=True)
     if workload.gradients_in_forward:  # accumulated in float32 from forward on
-        accumulated = max(4 * workload.trained_head_parameters, head_gradient)
+        accumulated = max(4 * workload.trained.head_parameters, head_gradient)
         head_tiles = accumulated - head_gradient + max(head_tiles, head_gradient if head_gradient < accumulated else 0)
     last_norm = (4 + 2 * a) * shape.hidden * workload.packed_tokens
-    recomputed = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
-    transient = transient_bytes(workload)
-    saved = activations - transient - recomputed
+    saved = _saved_bytes(workload)
     at_head = saved + last_norm
     outer_weights = (a * shape.non_layer_parameters + _unresharded_bytes(workload)) * workload.gathers
     # attention's backward is the peak in models whose attention is wider than the MLP
     at_attention = (
         activations
-        - transient
+        - transient_bytes(workload)
         + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
     )
     # neither attention nor the head holds a dequantized weight
@@ -259,7 +261,7 @@ def backward_parts(workload: Workload) -> dict[str, int]:
         {"gathered weights": gathered, "activations": activations, "logprob head": head_gradient},
     ]
     if workload.gathers:
-        layer = a * workload.trained_layer_parameters
+        layer = a * workload.trained.layer_parameters
         gradients = layer if at_attention == activations else layer // 3  # of the layer, not yet reduced
         candidates += [
             # the all-gather buffer of the non-layer weights is freed after the first layer's
@@ -289,7 +291,7 @@ def _reduction_parts(
         in_layer: activations and unreduced gradients, at two moments in a layer.
     """
     shape, a = workload.shape, workload.compute_bytes
-    reduced = 4 * workload.trained_layer_parameters  # gradients are reduced in float32
+    reduced = 4 * workload.trained.layer_parameters  # gradients are reduced in float32
     saved_by_one = saved_bytes_per_token(workload) * (workload.packed_tokens if shape.layers > 1 else 0)
     for activations, gradients in in_layer:
         yield {
@@ -303,7 +305,7 @@ def _reduction_parts(
     yield {"gathered weights": outer_weights, "logprob head": head_gradient, "gradient reduction": embedding + reduced}
     yield {
         "logprob head": head_gradient,
-        "gradient reduction": (4 + a) * workload.trained_non_layer_parameters - head_gradient,
+        "gradient reduction": (4 + a) * workload.trained.non_layer_parameters - head_gradient,
     }
 
 

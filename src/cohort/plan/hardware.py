@@ -157,7 +157,5 @@ def memory_bandwidth(device_name: str) -> float | None:
 
 def _peak(device_name: str, key: str) -> float | None:
     words = f" {device_name} ".replace("-", " ")
-    sheet: Mapping[str, float] = next(
-        (sheet for name, sheet in _TABLES["data_sheets"].items() if f" {name} " in words), {}
-    )
+    sheet: Mapping[str, float] = next((sheet for name, sheet in _DATA_SHEETS.items() if f" {name} " in words), {})
     return sheet[key] * 1e12 if key in sheet else None

@@ -150,7 +150,8 @@ def check_processes(config: Config, processes: int) -> None:
     """
     check_optimizer_sharding(config.optim, processes)
     check_resharding(config, processes)
-    check_quantized_weights(config, processes=processes)
+    for field, kind in config.quantized() if processes > 1 else ():
+        raise UserError(f"{field}: {kind} {ONE_PROCESS} (this run would have {processes})")
 
 
 def check_resharding(config: Config, processes: int) -> None:
@@ -173,13 +174,3 @@ def check_resharding(config: Config, processes: int) -> None:
             f"hardware.reshard_after_forward: {wanted} must be a proper divisor of the {processes} training "
             f"processes; use {', '.join([*divisors, 'true'])} or false"
         )
-
-
-def check_quantized_weights(config: Config, *, processes: int) -> None:
-    """Check quantized weights against the number of training processes.
-
-    Raises:
-        UserError: they would have to be sharded.
-    """
-    for field, kind in config.quantized() if processes > 1 else ():
-        raise UserError(f"{field}: {kind} {ONE_PROCESS} (this run would have {processes})")

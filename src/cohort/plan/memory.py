@@ -130,14 +130,13 @@ def _optimizer_bytes(workload: Workload) -> int:
 
 def _optimizer_state_bytes(workload: Workload) -> int:
     """Optimizer state of the rank that has the most; each weight is sharded by rows."""
-    trained = workload.adapter or workload.shape
 
     def weight_state_bytes(weight: WeightShape, *, in_layer: bool) -> int:
         shard = (-(-weight[0] // workload.processes), *weight[1:])
         return state_bytes(workload.optim, shard, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
-    layer = sum(weight_state_bytes(weight, in_layer=True) for weight in trained.layer_weights)
-    outer = sum(weight_state_bytes(weight, in_layer=False) for weight in trained.non_layer_weights)
+    layer = sum(weight_state_bytes(weight, in_layer=True) for weight in workload.trained.layer_weights)
+    outer = sum(weight_state_bytes(weight, in_layer=False) for weight in workload.trained.non_layer_weights)
     layers = workload.shape.layers * (workload.adapter.layer_fraction if workload.adapter else 1.0)
     return math.ceil(layers * layer) + outer
 

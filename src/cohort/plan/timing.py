@@ -91,7 +91,7 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
     has_own_head = any(_is_head(name) for name, *_ in matrices)
     body_is_trained = any(trained for name, _, trained in matrices if not _belongs_to_head(name))
     for name, shape, trained in matrices:
-        size = 2.0 * math.prod(shape) * _active_fraction(name, shape, config)
+        size = 2.0 * math.prod(shape) * _active_fraction(name, config)
         backward = size * (trained + trained_before)
         if _is_embedding(name):
             if name.endswith(".weight") and not has_own_head and not head_forward:
@@ -133,7 +133,7 @@ def _belongs_to_head(name: str) -> bool:
     return _is_head(name) or name.partition(".lora_")[0].endswith(("lm_head", "embed_out"))
 
 
-def _active_fraction(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> float:
+def _active_fraction(name: str, config: Mapping[str, Any]) -> float:
     """Share of a weight that one token uses: for experts, the routed ones."""
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
     if not experts or "expert" not in name or "shared" in name:

@@ -88,24 +88,14 @@ class Workload:
         return max(4, self.trained_bytes)
 
     @property
+    def trained(self) -> ModelShape | AdapterShape:
+        """Shape of what is trained: the adapter, or the whole model."""
+        return self.adapter or self.shape
+
+    @property
     def trained_parameters(self) -> int:
         """Number of trained parameters."""
         return self.shape.num_parameters if self.adapter is None else self.adapter.num_parameters(self.shape.layers)
-
-    @property
-    def trained_layer_parameters(self) -> int:
-        """Number of trained parameters per layer."""
-        return self.shape.layer_parameters if self.adapter is None else self.adapter.layer_parameters
-
-    @property
-    def trained_non_layer_parameters(self) -> int:
-        """Number of trained parameters outside of layers."""
-        return self.shape.non_layer_parameters if self.adapter is None else self.adapter.non_layer_parameters
-
-    @property
-    def trained_head_parameters(self) -> int:
-        """Number of trained parameters of the head."""
-        return self.shape.head_parameters if self.adapter is None else self.adapter.head_parameters
 
 
 def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
