@@ -26,6 +26,7 @@ from cohort.sandbox.probe import probe, set_out
 from cohort.sandbox.process import Limits, ProcessResult
 from sandboxes import BACKENDS, LIMITS, graded, sandbox_or_skip
 from selection import slow
+from waiting import until
 
 pytestmark = pytest.mark.timeout(300)
 CALLS = ["assert f(1) == 2", "assert f(2) == 3"]
@@ -235,7 +236,9 @@ def test_the_server_has_nothing_of_the_environment(monkeypatch):
     server = ForkServer()
     channel = server._running()
     try:
-        environment = Path(f"/proc/{server._process.pid}/environ").read_bytes()
+        of_server = Path(f"/proc/{server._process.pid}/environ")
+        until(of_server.read_bytes)  # empty while it starts
+        environment = of_server.read_bytes()
         assert environment.startswith(b"PYTHONPATH=") and b"57005" not in environment
     finally:
         channel.close()

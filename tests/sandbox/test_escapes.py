@@ -4,9 +4,9 @@
 """
 
 import copy
+import inspect
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -146,16 +146,69 @@ def f(path):
     except OSError:
         return "denied"
 """
+LINKS = """
+import os
+def f(path):
+    for make in (os.symlink, os.link):
+        try:
+            make(path, make.__name__)
+            open(make.__name__, "a").write("x")
+            return open(make.__name__).read()
+        except OSError:
+            pass
+    return "denied"
+"""
+CONNECT = """
+import socket
+def f(address):
+    try:
+        with socket.socket(socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX) as client:
+            client.settimeout(2)
+            client.connect(address)
+    except OSError:
+        return "denied"
+    return "connected"
+"""
+KILL = """
+import ctypes, os, signal
+def f(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+        return "killed"
+    except OSError:
+        return "denied" if ctypes.CDLL(None).ptrace(16, pid, 0, 0) == -1 else "traced"
+"""
+# name -> code, and what it tries to reach
+OUT_OF_REACH = {
+    "files": (
+        READER,
+        lambda out: [str(out.folder / "secret"), "/etc/passwd", inspect.getfile(Job), f"/proc/{os.getpid()}/environ"],
+    ),
+    "links": (LINKS, lambda out: [str(out.folder / "secret")]),
+    "network": (CONNECT, lambda out: [("127.0.0.1", out.port)]),
+    "local sockets": (CONNECT, lambda out: [f"\0{out.socket_name}", out.socket_path]),
+    "processes": (KILL, lambda out: [out.victim.pid, os.getpid()]),
+}
 
 
-def test_files_of_the_run_cannot_be_read(sandbox, tmp_path):
-    tmp_path.chmod(0o755)
-    (tmp_path / "secret").write_text("the answer is 2")
-    import cohort.rewards.code
+@pytest.mark.parametrize("name", OUT_OF_REACH)
+def test_what_is_outside_is_out_of_reach(sandbox, name):
+    code, targets = OUT_OF_REACH[name]
+    with set_out() as outside:
+        tests = [{"call": f"f({target!r})", "expected": "denied"} for target in targets(outside)]
+        assert graded(sandbox, code, tests) == 1.0
+        assert not (outside.was_written() or outside.was_killed())
 
-    for path in (tmp_path / "secret", "/etc/passwd", cohort.rewards.code.__file__, f"/proc/{os.getpid()}/environ"):
-        assert graded(sandbox, READER, [{"call": f"f({str(path)!r})", "expected": "denied"}]) == 1.0
-    assert graded(sandbox, READER, [{"call": "f('/dev/null')", "expected": ""}]) == 1.0
+
+@pytest.mark.parametrize("name", OUT_OF_REACH)
+def test_without_a_sandbox_it_is_in_reach(tmp_path, monkeypatch, name):
+    """The control."""
+    monkeypatch.chdir(tmp_path)
+    code, targets = OUT_OF_REACH[name]
+    with set_out() as outside:
+        namespace = {}
+        exec(code, namespace)
+        assert namespace["f"](targets(outside)[0]) != "denied"
 
 
 def test_our_environment_is_not_passed_on(sandbox, monkeypatch):
@@ -215,61 +268,6 @@ def test_open_files_are_limited(sandbox):
     )
     tests = [{"call": "f(40)", "expected": None}, {"call": "f(1000)", "expected": "refused"}]
     assert graded(sandbox, code, tests) == 1.0
-
-
-def test_links_reach_nothing(sandbox, tmp_path):
-    tmp_path.chmod(0o777)
-    (tmp_path / "secret").write_text("secret")
-    code = (
-        "import os\ndef f(path):\n    for make in (os.symlink, os.link):\n        try:\n"
-        "            make(path, make.__name__)\n            open(make.__name__, 'a').write('x')\n"
-        "            return open(make.__name__).read()\n        except OSError:\n            pass\n"
-        "    return 'denied'\n"
-    )
-    tests = [{"call": f"f({str(tmp_path / 'secret')!r})", "expected": "denied"}]
-    assert graded(sandbox, code, tests) == 1.0
-    assert (tmp_path / "secret").read_text() == "secret"
-    assert [p.name for p in tmp_path.iterdir()] == ["secret"]
-
-
-def test_the_network_is_out_of_reach(sandbox):
-    code = (
-        "import socket\ndef f(port):\n    try:\n        socket.create_connection(('127.0.0.1', port), 2)\n"
-        "    except OSError:\n        return 'denied'\n    return 'connected'\n"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert graded(sandbox, code, [{"call": f"f({port})", "expected": "denied"}]) == 1.0
-        socket.create_connection(("127.0.0.1", port), 2).close()  # the control
-
-
-def test_local_sockets_are_out_of_reach(sandbox):
-    code = (
-        "import socket\ndef f(address):\n    try:\n        socket.socket(socket.AF_UNIX).connect(address)\n"
-        "    except OSError:\n        return 'denied'\n    return 'connected'\n"
-    )
-    with set_out() as canaries:
-        addresses = [f"\0{canaries.socket_name}", canaries.socket_path]
-        tests = [{"call": f"f({address!r})", "expected": "denied"} for address in addresses]
-        assert graded(sandbox, code, tests) == 1.0
-        for address in addresses:
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(address)  # the control
-
-
-def test_other_processes_are_out_of_reach(sandbox):
-    code = (
-        "import ctypes, os, signal\ndef f(pid):\n    try:\n        os.kill(pid, signal.SIGKILL)\n"
-        "    except OSError:\n        pass\n    return ctypes.CDLL(None).ptrace(16, pid, 0, 0)\n"
-    )
-    victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"], start_new_session=True)
-    try:
-        for pid in (victim.pid, os.getpid()):
-            assert graded(sandbox, code, [{"call": f"f({pid})", "expected": -1}]) == 1.0
-        assert victim.poll() is None
-    finally:
-        victim.kill()
-        assert victim.wait() == -signal.SIGKILL
 
 
 def test_nothing_outlives_the_verdict(sandbox):

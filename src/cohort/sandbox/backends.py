@@ -7,9 +7,8 @@ import shlex
 import shutil
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import httpx2
 
@@ -35,18 +34,19 @@ _MOUNT_POINTS_BYTES = "65536"  # room for the names of packages
 _OWN_UID, _NUM_UIDS = 165_534, 50_000
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """A way to confine one process."""
 
     name: str
-    holds_sessions: bool  # whether a process can be talked to while it runs
-    counts_processes: bool  # whether RLIMIT_NPROC counts the processes of one sandbox alone
-    guest_filter: bytes  # of system calls, that the guest program loads; empty if the backend does or there is none
+    holds_sessions = True  # whether a process can be talked to while it runs
+    counts_processes = False  # whether RLIMIT_NPROC counts the processes of one sandbox alone
+    guest_filter = b""  # of system calls, that the guest program loads; empty if the backend does or there is none
 
     def missing(self) -> str | None:
         """Return what has to be installed, or None."""
-        ...
+        return None
 
+    @abstractmethod
     def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         """Run the guest program on a request.
 
@@ -59,16 +59,13 @@ class Backend(Protocol):
         Raises:
             OSError: the process cannot be started.
         """
-        ...
 
 
-class Bubblewrap:
+class Bubblewrap(Backend):
     """Namespaces of bubblewrap: own users, processes, network, mounts; as root with an own uid by setpriv."""
 
     name = "bubblewrap"
-    holds_sessions = True
     counts_processes = True
-    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
@@ -108,7 +105,7 @@ class Bubblewrap:
         if toolchain:
             command += ["--symlink", "usr/bin", "/bin"]
         command += ["--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
-        hidden = (*self._interpreter.hidden, *_third_party_folders())
+        hidden = self._interpreter.hidden
         for name in self._interpreter.readable:
             if not _is_below(name, hidden):
                 command += ["--ro-bind", name, name]
@@ -128,20 +125,18 @@ class Bubblewrap:
         return [*command, "--dir", _FOLDER, "--chdir", _FOLDER]
 
 
-class Sandlock:
+class Sandlock(Backend):
     """Landlock and seccomp by sandlock, without namespaces; its supervisor runs in a process of its own."""
 
     name = "sandlock"
-    holds_sessions = True
+    counts_processes = False  # sandlock counts them itself
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
         self._launcher = ForkServer()
         # of verdicts at the same time: where Landlock does not keep signals away, user ids do
         self._uids = itertools.cycle(range(_OWN_UID, _OWN_UID + _NUM_UIDS))
-        hidden = (*interpreter.hidden, *_third_party_folders())
-        self._denied = [path for folder in hidden for path in _denied_in(folder, interpreter.readable)]
-        self.counts_processes = False  # sandlock counts them itself
+        self._denied = [path for folder in interpreter.hidden for path in _denied_in(folder, interpreter.readable)]
         # not loaded before sandlock starts, whose supervisor needs some of what judged code does not
         self.guest_filter = filter_program(refuse_attributes=True, refuse_owners=os.geteuid() != 0)
 
@@ -161,28 +156,28 @@ class Sandlock:
                 os.mkdir(path, 0o700)
                 if uid is not None:
                     os.chown(path, uid, uid)
-            readable = [str(p) for p in system_libraries(toolchain=toolchain)]
-            order = {
-                "command": self._interpreter.command(settings),
-                "uid": uid,
-                "folder": folder,
-                "changes": changes,
-                "readable": [*readable, *self._interpreter.readable, "/dev/null", "/dev/zero", "/dev/urandom"],
-                "denied": [*self._denied, *_MADE_UP],
+            libraries = [str(p) for p in system_libraries(toolchain=toolchain)]
+            box = {
+                "fs_readable": [*libraries, *self._interpreter.readable, "/dev/null", "/dev/zero", "/dev/urandom"],
+                "fs_denied": [*self._denied, *_MADE_UP],
+                "fs_writable": [folder, "/dev/null"],
+                "fs_storage": changes,
+                "workdir": folder,
+                "cwd": folder,
                 "env": GUEST_ENV | self._interpreter.env | {"HOME": folder, "TMPDIR": folder},
                 "max_memory": limits.memory_bytes,
                 "max_processes": limits.max_processes,
                 "max_open_files": limits.max_open_files,
                 "max_disk": limits.tmp_bytes,
             }
+            order = {"command": self._interpreter.command(settings), "uid": uid, "box": box}
             return run_process(self._launcher.start(order), request, limits)
 
 
-class Container:
+class Container(Backend):
     """A container per run, such as `docker run`. Slow to start, but it needs nothing of this machine's kernel."""
 
     name = "container"
-    holds_sessions = True
     counts_processes = False  # `--pids-limit` does
 
     def __init__(self, interpreter: Interpreter, config: SandboxConfig) -> None:
@@ -215,20 +210,13 @@ class Container:
         return [*self._start, *options, self._image, "python3", "-s", "-P", "-B", "/guest.py"]  # with its packages
 
 
-class Unconfined:
+class Unconfined(Backend):
     """No confinement: only resource limits, and the end of what was started."""
 
     name = "none"
-    holds_sessions = True
-    counts_processes = False
-    guest_filter = b""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
-
-    def missing(self) -> str | None:
-        """See `Backend`."""
-        return None
 
     def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         """See `Backend`."""
@@ -249,15 +237,6 @@ def _denied_in(folder: str, readable: Sequence[str]) -> list[str]:
     return [entry for entry in entries if not any(f"{path}/".startswith(f"{entry}/") for path in readable)]
 
 
-def _third_party_folders() -> list[str]:
-    """Return the system's folders of installed packages, which are under its libraries."""
-    return [
-        str(p)
-        for pattern in ("python3*/dist-packages", "python3*/site-packages")
-        for p in Path("/usr/lib").glob(pattern)
-    ]
-
-
 _PROGRAM = """import sys
 sys.argv = ["guest", {settings!r}]
 exec(compile({source!r}, "guest.py", "exec"), {{"__name__": "__main__"}})
@@ -265,21 +244,15 @@ exec(compile({source!r}, "guest.py", "exec"), {{"__name__": "__main__"}})
 _ANSWER_S = 30.0  # for the server's queue and the transfer, besides the run
 
 
-class SandboxFusion:
+class SandboxFusion(Backend):
     """A remote sandbox (`POST /run_code`). What it holds is the server's business; the guest limits itself too."""
 
     name = "sandbox_fusion"
     holds_sessions = False
-    guest_filter = b""
-    counts_processes = False
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._client = httpx2.Client()
-
-    def missing(self) -> str | None:
-        """See `Backend`."""
-        return None
 
     def run(self, settings: str, request: bytes | Conversation, limits: Limits, *, toolchain: bool) -> ProcessResult:
         """See `Backend`.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.sandbox.process import Limits, Usage, descendants, pause_all, signal_all, usage
+from cohort.sandbox.process import Child, descendants, signal_all
 
 _MAX_REPLY_BYTES = 32
 _END_S = 10.0
@@ -37,28 +37,25 @@ class ForkServer:
         """
         pipes = [os.pipe() for _ in range(5)]
         (in_read, stdin), (stdout, out_write), (stderr, err_write), (ended, end_write), (life, lifeline) = pipes
-        theirs = [in_read, out_write, err_write, end_write, life]
+        theirs, ours = [in_read, out_write, err_write, end_write, life], [stdin, stdout, stderr, ended, lifeline]
         try:
             with self._lock:
                 channel = self._running()
                 socket.send_fds(channel, [json.dumps(order).encode()], theirs)
                 supervisor = channel.recv(_MAX_REPLY_BYTES)
         except OSError:
-            for fd in (stdin, stdout, stderr, ended, lifeline):
-                os.close(fd)
+            _close(ours)
             raise
         finally:
-            for fd in theirs:
-                os.close(fd)
-        return ForkedChild(int(supervisor or 0), stdin, stdout, stderr, ended, lifeline)
+            _close(theirs)
+        return ForkedChild(int(supervisor or 0), *ours)
 
     def _running(self) -> socket.socket:
         if self._process is None or self._process.poll() is not None or self._socket is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())]
             paths = [os.environ.get("PYTHONPATH"), *sys.path]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -72,35 +69,31 @@ class ForkServer:
         return self._socket
 
 
-class ForkedChild:
-    """A process that the fork server has started."""
+class ForkedChild(Child):
+    """A process that the fork server has started. `pid` is its supervisor, which runs no judged code."""
 
-    def __init__(self, supervisor: int, stdin: int, stdout: int, stderr: int, ended: int, lifeline: int) -> None:
-        self.stdin, self.stdout, self.stderr, self.ended = stdin, stdout, stderr, ended
-        self._supervisor = supervisor  # process id
+    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int, ended: int, lifeline: int) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr, self.ended = pid, stdin, stdout, stderr, ended
         self._lifeline = lifeline  # its supervisor kills everything when this closes
 
-    def usage(self, limits: Limits) -> Usage:
+    def watched(self) -> list[int]:
         """See `Child`."""
-        return usage(descendants(self._supervisor)[1:], limits)
-
-    def pause(self) -> None:
-        """See `Child`."""
-        pause_all(lambda: descendants(self._supervisor)[1:])
-
-    def resume(self) -> None:
-        """See `Child`."""
-        signal_all(descendants(self._supervisor)[1:], signal.SIGCONT)
+        return descendants(self.pid)[1:]
 
     def end(self) -> int | None:
         """See `Child`."""
         os.close(self._lifeline)
         if not select.select([self.ended], [], [], _END_S)[0]:  # the supervisor hangs
-            signal_all(descendants(self._supervisor), signal.SIGKILL)
+            signal_all(descendants(self.pid), signal.SIGKILL)
         status = b""
         while data := os.read(self.ended, 64):
             status += data
         return int(status) if status else None
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -108,5 +101,5 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(5)
         return
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()

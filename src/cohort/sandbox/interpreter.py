@@ -31,7 +31,7 @@ class Interpreter:
     home: str  # prefix of its installation
     guest: str  # the compiled guest program
     readable: tuple[str, ...]  # folders and files, real paths
-    hidden: tuple[str, ...]  # folders in them that must not be readable: installed packages
+    hidden: tuple[str, ...]  # folders of installed packages, in them or in the system's libraries
     packages: str | None  # folder of links to the packages asked for
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that each package asked for should provide
 
@@ -68,6 +68,7 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
     readable = [executable, library, guest]
     readable += [path.resolve() for path in (prefix / "lib").glob("libpython*.so*")]
     hidden = [library / name for name in _THIRD_PARTY if (library / name).is_dir()]
+    hidden += [path for name in _THIRD_PARTY for path in Path("/usr/lib").glob(f"python3*/{name}")]
     links = None
     if packages:
         links = folder / "packages"
@@ -85,7 +86,7 @@ def find_interpreter(packages: Sequence[str], folder: Path) -> Interpreter:
         home=f"{prefix}:{exec_prefix}",
         guest=str(guest),
         readable=tuple(dict.fromkeys(map(str, readable))),
-        hidden=tuple(map(str, hidden)),
+        hidden=tuple(dict.fromkeys(map(str, hidden))),
         packages=None if links is None else str(links),
         modules={name: _modules(name) for name in packages},
     )

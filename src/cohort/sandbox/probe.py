@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from cohort.sandbox import attempts
 from cohort.sandbox.backends import GUEST_ENV
 from cohort.sandbox.pool import Job, JobResult, Sandbox
@@ -67,7 +69,8 @@ class Canaries:
 
     def marked(self) -> list[int]:
         """Return the processes that have the marker as an argument."""
-        return [pid for pid, arguments in _command_lines() if self.marker.encode() in arguments]
+        processes = psutil.process_iter(["cmdline"])
+        return [process.pid for process in processes if self.marker in (process.info["cmdline"] or ())]
 
     def was_outlived(self) -> bool:
         """Whether a process that should be gone stays: the kernel may take a moment to end a namespace."""
@@ -201,9 +204,3 @@ def _run(sandbox: Sandbox, attempt: Attempt, outside: Canaries) -> JobResult:
 def _answer(result: JobResult) -> str:
     """Return what the code answered: nothing if it was killed or raised."""
     return str(next((record["value"] for record in result.records if "value" in record), ""))
-
-
-def _command_lines() -> Iterator[tuple[int, list[bytes]]]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            yield int(process.name), (process / "cmdline").read_bytes().split(b"\0")

@@ -8,11 +8,12 @@ import signal
 import stat
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import IO, Literal
 
 from cohort.config.hardware import SandboxConfig
 from cohort.config.section import parse_size
@@ -141,14 +142,6 @@ class Usage:
                 self._files.setdefault(file, (path.startswith(_IN_MEMORY), max(most, end - start)))
 
 
-def usage(pids: Iterable[int], limits: Limits, *, ours: int | None = None) -> Usage:
-    """Return what processes hold. `ours` is one that runs no judged code."""
-    total = Usage()
-    for pid in pids:
-        total.add(pid, limits, is_ours=pid == ours)
-    return total
-
-
 def descendants(pid: int) -> list[int]:
     """Return a process and its descendants."""
     found, waiting = [], [pid]
@@ -197,32 +190,43 @@ class ProcessResult:
     wall_s: float
 
 
-class Child(Protocol):
-    """A started process."""
+class Child(ABC):
+    """A started process. Its standard input, output and error are ours to close."""
 
-    stdin: int  # its standard input, to write to
+    pid: int  # of it, or of what supervises it
+    stdin: int
     stdout: int
     stderr: int
     ended: int  # becomes readable when it has ended
 
+    def watched(self) -> list[int]:
+        """Return the processes whose memory and files count, and which `pause` stops."""
+        return descendants(self.pid)
+
     def usage(self, limits: Limits) -> Usage:
         """Return what the process and its descendants hold. Its first line of output must be there."""
-        ...
+        total = Usage()
+        for pid in self.watched():
+            total.add(pid, limits, is_ours=pid == self.pid)
+        return total
 
     def pause(self) -> None:
         """Stop the process and its descendants until `resume`."""
-        ...
+        stopped: set[int] = set()
+        while new := set(self.watched()) - stopped:
+            signal_all(new, signal.SIGSTOP)
+            stopped |= new
 
     def resume(self) -> None:
         """Let them go on."""
-        ...
+        signal_all(self.watched(), signal.SIGCONT)
 
+    @abstractmethod
     def end(self) -> int | None:
         """Kill it and all that it started, and return its exit code, `-signal`, or None if it is not known."""
-        ...
 
 
-class PopenChild:
+class PopenChild(Child):
     """A child of this process in its own session. `command` must end all that it started when it is killed."""
 
     def __init__(
@@ -233,42 +237,43 @@ class PopenChild:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
             env=dict(env),
             cwd=cwd,
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        # plain descriptors: the pump closes them
-        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
-        self.stdin, self.stdout, self.stderr = (os.dup(pipe.fileno()) for pipe in pipes if pipe is not None)
-        for pipe in pipes:
-            assert pipe is not None
-            pipe.close()
-        self.ended = os.pidfd_open(self._process.pid)
-
-    def usage(self, limits: Limits) -> Usage:
-        """See `Child`."""
-        return usage(descendants(self._process.pid), limits, ours=self._process.pid)
-
-    def pause(self) -> None:
-        """See `Child`."""
-        pause_all(lambda: descendants(self._process.pid))
-
-    def resume(self) -> None:
-        """See `Child`."""
-        signal_all(descendants(self._process.pid), signal.SIGCONT)
+        self.pid = self._process.pid
+        self.stdin, self.stdout, self.stderr = map(
+            _detached, (self._process.stdin, self._process.stdout, self._process.stderr)
+        )
+        self.ended = os.pidfd_open(self.pid)
 
     def end(self) -> int | None:
         """See `Child`."""
-        signal_all(descendants(self._process.pid), signal.SIGKILL)  # not reaped yet, so the ids are still theirs
+        signal_all(descendants(self.pid), signal.SIGKILL)  # not reaped yet, so the ids are still theirs
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
+
+
+def _detached(pipe: IO[bytes] | None) -> int:
+    """Close a pipe of `subprocess`, and return a descriptor of its own for it."""
+    assert pipe is not None
+    with pipe:
+        return os.dup(pipe.fileno())
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 class Pump:
@@ -387,18 +392,3 @@ def run_process(child: Child, request: bytes | Conversation, limits: Limits) -> 
         exit_code=exit_code if ending == "exited" else None,
         wall_s=time.monotonic() - start,
     )
-
-
-def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may have ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def pause_all(find: Callable[[], Sequence[int]]) -> None:
-    """Stop processes, until `find` returns no new ones."""
-    stopped: set[int] = set()
-    while new := set(find()) - stopped:
-        signal_all(new, signal.SIGSTOP)
-        stopped |= new

@@ -88,24 +88,11 @@ def run(order: dict, fds: list[int]) -> int:
         os.setuid(uid)
         _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self belongs to root, and sandlock needs it
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.chdir(order["folder"])
+    os.chdir(order["box"]["cwd"])
     for fd in (status, life):
         os.set_inheritable(fd, False)
     box = sandlock.Sandbox(
-        fs_readable=order["readable"],
-        fs_denied=order["denied"],
-        fs_writable=[order["folder"], "/dev/null"],
-        workdir=order["folder"],
-        cwd=order["folder"],
-        fs_storage=order["changes"],
-        max_disk=order["max_disk"],
-        on_exit=sandlock.BranchAction.ABORT,
-        clean_env=True,
-        env=order["env"],
-        max_memory=order["max_memory"],
-        max_processes=order["max_processes"],
-        max_open_files=order["max_open_files"],
-        allow_degraded=_MAY_BE_MISSING,
+        **order["box"], on_exit=sandlock.BranchAction.ABORT, clean_env=True, allow_degraded=_MAY_BE_MISSING
     )
     process = box.popen(order["command"])
 

@@ -20,7 +20,8 @@ class SessionEnded(Exception):  # noqa: N818
 class PythonSession:
     """One confined process, which starts with the first call and is killed by `close`.
 
-    Calls come one after another. After `SessionEnded`, the session is of no more use.
+    Calls come one after another. After `SessionEnded`, the session is of no more use. A thread of its own talks to the
+    process: bubblewrap ends with the thread that has started it.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:

@@ -48,21 +48,6 @@ def test_each_trajectory_has_its_own_key_until_its_agent_returns():
     assert played.counts == {"unauthorized_requests": 15, "refused_requests": 0}
 
 
-def test_a_key_of_an_agent_that_has_returned_is_not_valid():
-    left: list[tuple[str, str]] = []
-
-    def solve(row: Any, base_url: str, api_key: str) -> None:
-        if left:
-            assert post(*left[0], {"messages": MESSAGES}).status_code == 401
-        else:
-            left.append((base_url, api_key))
-            raise ValueError("the first attempt fails")
-        ask(base_url, api_key)
-
-    played = play(solve, "ok", retries=1)
-    assert played.trajectory.end == "answer" and played.counts["unauthorized_requests"] == 1
-
-
 def test_agents_may_be_coroutine_functions():
     async def solve(row: Any, base_url: str, api_key: str) -> float:
         async with httpx2.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {api_key}"}) as client:
@@ -303,6 +288,15 @@ def test_calls_of_an_attempt_that_crashed_are_not_trained():
     assert statuses == [401] and keys[0] != keys[1] and played.counts["unauthorized_requests"] == 1
 
 
+def sent(base_url: str, api_key: str, body: Any) -> socket.socket:
+    """A connection on which a chat request waits for its answer."""
+    url, content = httpx2.URL(base_url), json.dumps(body)
+    connection = socket.create_connection((url.host, url.port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+    return connection
+
+
 def test_a_call_whose_client_hung_up_before_the_answer_is_dropped():
     """The engine has its tokens, but the event loop has not seen them yet."""
     hang_up, connections = threading.Event(), []
@@ -317,11 +311,7 @@ def test_a_call_whose_client_hung_up_before_the_answer_is_dropped():
     engine = HoldingEngine(on_answer=on_answer)
 
     def solve(row: Any, base_url: str, api_key: str) -> None:
-        url = httpx2.URL(base_url)
-        connections.append(socket.create_connection((url.host, url.port)))
-        body = json.dumps({"messages": MESSAGES})
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
-        connections[0].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        connections.append(sent(base_url, api_key, {"messages": MESSAGES}))
         assert hang_up.wait(PATIENCE_S)
         for number in range(LIMITS.max_turns):  # it gave its turn back
             ask(base_url, api_key, [{"role": "user", "content": f"{number}"}])
@@ -335,11 +325,7 @@ def test_a_client_that_hangs_up_gives_its_turn_back(stream: bool):
     engine = ReplyingEngine(lambda key: None if key.turn == 0 else "ok")
 
     def solve(row: Any, base_url: str, api_key: str) -> float:
-        url = httpx2.URL(base_url)
-        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "stream": {str(stream).lower()}}}'
-        with socket.create_connection((url.host, url.port)) as connection:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        with sent(base_url, api_key, {"messages": MESSAGES, "stream": stream}):
             assert engine.asked.wait(PATIENCE_S)
         for _ in range(LIMITS.max_turns):
             ask(base_url, api_key)

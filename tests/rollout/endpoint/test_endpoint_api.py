@@ -187,7 +187,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
-    ({"model": "\ud800"}, "model is not valid Unicode"),
+    ({"model": "\ud800"}, "not valid Unicode"),
     ({"tools": [{"name": "look_up"}]}, "tools[0]"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),

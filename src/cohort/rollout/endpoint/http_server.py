@@ -26,10 +26,11 @@ from cohort.errors import UserError, describe_error
 from cohort.rollout.endpoint.openai_answers import as_stream, error_answer, models_answer
 from cohort.rollout.endpoint.openai_requests import (
     AnyRequest,
+    ChatRequest,
     RequestError,
-    read_chat_request,
-    read_text_request,
-    read_token_request,
+    TextRequest,
+    TokenRequest,
+    read_request,
 )
 from cohort.rollout.endpoint.session import Session, ended
 
@@ -195,15 +196,11 @@ class Endpoint:
     def _app(self) -> ASGIApp:
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/chat/completions", self._post(read_chat_request), methods=["POST"]),
-            Route("/v1/completions", self._post(read_text_request), methods=["POST"]),
-            Route("/inference/v1/generate", self._post(read_token_request), methods=["POST"]),
+            Route("/v1/chat/completions", self._post(ChatRequest), methods=["POST"]),
+            Route("/v1/completions", self._post(TextRequest), methods=["POST"]),
+            Route("/inference/v1/generate", self._post(TokenRequest), methods=["POST"]),
         ]
-        handlers: Mapping[Any, Any] = {
-            RequestError: self._error,
-            HTTPException: self._error,
-            Exception: self._error,
-        }
+        handlers: Mapping[Any, Any] = dict.fromkeys((RequestError, HTTPException, Exception), self._error)
         app = Starlette(routes=routes, exception_handlers=handlers)
 
         async def authorized(scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,14 +219,14 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         return JSONResponse(models_answer())
 
-    def _post(self, read: Callable[[Any], AnyRequest]) -> Callable[[Request], Any]:
+    def _post(self, kind: type[AnyRequest]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            parsed = read(await _read_json(request))
+            parsed = read_request(kind, await _read_json(request))
             answer = await _forward(request, parsed)
             if answer is None:
                 return Response(status_code=499)  # nobody reads it
-            if parsed.options.stream:
-                stream = as_stream(answer, include_usage=parsed.options.include_usage)
+            if parsed.stream:
+                stream = as_stream(answer, include_usage=parsed.stream_options.include_usage)
                 return Response(stream, media_type="text/event-stream")
             return JSONResponse(answer)
 

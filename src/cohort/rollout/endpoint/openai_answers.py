@@ -11,12 +11,12 @@ from typing import Any
 
 from cohort.chat import Reply
 from cohort.records import ModelCall
-from cohort.rollout.endpoint.openai_requests import CallOptions, RequestError
+from cohort.rollout.endpoint.openai_requests import ChatRequest, Request, RequestError, TextRequest, TokenRequest
 
 Body = dict[str, Any]
 
 
-def chat_answer(reply: Reply, call: ModelCall, options: CallOptions, tokenizer: Any) -> Body:
+def chat_answer(reply: Reply, call: ModelCall, request: ChatRequest, tokenizer: Any) -> Body:
     """Return the body of a chat completion."""
     message: Body = {"role": "assistant", "content": reply.content or (None if reply.tool_calls else "")}
     if reply.reasoning is not None:
@@ -31,19 +31,19 @@ def chat_answer(reply: Reply, call: ModelCall, options: CallOptions, tokenizer: 
             for one in reply.tool_calls
         ]
     finish_reason = "tool_calls" if reply.tool_calls and call.finish_reason == "stop" else call.finish_reason
-    logprobs = {"content": [*_chat_logprobs(call, tokenizer)]} if options.logprobs else None
+    logprobs = {"content": [*_chat_logprobs(call, tokenizer)]} if request.logprobs else None
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": logprobs}
-    body = _body("chat.completion", "chatcmpl", choice, call, options)
-    if options.return_token_ids:
+    body = _body("chat.completion", "chatcmpl", choice, call, request)
+    if request.return_token_ids:
         choice["token_ids"] = call.token_ids.tolist()
         body["prompt_token_ids"] = call.context_ids.tolist()
     return body
 
 
-def text_answer(text: str, call: ModelCall, options: CallOptions, tokenizer: Any) -> Body:
+def text_answer(text: str, call: ModelCall, request: TextRequest, tokenizer: Any) -> Body:
     """Return the body of a text completion."""
     choice: Body = {"index": 0, "text": text, "finish_reason": call.finish_reason, "logprobs": None}
-    if options.logprobs:
+    if request.logprobs:
         tokens = [tokenizer.decode([token]) for token in call.token_ids.tolist()]
         lengths = [len(token) for token in tokens]
         choice["logprobs"] = {
@@ -52,13 +52,13 @@ def text_answer(text: str, call: ModelCall, options: CallOptions, tokenizer: Any
             "text_offset": [sum(lengths[:index]) for index in range(len(tokens))],
             "top_logprobs": None,
         }
-    if options.return_token_ids:
+    if request.return_token_ids:
         choice["token_ids"] = call.token_ids.tolist()
         choice["prompt_token_ids"] = call.context_ids.tolist()
-    return _body("text_completion", "cmpl", choice, call, options)
+    return _body("text_completion", "cmpl", choice, call, request)
 
 
-def token_answer(call: ModelCall, options: CallOptions) -> Body:
+def token_answer(call: ModelCall, request: TokenRequest) -> Body:
     """Return the body of vLLM's token API."""
     token_ids, logprobs = call.token_ids.tolist(), call.sampling_logprobs.tolist()
     entries = [
@@ -69,7 +69,7 @@ def token_answer(call: ModelCall, options: CallOptions) -> Body:
         "index": 0,
         "token_ids": token_ids,
         "finish_reason": call.finish_reason,
-        "logprobs": {"content": entries} if options.logprobs else None,
+        "logprobs": {"content": entries} if request.logprobs else None,
     }
     return {
         "request_id": f"generate-{uuid.uuid4().hex}",
@@ -117,12 +117,12 @@ def _chat_chunks(body: Body) -> Iterator[Body]:
     yield {**ending, "delta": {}}
 
 
-def _body(kind: str, prefix: str, choice: Body, call: ModelCall, options: CallOptions) -> Body:
+def _body(kind: str, prefix: str, choice: Body, call: ModelCall, request: Request) -> Body:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": options.model,
+        "model": request.model,
         "choices": [choice],
         "usage": _usage(call),
     }

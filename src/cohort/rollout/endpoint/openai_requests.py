@@ -1,16 +1,25 @@
-"""Read requests of OpenAI's API and of vLLM's token API: validate them, and find fields without effect.
-
-K context tokens.
-"""
+"""Requests of OpenAI's API and of vLLM's token API: what they may hold, and which fields have no effect."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-import numpy as np
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from cohort.records import IntArray, Message
+from cohort.records import Message
 
 # Sampling is the run's, because the loss assumes it.
 SAMPLING_FIELDS = frozenset(
@@ -27,8 +36,8 @@ _HARMLESS = frozenset(
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "include_reasoning"),
     }
 )
-# Fields that are refused, except for these values, which are their defaults.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+# Fields that are refused but for these values, which are their defaults.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -58,7 +67,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_UNSUPPORTED = "unsupported_value"
 
 
 class RequestError(Exception):
@@ -79,265 +88,218 @@ class RequestError(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+class _Object(BaseModel):
+    """An object of a request. A field that is null counts as left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, value: Any) -> Any:
+        return {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
+def _check_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode: {error.reason}") from error
+    return text
+
+
+def _refuse(value: Any) -> None:
+    raise PydanticCustomError(_UNSUPPORTED, "not supported")
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+_Prompt = Annotated[TokenIds, Field(min_length=1)]
+_Refused = Annotated[None, BeforeValidator(_refuse)]
+
+
+def _join_parts(content: Any) -> Any:
+    """Return the text of a content that is a list of parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise PydanticCustomError(
+                _UNSUPPORTED, "a part has type {kind}; only text is supported", {"kind": f"{kind!r:.100}"}
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part has no text")
+    return "\n".join(part["text"] for part in content)
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+class _CalledFunction(_Object):
+    name: Text
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments)] = {}
+
+
+class _ToolCall(_Object):
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class _Message(_Object):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(_join_parts)]
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    tool_calls: list[_ToolCall] = []
+    audio: _Refused = None
+    function_call: _Refused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_a_reply_without_content(cls, value: Any) -> Any:
+        is_reply = isinstance(value, dict) and value.get("role") == "assistant"
+        return {**value, "content": ""} if is_reply and value.get("content") is None else value
+
+    def canonical(self) -> Message:
+        """Return the message in the form in which replies are kept, so that both can be compared."""
+        is_reply = self.role == "assistant"
+        message = self.model_dump(exclude_none=True, exclude=None if is_reply else {"reasoning_content", "tool_calls"})
+        if not self.tool_calls:
+            message.pop("tool_calls", None)
+        return {**message, "role": "system" if self.role == "developer" else self.role}
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool must be {"type": "function", "function": {"name": ..., ...}}')
+    return tool
+
+
+def _list_stop(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _has_logprobs(number: Any) -> bool:
+    """Read the number of top logprobs; the sampled token's is returned anyway."""
+    if isinstance(number, bool) or number not in (0, 1):
+        raise ValueError("should be 0 or 1: only the sampled token's logprob is known")
+    return True
+
+
+def _take_only_prompt(prompt: Any) -> Any:
+    """Return the prompt of a list with one."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return prompt
+    if len(prompt) > 1:
+        raise PydanticCustomError(_UNSUPPORTED, "several prompts in one request; send one request each")
+    return prompt[0]
+
+
+class _StreamOptions(_Object):
+    include_usage: bool = False
+
+
+class Request(_Object):
     """What every kind of request may ask for."""
 
-    model: str  # name that the client uses; every name is the policy
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    train: bool  # our own field: False for a simulated user or an opponent
-    stream: bool
-    include_usage: bool  # in a stream
-    logprobs: bool
-    return_token_ids: bool
-    ignored: tuple[str, ...]  # fields without effect
+    model_config = ConfigDict(extra="allow")
+
+    model: Text = "policy"  # name that the client uses; every name is the policy
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: Annotated[list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_list_stop)] = []
+    stop_token_ids: TokenIds = []
+    train: bool = True  # our own field: False for a simulated user or an opponent
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens to sample."""
+        return min(filter(None, (self.max_tokens, self.max_completion_tokens)), default=None)
+
+    @property
+    def unread(self) -> Mapping[str, Any]:
+        """Fields other than those of this class."""
+        return self.model_extra or {}
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields without effect that may have been meant to have one."""
+        return [name for name in self.unread if name not in _HARMLESS and name not in _SUPPORTED]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
+class ChatRequest(Request):
     """A request to /v1/chat/completions."""
 
-    options: CallOptions
-    messages: Sequence[Message]  # canonical: text contents, arguments as objects
-    tools: Sequence[Mapping[str, Any]] | None
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] = []
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        return None if self.unread.get("tool_choice") == "none" else self.tools or None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
+class TextRequest(Request):
     """A request to /v1/completions."""
 
-    options: CallOptions
-    prompt: str | IntArray  # text, or token ids [K]
+    prompt: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[_Prompt, Tag("token_ids")],
+        Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "token_ids"),
+        BeforeValidator(_take_only_prompt),
+    ]
+    logprobs: Annotated[bool, BeforeValidator(_has_logprobs)] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRequest:
+class TokenRequest(Request):
     """A request to /inference/v1/generate, as vLLM has it."""
 
-    options: CallOptions
-    token_ids: IntArray  # [K]
+    token_ids: _Prompt
+    sampling_params: dict[str, Any] = {}
+    stream: Literal[False] = False
+    logprobs: Annotated[bool, BeforeValidator(_has_logprobs)] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_sampling_params(cls, value: Any) -> Any:
+        parameters = value.get("sampling_params") if isinstance(value, dict) else None
+        return {**value, **parameters} if isinstance(parameters, dict) else value
 
 
 AnyRequest = ChatRequest | TextRequest | TokenRequest
 
 
-def read_chat_request(body: Any) -> ChatRequest:
-    """Read the body of a chat request. Raises RequestError."""
-    fields = _Fields(body)
-    tools = _tools(fields.take("tools"))
-    if fields.peek("tool_choice") == "none":
-        tools = None
-    messages = _messages(fields.take("messages"))
-    logprobs = fields.flag("logprobs")
-    return ChatRequest(messages=messages, tools=tools, options=_options(fields, fields, logprobs=logprobs))
-
-
-def read_text_request(body: Any) -> TextRequest:
-    """Read the body of a request for a text completion. Raises RequestError."""
-    fields = _Fields(body)
-    prompt = fields.take("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        (prompt,) = prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        raise RequestError("several prompts in one request are not supported; send one request each", param="prompt")
-    read = _text(prompt, "prompt") if isinstance(prompt, str) else _token_ids(prompt, "prompt")
-    return TextRequest(prompt=read, options=_options(fields, fields, logprobs=fields.logprobs()))
-
-
-def read_token_request(body: Any) -> TokenRequest:
-    """Read the body of a request to vLLM's token API. Raises RequestError."""
-    fields = _Fields(body)
-    token_ids = _token_ids(fields.take("token_ids"), "token_ids")
-    sampling = _Fields(fields.take("sampling_params") or {}, "sampling_params.")
-    options = _options(fields, sampling, logprobs=sampling.logprobs())
-    if options.stream:
-        raise RequestError("streams are not supported here", param="stream")
-    return TokenRequest(token_ids=token_ids, options=options)
-
-
-class _Fields:
-    """The fields of an object, of which those that are read are removed."""
-
-    def __init__(self, body: Any, prefix: str = ""):
-        if not isinstance(body, dict):
-            raise RequestError(f"{prefix.rstrip('.') or 'the body'} must be a JSON object", param=prefix or None)
-        self._left = {name: value for name, value in body.items() if value is not None}
-        self._prefix = prefix
-
-    def peek(self, name: str) -> Any:
-        return self._left.get(name)
-
-    def take(self, name: str) -> Any:
-        return self._left.pop(name, None)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._left.pop(name, default)
-        if not isinstance(value, bool):
-            raise self._error(name, "true or false", value)
-        return value
-
-    def count(self, name: str) -> int | None:
-        value = self._left.pop(name, None)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self._error(name, "a positive integer", value)
-        return value
-
-    def logprobs(self) -> bool:
-        """Read the number of top logprobs; the sampled token's is returned anyway."""
-        value = self._left.pop("logprobs", None)
-        if value is not None and (isinstance(value, bool) or value not in (0, 1)):
-            raise self._error("logprobs", "0 or 1: only the sampled token's logprob is known", value)
-        return value is not None
-
-    def refuse(self) -> None:
-        """Refuse fields with a value that is not supported."""
-        for name, allowed in _REFUSED.items():
-            value = self.take(name)
-            if value is not None and value not in allowed:
-                supported = " or ".join(json.dumps(one) for one in allowed) or "leave it out"
-                raise RequestError(
-                    f"{self._prefix}{name}: {json.dumps(value):.100} is not supported here; supported: {supported}",
-                    param=f"{self._prefix}{name}",
-                    code="unsupported_value",
-                )
-
-    def ignored(self) -> tuple[str, ...]:
-        """Return names of fields that were not read and may have been meant to have an effect."""
-        return tuple(name for name in self._left if name not in _HARMLESS)
-
-    def _error(self, name: str, rule: str, value: Any) -> RequestError:
-        return RequestError(f"{self._prefix}{name} must be {rule}, not {value!r:.100}", param=f"{self._prefix}{name}")
-
-
-def _options(fields: _Fields, sampling: _Fields, *, logprobs: bool) -> CallOptions:
-    """Read what all requests have. `sampling` has the parameters of sampling; they may be `fields` too."""
-    max_tokens = sampling.count("max_tokens")
-    limits = [limit for limit in (max_tokens, sampling.count("max_completion_tokens")) if limit is not None]
-    stream_options = _Fields(fields.take("stream_options") or {}, "stream_options.")
-    model = fields.take("model")
-    options = CallOptions(
-        model=_text(model, "model") if isinstance(model, str) else "policy",
-        max_tokens=min(limits, default=None),
-        stop=_stop(sampling.take("stop")),
-        stop_token_ids=tuple(_token_ids(sampling.take("stop_token_ids") or [], "stop_token_ids", minimum=0).tolist()),
-        train=fields.flag("train", True),
-        stream=fields.flag("stream"),
-        include_usage=stream_options.flag("include_usage"),
-        logprobs=logprobs,
-        return_token_ids=fields.flag("return_token_ids"),
-        ignored=(),
-    )
-    for one in (fields, sampling):
-        one.refuse()
-    ignored = dict.fromkeys([*fields.ignored(), *sampling.ignored()])
-    return replace(options, ignored=tuple(ignored))
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError("stop must be a text or a list of texts that are not empty", param="stop")
-    return tuple(texts)
-
-
-def _token_ids(value: Any, where: str, *, minimum: int = 1) -> IntArray:
-    is_right = isinstance(value, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in value
-    )
-    if not is_right or len(value) < minimum:
-        raise RequestError(f"{where} must be a list of token ids" + (", or a text" * (where == "prompt")), param=where)
-    return np.asarray(value, dtype=np.int64)
-
-
-def _tools(value: Any) -> Sequence[Mapping[str, Any]] | None:
-    tools = value or []
-    if not isinstance(tools, list):
-        raise RequestError("tools must be a list", param="tools")
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f'tools[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}', param="tools"
-            )
-    return tools or None
-
-
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise RequestError("messages must be a list of at least one message", param="messages")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
-
-
-def _message(value: Any, where: str) -> Message:
-    """Return a message in the form in which replies are kept, so that both can be compared."""
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be an object", param=where)
-    given = {key: one for key, one in value.items() if one is not None}
-    role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r:.100}", param=where)
-    for key in ("audio", "function_call"):
-        if key in given:
-            raise RequestError(f"{where}.{key} is not supported", param=where, code="unsupported_value")
-    if "content" not in given and role != "assistant":
-        raise RequestError(f"{where}.content is missing", param=where)
-    message: dict[str, Any] = {"role": _ROLES[role], "content": _content(given.get("content", ""), f"{where}.content")}
-    for key in ("name", "tool_call_id"):
-        if key in given:
-            message[key] = _text(given[key], f"{where}.{key}")
-    if role == "assistant":
-        reasoning = next((given[key] for key in ("reasoning_content", "reasoning") if key in given), None)
-        if reasoning is not None:
-            message["reasoning_content"] = _text(reasoning, f"{where}.reasoning_content")
-        calls = given.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls must be a list", param=where)
-        if calls:
-            message["tool_calls"] = [
-                _tool_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)
-            ]
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    if not isinstance(value, list):
-        return _text(value, where)
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise RequestError(
-                f"{where}[{number}] has type {kind!r:.100}; only text is supported",
-                param=where,
-                code="unsupported_value",
-            )
-        texts.append(_text(part.get("text"), f"{where}[{number}].text"))
-    return "\n".join(texts)
-
-
-def _tool_call(value: Any, where: str) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f'{where} must have a "function" with a "name" and "arguments"', param=where)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where}.function.arguments is not JSON: {error}", param=where) from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where}.function.arguments must be an object", param=where)
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": _text(value["id"], f"{where}.id"), **call} if value.get("id") is not None else call
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{where} must be text, not {type(value).__name__}", param=where)
+def read_request(kind: type[AnyRequest], body: Any) -> AnyRequest:
+    """Read the body of a request. Raises RequestError."""
     try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{where} is not valid Unicode: {error.reason}", param=where) from error
-    return value
+        request = kind.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from error
+    for name, supported in _SUPPORTED.items():
+        value = request.unread.get(name)
+        if value is not None and value not in supported:
+            instead = " or ".join(map(json.dumps, supported)) or "leave it out"
+            message = f"{name}: {json.dumps(value):.100} is not supported here; supported: {instead}"
+            raise RequestError(message, param=name, code=_UNSUPPORTED)
+    return request
+
+
+def _explain(error: ErrorDetails) -> RequestError:
+    """Say which field is wrong, its value and the rule."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    if error["type"] == "missing":
+        return RequestError(f"{path} is missing", param=path)
+    rule = "should be an object" if error["type"] == "model_type" else error["msg"]
+    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
+    code = _UNSUPPORTED if error["type"] == _UNSUPPORTED else None
+    return RequestError(f"{path or 'the body'}: {error['input']!r:.100}: {rule}", param=path or None, code=code)

@@ -1,7 +1,7 @@
 """Answer the requests of one trajectory with its model, in its event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from cohort.errors import UserError
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.endpoint.openai_answers import Body, chat_answer, text_answer, token_answer
-from cohort.rollout.endpoint.openai_requests import AnyRequest, ChatRequest, RequestError, TextRequest
+from cohort.rollout.endpoint.openai_requests import AnyRequest, ChatRequest, RequestError, TextRequest, TokenRequest
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 from cohort.rollout.stop_strings import truncate_at_stop
 
@@ -74,7 +74,7 @@ class Session:
         assert task is not None
         self._requests.add(task)
         try:
-            for name in request.options.ignored:
+            for name in request.ignored:
                 self._warn(name)
             await self._batcher.wait()
             call, body = await self._answer(request)
@@ -117,48 +117,41 @@ class Session:
             self._engine_failed.exception()  # retrieve it, or asyncio logs a warning
 
     async def _answer(self, request: AnyRequest) -> tuple[ModelCall, Body]:
-        options, tokenizer = request.options, self._model.tokenizer
+        tokenizer = self._model.tokenizer
+        options: dict[str, Any] = {
+            "train": request.train,
+            "max_tokens": request.limit,
+            "stop": request.stop,
+            "stop_token_ids": request.stop_token_ids,
+        }
         if isinstance(request, ChatRequest):
-            self._check_tools(request)
-            reply = await self._model.chat(
-                request.messages,
-                request.tools,
-                options.train,
-                max_tokens=options.max_tokens,
-                stop=options.stop,
-                stop_token_ids=options.stop_token_ids,
-            )
+            messages, tools = [message.canonical() for message in request.messages], request.usable_tools
+            self._check_tools(tools)
+            reply = await self._model.chat(messages, tools, **options)
             assert reply.call is not None
             self.num_tool_calls += len(reply.tool_calls)
             self.num_malformed_calls += len(reply.errors)
-            return reply.call, chat_answer(reply, reply.call, options, tokenizer)
-        token_ids = self._prompt_ids(request.prompt) if isinstance(request, TextRequest) else request.token_ids
+            return reply.call, chat_answer(reply, reply.call, request, tokenizer)
+        prompt = request.prompt if isinstance(request, TextRequest) else request.token_ids
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int64)
         if token_ids.max() >= len(tokenizer):
             raise RequestError(f"token id {token_ids.max()} is outside of the vocabulary of {len(tokenizer)} tokens")
-        call = await self._model.generate(
-            token_ids,
-            options.train,
-            max_tokens=options.max_tokens,
-            stop=options.stop,
-            stop_token_ids=options.stop_token_ids,
-        )
-        if not isinstance(request, TextRequest):
-            return call, token_answer(call, options)
-        text = truncate_at_stop(tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True), options.stop)
-        if isinstance(request.prompt, str):
-            self._keep_text(request.prompt, text, call)
-        return call, text_answer(text, call, options, tokenizer)
+        call = await self._model.generate(token_ids, **options)
+        if isinstance(request, TokenRequest):
+            return call, token_answer(call, request)
+        text = truncate_at_stop(tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True), request.stop)
+        if isinstance(prompt, str):
+            self._keep_text(prompt, text, call)
+        return call, text_answer(text, call, request, tokenizer)
 
-    def _check_tools(self, request: ChatRequest) -> None:
-        if request.tools and not self._has_checked_tools:
-            self._model.template.check_tools(request.tools)
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        if tools and not self._has_checked_tools:
+            self._model.template.check_tools(tools)
             self._model.parser.check_tools()
             self._has_checked_tools = True
 
-    def _prompt_ids(self, prompt: str | IntArray) -> IntArray:
+    def _tokenize(self, prompt: str) -> IntArray:
         """Tokenize a prompt, but for the part that an earlier call has sampled."""
-        if not isinstance(prompt, str):
-            return prompt
         tokenizer = self._model.tokenizer
         continued = [kept for kept in self._texts if prompt.startswith(kept[0])]
         if not continued:

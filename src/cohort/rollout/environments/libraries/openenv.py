@@ -5,8 +5,9 @@ else a call of the tool `step`, whose parameters are the action's fields.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,47 +45,32 @@ def load(url: str, args: Mapping[str, Any], *, field: str) -> EnvironmentSource:
     text_field = None if tools else _text_field(action)
     if not tools and text_field is None:
         tools = [_step_tool(action)]
-    create = partial(OpenEnv, connect, text_field=text_field, tools=tools, **args)
+    create = partial(OpenEnv, connect=connect, text_field=text_field, tools=tools, **args)
     return EnvironmentSource(kind=OpenEnv, name=_NAME, create=create, rows=seed_rows, schemas=tuple(tools))
 
 
+@dataclass(eq=False, kw_only=True)
 class OpenEnv:
     """Plays rows with sessions of a server. The columns of a row are the arguments of its `reset`."""
 
-    def __init__(
-        self,
-        connect: Any,
-        *,
-        text_field: str | None,
-        tools: Sequence[Schema],
-        observation: str | None = None,
-        max_sessions: int | None = None,
-        system_prompt: str | None = None,
-    ):
-        """Create the program.
+    connect: Callable[[], Any]  # opens a session
+    text_field: str | None  # of actions, that is the text of a reply; None to play with tools
+    tools: Sequence[Schema]  # the server's, or `step`
+    observation: str | None = None  # field of observations that the model sees; None: all of them, as JSON
+    max_sessions: int | None = None  # at a time; servers have a limit of their own, often 1
+    system_prompt: str | None = None
 
-        Args:
-            connect: opens a session.
-            text_field: field of actions that is the text of a reply; None to play with tools.
-            tools: the server's, or `step`.
-            observation: field of observations that the model sees. Default: all of them, as JSON.
-            max_sessions: maximum number of sessions at a time. Servers have a limit of their own, often 1.
-            system_prompt: system message.
-        """
-        self._connect = connect
-        self._text_field = text_field
-        self._tools = {schema["function"]["name"]: schema for schema in tools}
-        self._observation = observation
-        self._sessions = nullcontext() if max_sessions is None else asyncio.Semaphore(max_sessions)
-        self._system_prompt = system_prompt
+    def __post_init__(self) -> None:
+        self._tools = {schema["function"]["name"]: schema for schema in self.tools}
+        self._sessions = nullcontext() if self.max_sessions is None else asyncio.Semaphore(self.max_sessions)
 
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> float:
         """Play one row. The reward is the sum of those of all steps."""
         arguments = {key: value for key, value in row.items() if key != "prompt" and value is not None}
-        async with self._sessions, opened(self._connect, name=_NAME) as call:
+        async with self._sessions, opened(self.connect, name=_NAME) as call:
             result = await call("reset", **arguments)
             first = "\n".join(filter(None, (row.get("prompt"), self._text(result.observation))))
-            messages = with_system(self._system_prompt, first)
+            messages = with_system(self.system_prompt, first)
             total = float(result.reward or 0.0)
 
             async def step(action: Mapping[str, Any]) -> str:
@@ -95,10 +81,10 @@ class OpenEnv:
 
             try:
                 while not result.done:
-                    reply = await model.chat(messages, tools=[*self._tools.values()] or None)
+                    reply = await model.chat(messages, tools=self.tools or None)
                     messages = [*messages, reply.message]
-                    if self._text_field is not None:
-                        messages.append({"role": "user", "content": await step({self._text_field: reply.content})})
+                    if self.text_field is not None:
+                        messages.append({"role": "user", "content": await step({self.text_field: reply.content})})
                         continue
                     if not reply.tool_calls:
                         break
@@ -125,8 +111,8 @@ class OpenEnv:
         return None if problem is None else f"Error: {problem}"
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        if self._observation is not None:
-            return result_text(observation.get(self._observation, ""), where=_NAME)
+        if self.observation is not None:
+            return result_text(observation.get(self.observation, ""), where=_NAME)
         if "tool_name" in observation and "result" in observation:  # of a tool of the server
             result = observation["error"] or observation["result"]
             content = result.get("content") if isinstance(result, Mapping) else None

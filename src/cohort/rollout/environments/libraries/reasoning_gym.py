@@ -5,7 +5,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,63 +128,46 @@ def load(name: str, args: Mapping[str, Any], *, field: str, sandbox: SharedSandb
     except Exception as error:  # the configuration of a dataset may raise anything
         raise UserError(f"{field}.args: {name}: {describe_error(error)}") from error
     prompt = args.get("system_prompt", _SYSTEM_PROMPT)
-    prompt = library.utils.SYSTEM_PROMPTS.get(prompt, prompt)
     opened = sandbox.open()
     scorer = SandboxScorer(opened)
     try:
         scorer.check()
     except ValueError as error:
         raise UserError(f"{field}: reasoning_gym:{name}: {error}") from error
-    pool = ThreadPoolExecutor(opened.max_concurrent, thread_name_prefix="reasoning_gym")
 
     def rows(count: int, seed: int) -> Rows:
         # Task n of a dataset depends on seed + n: datasets of near seeds would share most tasks.
         tasks = create(seed=random.Random(seed).getrandbits(31), size=options.get("size", count))
         return [{key: task[key] for key in _COLUMNS} for task in tasks]
 
-    def program() -> ReasoningGym:
-        extract = library.utils.extract_answer
-        return ReasoningGym(scorer, pool, name=name, extract_answer=extract, system_prompt=prompt)
-
+    program = partial(
+        ReasoningGym,
+        scorer=scorer,
+        pool=ThreadPoolExecutor(opened.max_concurrent, thread_name_prefix="reasoning_gym"),
+        name=name,
+        extract_answer=library.utils.extract_answer,
+        system_prompt=library.utils.SYSTEM_PROMPTS.get(prompt, prompt),
+    )
     return EnvironmentSource(kind=ReasoningGym, name=name, create=program, rows=rows, has_own_processes=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class ReasoningGym:
     """Asks the question of a task once, and scores the answer."""
 
-    def __init__(
-        self,
-        scorer: SandboxScorer,
-        pool: ThreadPoolExecutor,
-        *,
-        name: str,
-        extract_answer: Any,
-        system_prompt: str | None,
-    ):
-        """Create the program.
-
-        Args:
-            scorer: scores answers.
-            pool: bounds how many are scored at once.
-            name: name of the dataset.
-            extract_answer: finds the answer in a reply; None if it has none.
-            system_prompt: says how replies mark the answer.
-        """
-        self._scorer = scorer
-        self._pool = pool
-        self._name = name
-        self._extract_answer = extract_answer
-        self._system_prompt = system_prompt
+    scorer: SandboxScorer
+    pool: ThreadPoolExecutor  # bounds how many answers are scored at once
+    name: str  # of the dataset
+    extract_answer: Callable[[str], str | None]  # finds the answer in a reply; None if it has none
+    system_prompt: str | None  # says how replies mark the answer
 
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> float:
         """Play one row."""
         entry = {name: column(row, name, library="reasoning_gym") for name in _COLUMNS}
-        reply = await model.chat(with_system(self._system_prompt, entry["question"]))
-        answer = Answer(self._name, self._extract_answer(reply.content), entry)
-        [score] = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, answer)
+        reply = await model.chat(with_system(self.system_prompt, entry["question"]))
+        answer = Answer(self.name, self.extract_answer(reply.content), entry)
+        score_all = partial(self.scorer.score_all, [answer], budget_s=_SCORE_S)
+        [score] = await asyncio.get_running_loop().run_in_executor(self.pool, score_all)
         if score is None:
-            raise EnvironmentFailure(f"Reasoning Gym's scorer of {self._name} did not score the answer {answer.text!r}")
+            raise EnvironmentFailure(f"Reasoning Gym's scorer of {self.name} did not score the answer {answer.text!r}")
         return score
-
-    def _score(self, answer: Answer) -> list[float | None]:
-        return self._scorer.score_all([answer], budget_s=_SCORE_S)

@@ -1,6 +1,7 @@
 """Environments of SkyRL Gym (https://github.com/NovaSky-AI/SkyRL)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,29 +22,23 @@ def load(name: str, args: Mapping[str, Any], *, field: str) -> EnvironmentSource
     if name not in registered:
         raise UserError(f"{field}: SkyRL Gym has no {name!r}{suggest(name, sorted(registered), 'Environments')}")
     config = import_library("omegaconf", extra="skyrl-gym", field=field).OmegaConf.create(dict(args))
-    make = partial(library.make, name, env_config=config)
-    return EnvironmentSource(kind=SkyRLGym, name=name, create=partial(SkyRLGym, make, name=name))
+    create = partial(SkyRLGym, make=partial(library.make, name, env_config=config), name=name)
+    return EnvironmentSource(kind=SkyRLGym, name=name, create=create)
 
 
+@dataclass(eq=False, kw_only=True)
 class SkyRLGym:
     """Plays rows in SkyRL's form: `prompt` with messages, and the other columns as the environment's `extras`."""
 
-    def __init__(self, make: Any, *, name: str):
-        """Create the program.
-
-        Args:
-            make: creates an environment for the columns `extras` of a row.
-            name: name of the environment.
-        """
-        self._make = make
-        self._name = name
+    make: Callable[..., Any]  # creates an environment for the `extras` of a row
+    name: str
 
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> dict[str, float]:
         """Play one row. The reward is the sum of those of all turns."""
         prompt = column(row, "prompt", library="skyrl_gym")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         extras = {"max_turns": model.turns_left, **{key: value for key, value in row.items() if key != "prompt"}}
-        async with opened(partial(self._make, extras=extras), name=self._name) as environment:
+        async with opened(partial(self.make, extras=extras), name=self.name) as environment:
             messages, _ = await environment("init", prompt=messages)
             rewards: list[float] = []
             done = False

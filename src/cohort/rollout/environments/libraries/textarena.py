@@ -4,13 +4,14 @@ Its games use Python's global random numbers: without `rollout.isolate`, games t
 them from each other, and runs are not reproducible.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cohort.errors import UserError, describe_error, suggest
 from cohort.records import Message
-from cohort.rollout.environments.libraries.common import column, import_library, opened, seed_rows
+from cohort.rollout.environments.libraries.common import column, import_library, opened, seed_rows, with_system
 from cohort.rollout.environments.model import RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.sources import EnvironmentSource
 
@@ -27,44 +28,36 @@ def load(name: str, args: Mapping[str, Any], *, field: str) -> EnvironmentSource
     games = library.envs.registration.ENV_REGISTRY
     if name not in games:
         raise UserError(f"{field}: TextArena has no {name!r}{suggest(name, sorted(games), 'Games')}")
-    own = {"num_players": 1, "system_prompt": None}
+    own = {key: args[key] for key in ("num_players", "system_prompt") if key in args}
     make = partial(library.make, name, **{key: value for key, value in args.items() if key not in own})
     try:
         make().reset(num_players=args.get("num_players", 1), seed=0)
     except Exception as error:  # of the game: an argument, a number of players, or a word list that is missing
         raise UserError(f"{field}: {name} cannot be played: {describe_error(error)}") from error
-    create = partial(TextArena, make, name=name, **{key: args.get(key, default) for key, default in own.items()})
+    create = partial(TextArena, make=make, name=name, **own)
     return EnvironmentSource(kind=TextArena, name=name, create=create, rows=seed_rows)
 
 
+@dataclass(eq=False, kw_only=True)
 class TextArena:
     """Plays a game against the game, or with several players, of which only the first is trained."""
 
-    def __init__(self, make: Any, *, name: str, num_players: int, system_prompt: str | None):
-        """Create the program.
-
-        Args:
-            make: creates a game.
-            name: name of the game.
-            num_players: number of players; the policy plays all of them.
-            system_prompt: system message of all players.
-        """
-        self._make = make
-        self._name = name
-        self._num_players = num_players
-        self._system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    make: Callable[[], Any]  # creates a game
+    name: str
+    num_players: int = 1  # the policy plays all of them
+    system_prompt: str | None = None  # of all players
 
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> dict[str, float]:
         """Play one row. A game that a limit has ended gives 0."""
         seed = column(row, "seed", library="textarena")
-        messages: dict[int, list[Message]] = {player: [*self._system] for player in range(self._num_players)}
+        messages: dict[int, list[Message]] = {player: [] for player in range(self.num_players)}
         rewards: Mapping[int, float] | None = None
         num_moves = 0
-        async with opened(lambda: _Game(self._make()), name=self._name) as game:
-            player, text = await game("reset", num_players=self._num_players, seed=seed)
+        async with opened(lambda: _Game(self.make()), name=self.name) as game:
+            player, text = await game("reset", num_players=self.num_players, seed=seed)
             try:
                 while rewards is None:
-                    messages[player].append({"role": "user", "content": text})
+                    messages[player] += with_system(None if messages[player] else self.system_prompt, text)
                     reply = await model.chat(messages[player], train=player == _TRAINED_PLAYER)
                     messages[player].append(reply.message)
                     num_moves += player == _TRAINED_PLAYER

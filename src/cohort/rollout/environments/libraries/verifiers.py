@@ -10,6 +10,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,7 @@ def load(name: str, args: Mapping[str, Any], *, field: str) -> EnvironmentSource
         raise UserError(
             f"{field}: {name!r} has the agents {', '.join(roles)}; a trajectory has the reward of one agent"
         )
-    play = partial(_play, library, loaders, config, roles[0])
-    create = partial(Verifiers, play, tasks, name=name)
+    create = partial(Verifiers, library=library, loaders=loaders, config=config, role=roles[0], tasks=tasks, name=name)
     return EnvironmentSource(kind=Verifiers, name=name, create=create, rows=tasks.rows, has_own_processes=True)
 
 
@@ -85,24 +85,23 @@ class _Tasks:
         return [{"task": index} for index in indices]
 
 
+@dataclass(eq=False, kw_only=True)
 class Verifiers:
     """Plays tasks. verifiers runs in a thread with an event loop of its own, which never stands still."""
 
-    def __init__(self, play: Any, tasks: _Tasks, *, name: str):
-        """Create the program.
+    library: Any
+    loaders: Any  # its module that loads environments
+    config: Any  # of the environment
+    role: str  # name of its agent
+    tasks: _Tasks
+    name: str
 
-        Args:
-            play: plays a task.
-            tasks: of the taskset.
-            name: name of the taskset.
-        """
-        self._play = play
-        self._tasks = tasks
-        self._agents = AgentProgram(self._solve, name=name, batches_requests=True)
+    def __post_init__(self) -> None:
+        self._agents = AgentProgram(self._solve, name=self.name, batches_requests=True)
 
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> Outcome:
         """Play one row."""
-        task = self._tasks[column(row, "task", library="verifiers")]
+        task = self.tasks[column(row, "task", library="verifiers")]
         traces: list[Any] = []
 
         def stop() -> None:
@@ -129,36 +128,27 @@ class Verifiers:
         episode = self._play(**row, base_url=base_url, api_key=api_key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(episode, self._loop))
 
-
-async def _play(
-    library: Any,
-    loaders: Any,
-    config: Any,
-    role: str,
-    *,
-    task: Any,
-    max_turns: int,
-    on_trace: Callable[[Any], None],
-    base_url: str,
-    api_key: str,
-) -> dict[str, float]:
-    """Play a task in an environment of its own, whose servers and connections end with it."""
-    agent = getattr(config, role)
-    max_turns = max_turns if agent.max_turns is None else min(max_turns, agent.max_turns)
-    config = config.model_copy(update={role: agent.model_copy(update={"max_turns": max_turns})})
-    environment = loaders.load_environment(config)
-    variable = f"COHORT_API_KEY_{api_key}"  # verifiers reads keys from variables, and removes such from its programs'
-    os.environ[variable] = api_key
-    try:
-        client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
-        async with environment.serving():
-            context = library.ModelContext(model="policy", client=client)
-            episode = await environment.run_episode(task, context, on_trace=on_trace)
-    finally:
-        del os.environ[variable]
-    if not episode.ok:
-        errors = [error for record in (episode, *episode.traces) for error in record.errors]
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
-    (trace,) = episode.traces
-    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-    return {**metrics, "reward": float(trace.reward)}
+    async def _play(
+        self, *, task: Any, max_turns: int, on_trace: Callable[[Any], None], base_url: str, api_key: str
+    ) -> dict[str, float]:
+        """Play a task in an environment of its own, whose servers and connections end with it."""
+        agent = getattr(self.config, self.role)
+        max_turns = max_turns if agent.max_turns is None else min(max_turns, agent.max_turns)
+        config = self.config.model_copy(update={self.role: agent.model_copy(update={"max_turns": max_turns})})
+        environment = self.loaders.load_environment(config)
+        # verifiers reads keys from variables, and removes such from those of its programs
+        variable = f"COHORT_API_KEY_{api_key}"
+        os.environ[variable] = api_key
+        try:
+            client = self.library.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            async with environment.serving():
+                context = self.library.ModelContext(model="policy", client=client)
+                episode = await environment.run_episode(task, context, on_trace=on_trace)
+        finally:
+            del os.environ[variable]
+        if not episode.ok:
+            errors = [error for record in (episode, *episode.traces) for error in record.errors]
+            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
+        (trace,) = episode.traces
+        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        return {**metrics, "reward": float(trace.reward)}
