@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from cohort.errors import describe_error
 
@@ -19,18 +19,15 @@ class DeadlineMissed(Exception):  # noqa: N818
     """A function of user code did not return in time. It may still be running."""
 
 
-class EnvironmentHandle(Protocol):
-    """User code whose functions can be called: an environment instance, or the tools of a run."""
+class EnvironmentHandle:
+    """User code whose functions can be called: an environment instance, or the tools of a run, which have no state."""
 
-    @property
-    def instance(self) -> Any:
-        """The environment instance for reward functions."""
-        ...
+    instance: Any = None  # the environment instance for reward functions
 
     @property
     def is_alive(self) -> bool:
         """Whether it can still be called."""
-        ...
+        return True
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, seed: int | None = None) -> Any:
         """Call a function or method and return its result.
@@ -46,26 +43,27 @@ class EnvironmentHandle(Protocol):
             EnvironmentFailure: the process in which it runs has ended.
             Exception: the function raised it.
         """
-        ...
+        raise NotImplementedError
+
+    def for_trajectory(self) -> "EnvironmentHandle":
+        """Return the handle for one trajectory: one of its own if the functions have state."""
+        return self
+
+    def end_trajectory(self) -> None:
+        """End what `for_trajectory` has started."""
 
     async def refresh(self, *, timeout_s: float) -> None:
         """Bring `instance` up to date for reward functions. Raises as `call` does."""
-        ...
 
     def close(self) -> None:
         """Call the instance's `close()`, if it has one. Does not wait for it."""
-        ...
 
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
-        ...
 
 
-class ToolHandle:
+class ToolHandle(EnvironmentHandle):
     """Plain functions, which run concurrently: each synchronous call in a thread of its own."""
-
-    instance = None
-    is_alive = True
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]):
         """Create a handle of functions by name."""
@@ -79,23 +77,12 @@ class ToolHandle:
         finally:
             thread.close()
 
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: functions have no instance."""
 
-    def close(self) -> None:
-        """Do nothing: functions have nothing to close."""
-
-    def join(self, timeout_s: float) -> None:
-        """Do nothing."""
-
-
-class InstanceHandle:
+class InstanceHandle(EnvironmentHandle):
     """An instance in this process. Its synchronous methods, and its constructor, run in a thread of its own.
 
     Its methods run one after another, also if the model calls several at a time.
     """
-
-    is_alive = True
 
     def __init__(self, instance: Any, thread: "UserThread"):
         """Create a handle of an instance. `create` also constructs it."""
@@ -121,9 +108,6 @@ class InstanceHandle:
             return await call_function(
                 getattr(self.instance, name), arguments, thread=self._thread, timeout_s=timeout_s
             )
-
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: it is the instance itself."""
 
     def close(self) -> None:
         """Call the instance's `close()`, if it has one, in its thread."""

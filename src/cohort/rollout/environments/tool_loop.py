@@ -55,12 +55,12 @@ class ToolLoop:
 
     async def run(self, row: Row, model: RolloutModel) -> Outcome:
         """Play one row. A trajectory that reaches a limit is scored as well."""
-        tools = [tool.for_trajectory() for tool in self._tools]
+        tools = [replace(tool, handle=tool.handle.for_trajectory()) for tool in self._tools]
         try:
             return await self._play(row, model, tools)
         finally:
             for tool in tools:
-                tool.end_trajectory()
+                tool.handle.end_trajectory()
 
     async def _play(self, row: Row, model: RolloutModel, tools: Sequence[Tool]) -> Outcome:
         if self._interface is None or self._pool is None:
