@@ -1,5 +1,6 @@
 """Play a row with tools and, if there is one, an environment class: chat, execute the tool calls, repeat."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,15 +12,6 @@ from cohort.rollout.environments.environment_class import Environment, Environme
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.tools import Tool, ToolExecutor
 from cohort.rollout.environments.trajectory import Outcome, Row
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Counts of one trajectory."""
-
-    tool_calls: int = 0
-    tool_errors: int = 0
-    malformed_calls: int = 0
 
 
 class ToolLoop:
@@ -107,7 +99,7 @@ class _Play:
     tools: Sequence[Tool]
     environment: Environment | None
     model: RolloutModel
-    counts: _Counts = field(default_factory=_Counts)
+    counts: Counter[str] = field(default_factory=Counter)  # by field of `TurnStats`
 
     async def run(self, messages: Sequence[Message]) -> Outcome:
         end: EndReason | None = None
@@ -124,10 +116,7 @@ class _Play:
                 messages = [*messages, reply.message, *answers]
         except TrajectoryEnded as ended:
             end = ended.end
-        environment, counts = self.environment, self.counts
-        stats = TurnStats(
-            tool_calls=counts.tool_calls, tool_errors=counts.tool_errors, malformed_calls=counts.malformed_calls
-        )
+        environment, stats = self.environment, TurnStats(**self.counts)
         if environment is None:
             return Outcome(end=end, stats=stats)
         return Outcome(
@@ -144,10 +133,9 @@ class _Play:
         cut = reply.call.finish_reason == "length"
         if not tools or (cut and not reply.tool_calls):
             return []
-        self.counts.malformed_calls += len(reply.errors)
+        self.counts.update(malformed_calls=len(reply.errors))
         results = await self.executor.execute(reply.tool_calls, tools)
-        self.counts.tool_calls += len(results)
-        self.counts.tool_errors += sum(result.is_error for result in results)
+        self.counts.update(tool_calls=len(results), tool_errors=sum(result.is_error for result in results))
         messages = [result.message for result in results]
         if not reply.errors:
             return messages
