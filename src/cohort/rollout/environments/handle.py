@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cohort.errors import describe_error
+from cohort.processes.child import CLOSE_TIMEOUT_S
 
 
 class DeadlineMissed(Exception):  # noqa: N818
@@ -119,6 +120,13 @@ class InstanceHandle(EnvironmentHandle):
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
         self._thread.join(timeout_s)
+
+
+def close_instance(instance: Any, name: str) -> None:
+    """Call an instance's `close()`, if it has one, in a thread, and wait for it a few seconds."""
+    handle = InstanceHandle(instance, UserThread(f"close {name}"))
+    handle.close()
+    handle.join(CLOSE_TIMEOUT_S)
 
 
 class UserThread:

@@ -15,7 +15,7 @@ from cohort.config.rollout import EnvironmentSpec
 from cohort.config.user_code import error_location, load_callable
 from cohort.errors import UserError, describe_error
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
-from cohort.rollout.environments.handle import InstanceHandle, UserThread
+from cohort.rollout.environments.handle import close_instance
 from cohort.rollout.environments.tools import Schema
 from cohort.sandbox import SharedSandbox
 
@@ -27,7 +27,6 @@ LIBRARIES = {
 }
 
 _IN_SANDBOX = ("reasoning_gym",)
-_CLOSE_TIMEOUT_S = 5.0  # for the `close()` of an instance
 
 Rows = list[dict[str, Any]]
 
@@ -97,9 +96,7 @@ def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
             f"{field}.use: {use!r} raised {describe_error(error)} (at {error_location(error)}); it must return an "
             f"environment, or be `async def run(row, model)`"
         ) from error
-    handle = InstanceHandle(instance, UserThread(f"close {use}"))
-    handle.close()
-    handle.join(_CLOSE_TIMEOUT_S)
+    close_instance(instance, use)
     return type(instance)
 
 
