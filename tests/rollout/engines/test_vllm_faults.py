@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cohort.errors import TrainingError, UserError
 from cohort.rollout.engines.servers.handles import RemoteServer
-from cohort.rollout.engines.vllm.client import GenerateClient
+from cohort.rollout.engines.vllm.api import GenerateClient
 from fake_vllm import ProcessServer, ThreadServer
 from selection import examples
 from vllm_runs import IMPATIENT, KEY, LIMITS, SAMPLING, assert_right, prompts, run_with
