@@ -361,7 +361,7 @@ def test_idle_children_that_have_died_are_not_used(code: UserCode):
     async def use() -> tuple[int, int]:
         first = await pool.call("pid", {}, timeout_s=PATIENCE_S)
         os.kill(first, signal.SIGKILL)
-        until(lambda: not any(child.is_alive for child in pool._idle))
+        until(lambda: not any(child.is_alive for child in pool._pool._idle))
         return first, await pool.call("pid", {}, timeout_s=PATIENCE_S)
 
     first, second = run(use())[0]

@@ -1,7 +1,7 @@
 """Build the program of a run from `rollout.tools`, `rollout.environment` and `rollout.agent`."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ from cohort.config.rollout import EnvironmentSpec, SamplingConfig
 from cohort.config.user_code import error_location, load_function
 from cohort.errors import UserError, describe_error, suggest
 from cohort.rollout.environments.child_process import ChildPool, ChildProcess, UserCode
-from cohort.rollout.environments.environment_class import CreateHandle, EnvironmentInterface, EnvironmentPool
-from cohort.rollout.environments.handle import InstanceHandle
+from cohort.rollout.environments.environment_class import EnvironmentInterface
+from cohort.rollout.environments.handle import HandlePool, InstanceHandle
 from cohort.rollout.environments.model import NO_TEMPLATE, TurnLimits
 from cohort.rollout.environments.programs import COLUMN, IsolatedProgram, Mixture, UserProgram
 from cohort.rollout.environments.sources import LIBRARIES, EnvironmentSource, Rows, find_source
@@ -203,7 +203,7 @@ class _Loader:
             return {"": self.environment(environment, field="rollout.environment")}
         return {"": _Part(program=self.tool_loop())}
 
-    def tool_loop(self, interface: EnvironmentInterface | None = None, pool: EnvironmentPool | None = None) -> ToolLoop:
+    def tool_loop(self, interface: EnvironmentInterface | None = None, pool: HandlePool[Any] | None = None) -> ToolLoop:
         """Return the program for tools and, if given, an environment class."""
         return ToolLoop(
             self.tools,
@@ -230,11 +230,13 @@ class _Loader:
         interface = EnvironmentInterface.of(source.kind, field=field)
         self._check_tools([*self.tool_schemas, *interface.schemas], field=field)
         timeout_s = self.rollout.tool_timeout_s
-        create: CreateHandle = partial(InstanceHandle.create, source.create, name=source.name, timeout_s=timeout_s)
+        create: Callable[..., Any] = partial(
+            InstanceHandle.create, source.create, name=source.name, timeout_s=timeout_s
+        )
         if code is not None:
             create = partial(ChildProcess.start, replace(code, copies_attributes=self.rewards_read_instances))
         return _Part(
-            program=self.tool_loop(interface, EnvironmentPool(create)),
+            program=self.tool_loop(interface, HandlePool(create)),
             reward=interface.name if interface.gives_reward else None,
             interface=interface,
             source=source,

@@ -8,13 +8,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, PYTHON, Child, ChildFailed
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
-from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle, UserThread, in_thread
+from cohort.rollout.environments.handle import (
+    DeadlineMissed,
+    EnvironmentHandle,
+    HandlePool,
+    UserThread,
+    in_thread,
+)
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 
 _COMMAND = (*PYTHON, str(Path(__file__).with_name("child_main.py")))
@@ -214,30 +221,23 @@ class ChildPool(EnvironmentHandle):
 
     def __init__(self, code: UserCode):
         """Create a pool without processes; calls start them."""
-        self._code = code
-        self._idle: list[ChildProcess] = []
-        self._busy: set[ChildProcess] = set()
+        self._pool = HandlePool(partial(ChildProcess.start, code))
 
     async def call(self, name: str, arguments: Mapping[str, Any], **options: Any) -> Any:
         """Call a function in an idle process, or a new one. The options are those of `ChildProcess.call`."""
-        self._idle = [child for child in self._idle if child.is_alive]
-        child = self._idle.pop() if self._idle else await ChildProcess.start(self._code)
-        self._busy.add(child)
+        child = await self._pool.acquire()
         try:
             return await child.call(name, arguments, **options)
         finally:
-            self._busy.discard(child)
-            self._idle.append(child)
+            self._pool.release(child.instance)
 
     def close(self) -> None:
         """Close all processes. Does not wait for it."""
-        for child in (*self._idle, *self._busy):
-            child.close()
+        self._pool.close()
 
     def join(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until all processes have ended, but not longer than `timeout_s` for each."""
-        for child in (*self._idle, *self._busy):
-            child.join(timeout_s)
+        """Wait until all processes have ended, but not longer than `timeout_s`; then kill them."""
+        self._pool.join(timeout_s)
 
 
 class Attributes:

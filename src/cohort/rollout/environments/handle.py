@@ -8,9 +8,10 @@ import asyncio
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S
@@ -79,6 +80,9 @@ class ToolHandle(EnvironmentHandle):
             thread.close()
 
 
+H = TypeVar("H", bound=EnvironmentHandle)
+
+
 class InstanceHandle(EnvironmentHandle):
     """An instance in this process. Its synchronous methods, and its constructor, run in a thread of its own.
 
@@ -120,6 +124,49 @@ class InstanceHandle(EnvironmentHandle):
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
         self._thread.join(timeout_s)
+
+
+class HandlePool(Generic[H]):
+    """Handles of one environment, or of the same functions, for one trajectory or call at a time each."""
+
+    def __init__(self, create: Callable[[], Awaitable[H]]):
+        """Create an empty pool.
+
+        Args:
+            create: creates a handle, with an instance of its own.
+        """
+        self._create = create
+        self._idle: list[H] = []
+        self._in_use: dict[int, H] = {}  # by id of the instance
+
+    async def acquire(self) -> H:
+        """Return a handle that nobody else uses."""
+        self._idle = [handle for handle in self._idle if handle.is_alive]
+        handle = self._idle.pop() if self._idle else await self._create()
+        self._in_use[id(handle.instance)] = handle
+        return handle
+
+    def release(self, instance: Any) -> None:
+        """Reuse the handle of an instance. Does nothing for one of another pool."""
+        handle = self._in_use.pop(id(instance), None)
+        if handle is not None:
+            self._idle.append(handle)
+
+    def discard(self, handle: H) -> None:
+        """Close a handle, which is never reused."""
+        self._in_use.pop(id(handle.instance), None)
+        handle.close()
+
+    def close(self) -> None:
+        """Close all handles. Does not wait for it."""
+        for handle in (*self._idle, *self._in_use.values()):
+            handle.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all are closed, but not longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for handle in (*self._idle, *self._in_use.values()):
+            handle.join(max(0.0, deadline - time.monotonic()))
 
 
 def close_instance(instance: Any, name: str) -> None:

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cohort.chat import Reply, append_observation, prompt_messages
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import EndReason, Message, Trajectory, TurnStats
-from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
+from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface
+from cohort.rollout.environments.handle import HandlePool
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.tools import Tool, ToolExecutor
 from cohort.rollout.environments.trajectory import Outcome, Row
@@ -25,7 +27,7 @@ class ToolLoop:
         prompt_column: str,
         system_prompt: str | None = None,
         interface: EnvironmentInterface | None = None,
-        pool: EnvironmentPool | None = None,
+        pool: HandlePool[Any] | None = None,
     ):
         """Create the program.
 
@@ -81,6 +83,7 @@ class ToolLoop:
         """Close all environments, and the processes of tools."""
         if self._pool is not None:
             self._pool.close()
+            self._pool.join(CLOSE_TIMEOUT_S)
         for handle in {tool.handle for tool in self._tools}:
             handle.close()
             handle.join(CLOSE_TIMEOUT_S)
