@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -57,19 +56,14 @@ class Host:
         self._close: Callable[[], Any] = lambda: None
         self._num_requests = 0
         self._requests: dict[int, asyncio.Future[Any]] = {}  # to the model, unanswered
-        self._calls: deque[tuple[str, bytes]] = deque()  # kind and content
-        self._is_idle = False  # whether a call may stop the loop
+        self._calls: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()  # kind and content
 
     def run(self) -> None:
         """Answer calls forever."""
         asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._read, name="connection", daemon=True).start()
         while True:
-            self._is_idle = True
-            self._loop.run_forever()
-            self._is_idle = False
-            while self._calls:
-                self._call(*self._calls.popleft())
+            self._call(*self._loop.run_until_complete(self._calls.get()))
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to the parent.
@@ -85,12 +79,16 @@ class Host:
 
     def load(
         self, key: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool, **_: Any
-    ) -> None:
-        """Load the functions of a `UserCode`; without any, create the environment of `use`."""
+    ) -> list[str]:
+        """Load the functions of a `UserCode`; without any, create the environment of `use`.
+
+        Returns:
+            the module, the qualified name and the file ("" if none) of the environment's class.
+        """
         if functions:
             loaded = {name: load_function(path, field=key) for name, path in functions.items()}
             self._target = SimpleNamespace(**loaded)
-            return
+            return []
         if of_library:
             from cohort.config.rollout import EnvironmentSpec
             from cohort.rollout.environments.sources import find_source
@@ -99,6 +97,8 @@ class Host:
         else:
             self._target = load_callable(use, field=key)(**args)
         self._close = getattr(self._target, "close", self._close)
+        kind = type(self._target)
+        return [kind.__module__, kind.__qualname__, getattr(sys.modules.get(kind.__module__), "__file__", "") or ""]
 
     def call(
         self,
@@ -119,11 +119,6 @@ class Host:
     def attributes(self) -> dict[str, Any]:
         """Return the instance's public attributes that are JSON."""
         return _attributes(self._target)
-
-    def kind(self) -> list[str | None]:
-        """Return the module, the qualified name and the file of the instance's class."""
-        kind = type(self._target)
-        return [kind.__module__, kind.__qualname__, getattr(sys.modules.get(kind.__module__), "__file__", None)]
 
     def close(self) -> Any:
         """Close the instance. The process ends afterwards."""
@@ -159,9 +154,7 @@ class Host:
                 exception, value = pickle.loads(content)
                 answer.set_result(value) if exception is None else answer.set_exception(exception(value))
             return
-        self._calls.append((kind, content))
-        if self._is_idle:
-            self._loop.stop()
+        self._calls.put_nowait((kind, content))
 
     def _call(self, kind: str, content: bytes) -> None:
         try:

@@ -55,6 +55,7 @@ class ChildProcess(EnvironmentHandle):
     def __init__(self, code: UserCode):
         """Start the process; `start` also loads the code."""
         self.instance = Attributes(code.name)
+        self.kind: Sequence[str] = ()  # module, qualified name and file of the instance's class
         self._code = code
         self._lock = asyncio.Lock()
         self._is_closing = False
@@ -67,7 +68,7 @@ class ChildProcess(EnvironmentHandle):
         """Start a process and load the code. Raises as `call` does."""
         child = cls(code)
         try:
-            await child._request("load", vars(code), timeout_s=timeout_s)
+            child.kind = await child._request("load", vars(code), timeout_s=timeout_s)
         except DeadlineMissed:
             raise EnvironmentFailure(f"the process of {code.name} was not ready within {timeout_s:g} s") from None
         except BaseException:
@@ -119,11 +120,6 @@ class ChildProcess(EnvironmentHandle):
         attributes = await self._request("attributes", {}, timeout_s=timeout_s)
         vars(self.instance).clear()
         vars(self.instance).update(attributes, _name=self._code.name)
-
-    async def kind(self) -> tuple[str, str, str | None]:
-        """Return the module, the qualified name and the file of the instance's class. Raises as `call` does."""
-        module, name, file = await self._request("kind", {}, timeout_s=START_TIMEOUT_S)
-        return module, name, file
 
     @property
     def is_alive(self) -> bool:
