@@ -26,9 +26,9 @@ from torch import Tensor
 from cohort.models import TensorSpec
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.rollout.engines.servers.channels import send_to_servers
-from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer
 from cohort.rollout.engines.servers.secret import Secret
-from cohort.rollout.engines.servers.server_side.cohort_weight_group import WeightGroup, result_within
+from cohort.rollout.engines.servers.server_side.cohort_weight_group import WeightGroup, gpu_uuid, result_within
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from comparisons import Check
 from harness import FailedError, SkippedError

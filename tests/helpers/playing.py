@@ -1,6 +1,7 @@
 """Tokenizers, engines and runs with several turns."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache
@@ -48,6 +49,16 @@ def turns_tokenizer() -> PreTrainedTokenizerFast:
 def call(name: str, arguments: str = "{}") -> str:
     """Text of a tool call."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def replies(*texts: str) -> Callable[[str, CallKey], str]:
+    """A script: the first text in the first turn and so on; the last one in all further turns."""
+    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
+
+
+def module_of(file: Path) -> Any:
+    """The module that a run has imported from a file."""
+    return next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(file))
 
 
 class ScriptedModel:

@@ -16,7 +16,7 @@ from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, ServerError, ServerHandle, call_seed
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.servers.server_engine import ServerEngine
-from cohort.rollout.engines.vllm.client import GenerateClient
+from cohort.rollout.engines.vllm.api import GenerateClient
 from cohort.rollout.engines.vllm.server import root_cause
 from fake_vllm import END, SECRET, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer

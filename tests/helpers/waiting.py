@@ -25,6 +25,16 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def group_of(number: int) -> list[int]:
+    """The running processes of a process group."""
+    pids = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, pgrp, *_ = file.read_text().rpartition(")")[2].split()
+            pids += [int(file.parent.name)] * (state != "Z" and int(pgrp) == number)
+    return pids
+
+
 def num_lines(file: Path) -> int:
     """Whole lines of a file that another process writes; 0 before it is there."""
     return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -7,13 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cohort.processes.child import PYTHON, Child, ChildFailed, ChildLate, end_group, start_in_group
-from waiting import PATIENCE_S, is_running, until
+from waiting import PATIENCE_S, group_of, is_running, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
@@ -63,17 +62,7 @@ def child(tmp_path: Path) -> Iterator[Child]:
     child = Child([*PYTHON, str(tmp_path / "child.py")])
     yield child
     child.kill()
-    until(lambda: not group(child.process.pid))
-
-
-def group(number: int) -> list[int]:
-    """The running processes of a group."""
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, pgrp, *_ = file.read_text().rpartition(")")[2].split()
-            pids += [int(file.parent.name)] * (state != "Z" and int(pgrp) == number)
-    return pids
+    until(lambda: not group_of(child.process.pid))
 
 
 def test_answers_are_data(child: Child):
@@ -109,7 +98,7 @@ def test_a_child_that_forks_and_dies(child: Child):
     with pytest.raises(ChildFailed) as caught:
         child.call(("fork and die",), PATIENCE_S)
     assert str(caught.value) == "ended with exit code 7. Its last output:\nlast words"
-    until(lambda: not group(child.process.pid))
+    until(lambda: not group_of(child.process.pid))
 
 
 def test_the_end_of_its_output_is_kept(child: Child):
@@ -177,9 +166,9 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "child.py")], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         number, other = map(int, parent.stdout.readline().split())
-        assert len(group(number)) == 3 and is_running(other)  # with the guard
+        assert len(group_of(number)) == 3 and is_running(other)  # with the guard
         parent.kill()
-    until(lambda: not group(number))
+    until(lambda: not group_of(number))
 
 
 # of a command that knows nothing of its parent
@@ -228,9 +217,9 @@ time.sleep(600)
         number = int(parent.stdout.readline())
         until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "up\n")
         time.sleep(0.3)
-        assert len(group(number)) == 2
+        assert len(group_of(number)) == 2
         parent.kill()
-    until(lambda: not group(number))
+    until(lambda: not group_of(number))
     assert (tmp_path / "log").read_text() == "up\nasked\n"
 
 

@@ -17,8 +17,8 @@ from cohort.errors import TrainingError
 from cohort.models.adapters.lora import Adapter
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.vllm import server as server_module
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.server import ServerProcess, server_options
+from cohort.rollout.engines.vllm.weight_channel import AdapterChannel, send_adapter
 from serving import (
     LONG_PROMPT,
     SECRET,

@@ -11,7 +11,7 @@ import pytest
 from cohort.records import ModelCall
 from cohort.rollout import SamplingParams
 from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
-from cohort.rollout.engines.vllm.client import GenerateClient
+from cohort.rollout.engines.vllm.api import GenerateClient
 from cohort.rollout.stop_strings import cut_at_stop
 from serving import (
     HEADERS,

@@ -30,7 +30,8 @@ from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
 from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
-from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle, gpu_uuid
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle
+from cohort.rollout.engines.servers.server_side.cohort_weight_group import gpu_uuid
 from cohort.rollout.engines.setup import SendWeights
 from cohort.run.atomic import disk_errors
 from cohort.trainer.checkpoint import TrainerState, save_checkpoint

@@ -16,7 +16,7 @@ from cohort.rollout.engines.servers.handles import RunningServer, ServerError
 from cohort.rollout.engines.servers.placement import PLACEMENT, Placement
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import setup as vllm_setup
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
+from cohort.rollout.engines.vllm.weight_channel import AdapterChannel, send_adapter
 from cohort.trainer.inputs import build_inputs
 from cohort.trainer.setup import open_engine
 from configs import MINIMAL

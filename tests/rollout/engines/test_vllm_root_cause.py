@@ -101,6 +101,6 @@ def test_the_cause_is_the_first_exception_and_not_what_follows_from_it(log: str,
 
 
 def test_a_long_message_is_cut():
-    log = f"{CORE}{TRACEBACK}{CORE}ValueError: many\n" + "".join(f"{CORE}line {n}\n" for n in range(100))
+    log = f"{CORE}{TRACEBACK}{CORE}  File\n{CORE}ValueError: many\n" + "".join(f"{CORE}line {n}\n" for n in range(100))
     found = root_cause(log)
     assert found is not None and found.splitlines() == ["ValueError: many", *(f"line {n}" for n in range(11))]

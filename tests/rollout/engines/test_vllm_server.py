@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
-import psutil
 import pytest
 
 from cohort.errors import UserError
@@ -21,7 +20,7 @@ from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess, check_vllm, server_command
-from waiting import until
+from waiting import group_of, is_running, until
 
 OPTIONS: dict[str, Any] = {
     "python": "/env/bin/python",
@@ -193,17 +192,6 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process.stop()
 
 
-def group_of(number: int) -> list[psutil.Process]:
-    found = []
-    for candidate in psutil.process_iter():
-        try:
-            if os.getpgid(candidate.pid) == number and candidate.status() != psutil.STATUS_ZOMBIE:
-                found.append(candidate)
-        except (OSError, psutil.Error):
-            pass
-    return found
-
-
 @pytest.mark.parametrize(
     ("then", "said"),
     [
@@ -237,12 +225,12 @@ def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monk
     assert len(old) == 3  # with its guard
     process.start()
     until(process.log)
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in old))
+    until(lambda: not any(map(is_running, old)))
     assert process.url != url
     assert process.log() == f"port {process.url.rsplit(':', 1)[1]} []\n"  # of this start alone
     current = group_of(process._process.pid)
     process.stop()
-    assert not psutil.wait_procs(current, timeout=600)[1]
+    until(lambda: not any(map(is_running, current)))
 
 
 PARENT = """
@@ -267,7 +255,7 @@ def test_servers_end_with_a_parent_that_is_killed():
         members = group_of(number)
         parent.send_signal(signal.SIGKILL)
         try:
-            assert not psutil.wait_procs(members, timeout=600)[1]
+            until(lambda: not any(map(is_running, members)))
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
 

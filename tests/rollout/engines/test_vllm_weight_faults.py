@@ -321,34 +321,26 @@ def test_different_versions_of_nccl_are_named_and_go_through_the_host(place: Pla
     assert place.servers[0].url in note and "trainer: 2.27.5, server: 2.28.3" in note
 
 
-TRAINER = {"gpu": "A", "nccl": "2.27.5"}
+OF_A, ON_CPU = {"gpu": "A", "nccl": "2.27.5"}, {"gpu": None, "nccl": None}
+OF_B = {"gpu": "B", "nccl": "2.27.5"}
 
 
 @pytest.mark.parametrize(
-    ("workers", "ipc_gpus", "transport", "said"),
+    ("trainer", "workers", "ipc_gpus", "transport", "said"),
     [
-        ([{"gpu": "B", "nccl": "2.27.5"}], "", "nccl", ""),
-        ([{"gpu": None, "nccl": None}], "", "gloo", ""),
-        (
-            [{"gpu": "B", "nccl": "2.27.5"}, {"gpu": "C", "nccl": "2.26.1"}],
-            "",
-            "gloo",
-            "server: 2.26.1",
-        ),
-        ([{"gpu": "A", "nccl": "2.27.5"}], "", "gloo", "does not support two processes on one GPU"),
-        ([{"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
-        ([{"gpu": "A", "nccl": "2.28.3"}, {"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
-        ([{"gpu": "C", "nccl": "2.27.5"}], "AB", "nccl", ""),
+        (OF_A, [OF_B], "", "nccl", ""),
+        (OF_A, [ON_CPU], "", "gloo", ""),
+        (ON_CPU, [OF_B], "", "gloo", ""),
+        (OF_A, [OF_B, {"gpu": "C", "nccl": "2.26.1"}], "", "gloo", "server: 2.26.1"),
+        (OF_A, [OF_A], "", "gloo", "does not support two processes on one GPU"),
+        (OF_A, [{"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
+        (OF_A, [{"gpu": "A", "nccl": "2.28.3"}, {"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
+        (OF_A, [{"gpu": "C", "nccl": "2.27.5"}], "AB", "nccl", ""),
     ],
 )
-def test_the_transport_follows_from_the_gpus(workers: Any, ipc_gpus: str, transport: str, said: str):
-    found, note = weight_channel.choose_transport(TRAINER, workers, ipc_gpus=set(ipc_gpus))
+def test_the_transport_follows_from_the_gpus(trainer: Any, workers: Any, ipc_gpus: str, transport: str, said: str):
+    found, note = weight_channel.choose_transport(trainer, workers, ipc_gpus=set(ipc_gpus))
     assert found == transport and said in note and bool(note) == bool(said)
-
-
-def test_a_trainer_without_a_gpu_sends_through_the_host():
-    worker = {"gpu": "B", "nccl": "2.27.5"}
-    assert weight_channel.choose_transport({"gpu": None, "nccl": None}, [worker], ipc_gpus=()) == ("gloo", "")
 
 
 def test_a_group_of_gpus_needs_to_know_which():

@@ -4,8 +4,6 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import replace
@@ -13,13 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cohort.chat import Reply
+from cohort.records import ModelCall
 from cohort.rollout import RolloutCollector
 from cohort.rollout.environments import child_main
 from cohort.rollout.environments.child_process import ChildError, ChildPool, ChildProcess, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed
-from cohort.rollout.environments.model import EnvironmentFailure
+from cohort.rollout.environments.model import EnvironmentFailure, TrajectoryEnded
 from cohort.rollout.environments.tools import result_text
 from engines import ScriptedEngine
 from tiny import make_tokenizer
@@ -218,18 +219,6 @@ def test_megabytes_arrive_up_to_the_limit(code: UserCode):
     assert (length, text) == (8 << 20, "67108878 bytes are too many for one message; at most 67108864")
 
 
-def test_a_child_killed_from_outside_is_a_failure(code: UserCode):
-    async def use(child: ChildProcess) -> str:
-        task = asyncio.ensure_future(child.call("wait", {"seconds": 600}, timeout_s=PATIENCE_S))
-        await asyncio.sleep(0.05)
-        os.kill(child.process.pid, signal.SIGKILL)
-        with pytest.raises(EnvironmentFailure) as caught:
-            await task
-        return str(caught.value)
-
-    assert in_child(code, use) == "the process of Box was killed by SIGKILL"
-
-
 def test_code_that_does_not_load_is_a_failure(code: UserCode, tmp_path: Path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     slow = UserCode(name="Slow", key="rollout.environment", use="slow.py:Slow")
@@ -301,31 +290,6 @@ def test_secrets_are_not_in_its_environment(code: UserCode, monkeypatch: pytest.
     assert environment["SEARCH_API_KEY"] == "of the user"
 
 
-PARENT = """
-import asyncio, sys
-from cohort.rollout.environments.child_process import ChildProcess, UserCode
-
-async def main():
-    code = UserCode(name="Box", key="rollout.environment", use="box.py:Box")
-    child = await ChildProcess.start(code)
-    print(*await child.call("spawn", {}, timeout_s=None), flush=True)
-    await child.call(sys.argv[1], {}, timeout_s=None)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("method", ["hang", "hold"])
-def test_nothing_outlives_a_killed_parent(code: UserCode, method: str):
-    command = [sys.executable, "-c", PARENT, method]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(is_running, pids))
-        parent.kill()
-    until(lambda: not any(map(is_running, pids)))
-
-
 def test_many_children_at_once_and_each_is_reused(code: UserCode):
     pool = ChildPool(UserCode(name="tools", key="rollout.tools", functions={"one": "box.py:one", "pid": "box.py:pid"}))
 
@@ -361,10 +325,73 @@ def test_idle_children_that_have_died_are_not_used(code: UserCode):
     async def use() -> tuple[int, int]:
         first = await pool.call("pid", {}, timeout_s=PATIENCE_S)
         os.kill(first, signal.SIGKILL)
-        until(lambda: not any(child.is_alive for child in pool._idle))
+        until(lambda: not any(child.is_alive for child in pool._pool._idle))
         return first, await pool.call("pid", {}, timeout_s=PATIENCE_S)
 
     first, second = run(use())[0]
     assert first != second
+    pool.close()
+    pool.join(PATIENCE_S)
+
+
+# Programs, which reach the model of the parent
+
+PROGRAM = """
+import asyncio
+import numpy as np
+
+async def play(row, model):
+    reply = await model.chat([{"role": "user", "content": row["q"]}])
+    left = model.turns_left
+    calls = await asyncio.gather(model.generate(np.array([1, 2])), model.generate([3], train=False))
+    unwanted = asyncio.create_task(model.generate([99]))
+    await model.generate([1])
+    unwanted.cancel()
+    await asyncio.wait([unwanted])
+    cancelled = (await model.generate([98])).token_ids.tolist()
+    try:
+        await model.chat("again")
+    except Exception as error:
+        results = [call.token_ids.tolist() for call in calls]
+        return [reply.content, left, *results, cancelled, type(error).__name__, error.end]
+"""
+
+
+class FakeModel:
+    """Answers like the model of a trajectory, until its limit."""
+
+    turns_left = 8
+    cancelled = 0
+
+    async def chat(self, messages: Any, **options: Any) -> Reply:
+        if messages == "again":
+            raise TrajectoryEnded("max_turns")
+        self.turns_left -= 1
+        return Reply(content=f"{messages[0]['content']}!", reasoning=None, tool_calls=(), errors=())
+
+    async def generate(self, token_ids: list[int], *, train: bool, **options: Any) -> ModelCall:
+        if token_ids == [99]:
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            finally:
+                self.cancelled = 1
+        token_ids = [self.cancelled] if token_ids == [98] else token_ids
+        return ModelCall(
+            context_ids=np.array(token_ids),
+            token_ids=np.array([*token_ids, int(train)]),
+            sampling_logprobs=np.zeros(len(token_ids) + 1),
+            finish_reason="stop",
+            policy_version=0,
+        )
+
+
+def test_a_program_samples_from_the_parents_model(tmp_path: Path):
+    (tmp_path / "p.py").write_text(PROGRAM)
+    code = UserCode(name="play", key="rollout.environment", functions={"run": f"{tmp_path}/p.py:play"})
+    pool = ChildPool(code)
+    model = FakeModel()
+    play = pool.call("run", {}, positional=[{"q": "Hello"}], timeout_s=PATIENCE_S, model=model)  # type: ignore[arg-type]
+    (result,) = run(play)
+    assert result == ["Hello!", 7, [1, 2, 1], [3, 0], [1, 1], "TrajectoryEnded", "max_turns"]
     pool.close()
     pool.join(PATIENCE_S)

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner
-from playing import ScriptedModel, call, load, play, turns_tokenizer
+from playing import ScriptedModel, call, load, module_of, play, replies, turns_tokenizer
 from reward_samples import reward
 
 CODE = '''
@@ -144,18 +144,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def module(folder: Path) -> Any:
-    """The module of the environments, as the run has imported it."""
-    import sys
-
-    return next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(folder / "e.py"))
-
-
 ADD = call("add", '{"by": 3}')
-
-
-def replies(*texts: str) -> Any:
-    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
 
 
 def played(folder: Path, script: Any, rows: list[dict[str, Any]] | None = None, **rollout: Any) -> list[Any]:
@@ -264,7 +253,7 @@ def test_instances_are_reused_after_release_only(folder: Path):
     sampling, key = SamplingParams.for_training(config.rollout), StepKey(purpose="train", seed=0, step=0)
     options = collector_options(config, environments)
     with closing(RolloutCollector(ScriptedModel(replies(ADD, ".")), turns_tokenizer(), **options)) as collector:
-        counter = module(folder).Counter
+        counter = module_of(folder / "e.py").Counter
         groups = collector.collect(prompts[:1], sampling, key)
         assert counter.made == 2
         groups += collector.collect(prompts[1:2], sampling, key)
@@ -297,7 +286,7 @@ def test_constructor_arguments_and_factories(folder: Path):
 def test_a_failed_environment_is_replaced(folder: Path, kind: str, where: str):
     options = {"environment": f"e.py:{kind}", "tool_timeout_s": 0.1}
     load(folder, **options)
-    failing = getattr(module(folder), kind)
+    failing = getattr(module_of(folder / "e.py"), kind)
     failing.where, failing.times = where, 2  # of any two attempts, as threads may overtake each other
     trajectories = played(folder, replies("."), environment_retries=2, **options)
     assert [trajectory.rewards for trajectory in trajectories] == [{kind: 1.0}] * 2
@@ -335,14 +324,14 @@ def test_a_method_that_hangs_is_a_failure_of_the_environment(folder: Path):
 )
 def test_wrong_types_are_named(folder: Path, use: str, value: Any, expected: str):
     load(folder, environment=f"e.py:{use}")
-    module(folder).Wrong.value = value
+    module_of(folder / "e.py").Wrong.value = value
     (one, _) = played(folder, replies("."), environment=f"e.py:{use}")
     assert one.end == "environment_error" and expected in one.error
 
 
 def test_a_reward_of_none_is_not_scored(folder: Path):
     load(folder, environment="e.py:Wrong")
-    module(folder).Wrong.value = None
+    module_of(folder / "e.py").Wrong.value = None
     (one, _) = played(folder, replies("."), environment="e.py:Wrong")
     assert (one.end, one.rewards) == ("answer", {})
 

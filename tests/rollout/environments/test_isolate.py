@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import UserError
-from playing import call, load, play
+from playing import call, load, play, replies
 
 CODE = '''
 import ctypes, os, signal, time
@@ -93,10 +93,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "t.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def replies(*texts: str):
-    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
 
 
 def isolated(folder: Path, script: Any, rows: list[dict[str, Any]], **rollout: Any) -> list[Any]:

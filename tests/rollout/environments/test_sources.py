@@ -1,12 +1,11 @@
 """What an environment of the configuration is, and how its instances are created and closed."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cohort.errors import UserError
-from playing import call, load, play
+from playing import call, load, module_of, play, replies
 
 CODE = '''
 from pathlib import Path
@@ -63,17 +62,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def module(folder: Path) -> Any:
-    """The module of the environments, as the run has imported it."""
-    import sys
-
-    return next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(folder / "s.py"))
-
-
-def replies(*texts: str) -> Any:
-    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
-
-
 def test_an_environment_class_may_have_a_tool_named_run(folder: Path):
     script = replies(call("run", '{"command": "ls"}'), ".")
     (group,) = play(folder, script, [{"prompt": "Go"}], environment="s.py:Shell")
@@ -82,7 +70,7 @@ def test_an_environment_class_may_have_a_tool_named_run(folder: Path):
 
 def test_the_instance_that_shows_the_class_of_a_factory_is_closed(folder: Path):
     load(folder, environment="s.py:factory")
-    assert module(folder).Counter.log == ["made", "closed"]
+    assert module_of(folder / "s.py").Counter.log == ["made", "closed"]
 
 
 def test_a_factory_that_exits_is_refused(folder: Path):
@@ -92,7 +80,7 @@ def test_a_factory_that_exits_is_refused(folder: Path):
 
 def test_a_program_is_closed_also_if_its_close_is_a_coroutine_function(folder: Path):
     play(folder, replies("."), [{"prompt": "Go"}], environment="s.py:Program")
-    assert module(folder).Program.log == ["closed"]
+    assert module_of(folder / "s.py").Program.log == ["closed"]
 
 
 @pytest.mark.parametrize("name", ["Counter", "Program", "play"])

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.errors import UserError
 from cohort.records import Trajectory
-from playing import ScriptedModel, call, load, play, turns_tokenizer
+from playing import ScriptedModel, call, load, play, replies, turns_tokenizer
 
 TOOLS = '''
 import asyncio, threading, time
@@ -137,11 +137,6 @@ def no_hints(key):
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "t.py").write_text(TOOLS)
     return tmp_path
-
-
-def replies(*texts: str) -> Any:
-    """The first text in the first turn and so on; the last one in all further turns."""
-    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
 
 
 def trajectory_of(folder: Path, *texts: str, tools: str, **rollout: Any) -> Trajectory:

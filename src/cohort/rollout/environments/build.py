@@ -1,7 +1,7 @@
 """Build the program of a run from `rollout.tools`, `rollout.environment` and `rollout.agent`."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ from cohort.config.rollout import EnvironmentSpec, SamplingConfig
 from cohort.config.user_code import error_location, load_function
 from cohort.errors import UserError, describe_error, suggest
 from cohort.rollout.environments.child_process import ChildPool, ChildProcess, UserCode
-from cohort.rollout.environments.environment_class import CreateHandle, EnvironmentInterface, EnvironmentPool
-from cohort.rollout.environments.handle import InstanceHandle
+from cohort.rollout.environments.environment_class import EnvironmentInterface
+from cohort.rollout.environments.handle import HandlePool, InstanceHandle
 from cohort.rollout.environments.model import NO_TEMPLATE, TurnLimits
 from cohort.rollout.environments.programs import COLUMN, IsolatedProgram, Mixture, UserProgram
 from cohort.rollout.environments.sources import LIBRARIES, EnvironmentSource, Rows, find_source
@@ -127,11 +127,11 @@ def load_environments(
     if not rollout.has_turns:
         return None
     load = _Loader(
-        rollout,
-        tokenizer,
-        ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if tokenizer.chat_template else None,
-        prompt_column,
-        system_prompt,
+        rollout=rollout,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if tokenizer.chat_template else None,
+        prompt_column=prompt_column,
+        system_prompt=system_prompt,
         apply_chat_template=apply_chat_template,
         rewards_read_instances=rewards_read_instances,
         sandbox=sandbox,
@@ -166,41 +166,35 @@ class _Part:
     agent: "AgentProgram | None" = None  # the program, if it is an agent
 
 
+@dataclass(kw_only=True)
 class _Loader:
     """Loads the parts of a run's program and checks each against the chat template."""
 
-    def __init__(
-        self,
-        rollout: SamplingConfig,
-        tokenizer: Any,
-        template: ChatTemplate | None,
-        prompt_column: str,
-        system_prompt: str | None,
-        *,
-        apply_chat_template: bool,
-        rewards_read_instances: bool,
-        sandbox: SharedSandbox | None,
-    ):
-        self._rollout = rollout
-        self._rewards_read_instances = rewards_read_instances
-        self._prompt_column = prompt_column
-        self._system_prompt = system_prompt
-        self._apply_chat_template = apply_chat_template
-        self.template = template
-        self.parser = ResponseParser(tokenizer)
-        self._sandbox = sandbox
-        self._tools = load_tools(rollout.tools, isolate=rollout.isolate, sandbox=sandbox)
-        self.tool_schemas = [tool.schema for tool in self._tools]
-        self._executor = ToolExecutor(
-            tokenizer=tokenizer, max_tokens=rollout.max_tool_tokens, timeout_s=rollout.tool_timeout_s
+    rollout: SamplingConfig
+    tokenizer: Any
+    template: ChatTemplate | None
+    prompt_column: str
+    system_prompt: str | None
+    apply_chat_template: bool
+    rewards_read_instances: bool
+    sandbox: SharedSandbox | None
+
+    def __post_init__(self) -> None:
+        """Load the tools."""
+        rollout = self.rollout
+        self.parser = ResponseParser(self.tokenizer)
+        self.tools = load_tools(rollout.tools, isolate=rollout.isolate, sandbox=self.sandbox)
+        self.tool_schemas = [tool.schema for tool in self.tools]
+        self.executor = ToolExecutor(
+            tokenizer=self.tokenizer, max_tokens=rollout.max_tool_tokens, timeout_s=rollout.tool_timeout_s
         )
         self._check_tools(self.tool_schemas, field="rollout.tools")
 
     def parts(self) -> dict[str, _Part]:
         """Load what the run plays: environments by name, or one thing under the empty name."""
-        environment = self._rollout.environment
-        if self._rollout.agent is not None:
-            return {"": self.agent(self._rollout.agent)}
+        environment = self.rollout.environment
+        if self.rollout.agent is not None:
+            return {"": self.agent(self.rollout.agent)}
         if isinstance(environment, dict):
             parts = {n: self.environment(s, field=f"rollout.environment.{n}") for n, s in environment.items()}
             _check_names(parts, environment)
@@ -209,25 +203,25 @@ class _Loader:
             return {"": self.environment(environment, field="rollout.environment")}
         return {"": _Part(program=self.tool_loop())}
 
-    def tool_loop(self, interface: EnvironmentInterface | None = None, pool: EnvironmentPool | None = None) -> ToolLoop:
+    def tool_loop(self, interface: EnvironmentInterface | None = None, pool: HandlePool[Any] | None = None) -> ToolLoop:
         """Return the program for tools and, if given, an environment class."""
         return ToolLoop(
-            self._tools,
-            executor=self._executor,
-            prompt_column=self._prompt_column,
-            system_prompt=self._system_prompt,
+            self.tools,
+            executor=self.executor,
+            prompt_column=self.prompt_column,
+            system_prompt=self.system_prompt,
             interface=interface,
             pool=pool,
         )
 
     def environment(self, spec: EnvironmentSpec, *, field: str) -> _Part:
         """Load an environment class or a program."""
-        source = find_source(spec, field=field, isolate=self._rollout.isolate, sandbox=self._sandbox)
-        isolate = self._rollout.isolate and not source.has_own_processes
+        source = find_source(spec, field=field, isolate=self.rollout.isolate, sandbox=self.sandbox)
+        isolate = self.rollout.isolate and not source.has_own_processes
         code = _user_code(source, spec, field=field) if isolate else None
         if source.is_program:
             self._refuse_system_prompt()
-            if self._tools:
+            if self.tools:
                 raise UserError(f"rollout.tools has no effect with {source.name}.run(row, model); remove it")
             self._check_tools(source.schemas, field=field)
             return _Part(program=_user_program(source, code, field=field), reward=source.name, source=source)
@@ -235,12 +229,14 @@ class _Loader:
         self._chat_template(field)
         interface = EnvironmentInterface.of(source.kind, field=field)
         self._check_tools([*self.tool_schemas, *interface.schemas], field=field)
-        timeout_s = self._rollout.tool_timeout_s
-        create: CreateHandle = partial(InstanceHandle.create, source.create, name=source.name, timeout_s=timeout_s)
+        timeout_s = self.rollout.tool_timeout_s
+        create: Callable[..., Any] = partial(
+            InstanceHandle.create, source.create, name=source.name, timeout_s=timeout_s
+        )
         if code is not None:
-            create = partial(ChildProcess.start, replace(code, copies_attributes=self._rewards_read_instances))
+            create = partial(ChildProcess.start, replace(code, copies_attributes=self.rewards_read_instances))
         return _Part(
-            program=self.tool_loop(interface, EnvironmentPool(create)),
+            program=self.tool_loop(interface, HandlePool(create)),
             reward=interface.name if interface.gives_reward else None,
             interface=interface,
             source=source,
@@ -251,7 +247,7 @@ class _Loader:
         from cohort.rollout.endpoint.agent import AgentProgram  # needs an HTTP server, which other runs do not
 
         self._refuse_system_prompt()
-        field, rollout = "rollout.agent", self._rollout
+        field, rollout = "rollout.agent", self.rollout
         solve = load_function(use, field=field)
         name = getattr(solve, "__name__", type(solve).__name__)
         code = UserCode(name=name, key=field, functions={"solve": use})
@@ -265,14 +261,14 @@ class _Loader:
         return _Part(program=program, reward=name, agent=program)
 
     def _refuse_system_prompt(self) -> None:
-        if self._system_prompt is not None:
+        if self.system_prompt is not None:
             raise UserError(
                 "data.system_prompt has no effect with programs and agents, which write their own messages; remove it"
             )
 
     def _chat_template(self, field: str) -> ChatTemplate:
         """Return the chat template of tools and environment classes, which always chat."""
-        if not self._apply_chat_template:
+        if not self.apply_chat_template:
             raise UserError(
                 f"data.apply_chat_template: false has no effect with {field}: tools and environment classes chat; "
                 f"remove it"

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -57,19 +56,14 @@ class Host:
         self._close: Callable[[], Any] = lambda: None
         self._num_requests = 0
         self._requests: dict[int, asyncio.Future[Any]] = {}  # to the model, unanswered
-        self._calls: deque[tuple[str, bytes]] = deque()  # kind and content
-        self._is_idle = False  # whether a call may stop the loop
+        self._calls: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()  # kind and content
 
     def run(self) -> None:
         """Answer calls forever."""
         asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._read, name="connection", daemon=True).start()
         while True:
-            self._is_idle = True
-            self._loop.run_forever()
-            self._is_idle = False
-            while self._calls:
-                self._call(*self._calls.popleft())
+            self._call(*self._loop.run_until_complete(self._calls.get()))
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to the parent.
@@ -84,21 +78,27 @@ class Host:
         self._connection.send_bytes(content)
 
     def load(
-        self, field: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool
-    ) -> None:
-        """Load functions by name; without any, create the environment of `use`."""
+        self, key: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool, **_: Any
+    ) -> list[str]:
+        """Load the functions of a `UserCode`; without any, create the environment of `use`.
+
+        Returns:
+            the module, the qualified name and the file ("" if none) of the environment's class.
+        """
         if functions:
-            loaded = {name: load_function(path, field=field) for name, path in functions.items()}
+            loaded = {name: load_function(path, field=key) for name, path in functions.items()}
             self._target = SimpleNamespace(**loaded)
-            return
+            return []
         if of_library:
             from cohort.config.rollout import EnvironmentSpec
             from cohort.rollout.environments.sources import find_source
 
-            self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=field).create()
+            self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=key).create()
         else:
-            self._target = load_callable(use, field=field)(**args)
+            self._target = load_callable(use, field=key)(**args)
         self._close = getattr(self._target, "close", self._close)
+        kind = type(self._target)
+        return [kind.__module__, kind.__qualname__, getattr(sys.modules.get(kind.__module__), "__file__", "") or ""]
 
     def call(
         self,
@@ -119,11 +119,6 @@ class Host:
     def attributes(self) -> dict[str, Any]:
         """Return the instance's public attributes that are JSON."""
         return _attributes(self._target)
-
-    def kind(self) -> list[str | None]:
-        """Return the module, the qualified name and the file of the instance's class."""
-        kind = type(self._target)
-        return [kind.__module__, kind.__qualname__, getattr(sys.modules.get(kind.__module__), "__file__", None)]
 
     def close(self) -> Any:
         """Close the instance. The process ends afterwards."""
@@ -156,11 +151,10 @@ class Host:
         if kind == "answer":
             answer = self._requests.get(number)
             if answer is not None and not answer.done():
-                _settle(answer, content)
+                exception, value = pickle.loads(content)
+                answer.set_result(value) if exception is None else answer.set_exception(exception(value))
             return
-        self._calls.append((kind, content))
-        if self._is_idle:
-            self._loop.stop()
+        self._calls.put_nowait((kind, content))
 
     def _call(self, kind: str, content: bytes) -> None:
         try:
@@ -195,46 +189,15 @@ class Model:
         self.turns_left = turns_left  # number of further calls that may be trained on
         self._host = host
 
-    async def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        train: bool = True,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-    ) -> "Reply":
+    async def chat(self, messages: Any, tools: Any = None, train: bool = True, **options: Any) -> "Reply":
         """Sample the next assistant message of a conversation."""
-        arguments = {
-            "messages": messages,
-            "tools": tools,
-            "train": train,
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "stop_token_ids": stop_token_ids,
-        }
+        arguments = {"messages": messages, "tools": tools, "train": train, **options}
         reply: Reply = await self._request("chat", arguments)
         return reply
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        train: bool = True,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-    ) -> "ModelCall":
+    async def generate(self, token_ids: Sequence[int], train: bool = True, **options: Any) -> "ModelCall":
         """Sample a continuation of `token_ids` [K]."""
-        arguments = {
-            "token_ids": token_ids,
-            "train": train,
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "stop_token_ids": stop_token_ids,
-        }
-        call: ModelCall = await self._request("generate", arguments)
+        call: ModelCall = await self._request("generate", {"token_ids": token_ids, "train": train, **options})
         return call
 
     async def _request(self, method: str, arguments: Mapping[str, Any]) -> Any:
@@ -244,23 +207,6 @@ class Model:
 
 async def _wait_for(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-def _settle(answer: asyncio.Future[Any], content: bytes) -> None:
-    """Set the result or the exception of a request to the model."""
-    try:
-        kind, value = pickle.loads(content)
-        if kind == "result":
-            answer.set_result(value)
-            return
-        error: Exception = RuntimeError(value)
-        if kind != "error":
-            from cohort.rollout.environments.model import EnvironmentFailure, TrajectoryEnded
-
-            error = TrajectoryEnded(value) if kind == "ended" else EnvironmentFailure(value)
-    except Exception as raised:
-        error = raised
-    answer.set_exception(error)
 
 
 def _limit_behind(error: BaseException) -> str | None:

@@ -8,20 +8,27 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, PYTHON, Child, ChildFailed
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
-from cohort.rollout.environments.handle import DeadlineMissed, UserThread, in_thread
+from cohort.rollout.environments.handle import (
+    DeadlineMissed,
+    EnvironmentHandle,
+    HandlePool,
+    UserThread,
+    in_thread,
+)
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 
 _COMMAND = (*PYTHON, str(Path(__file__).with_name("child_main.py")))
 START_TIMEOUT_S = 120.0  # for imports and the constructor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UserCode:
     """What a child process loads: functions, or else an instance of an environment."""
 
@@ -38,8 +45,8 @@ class ChildError(Exception):
     """User code raised an exception. Its subclasses have the names of these exceptions."""
 
 
-class ChildProcess:
-    """One child process, which hosts one instance or functions: an `EnvironmentHandle`. Runs one call at a time.
+class ChildProcess(EnvironmentHandle):
+    """One child process, which hosts one instance or functions. Runs one call at a time.
 
     The child is killed with all its descendants if a call misses its deadline or is cancelled, if its answer is
     invalid, and when this process ends.
@@ -48,9 +55,10 @@ class ChildProcess:
     def __init__(self, code: UserCode):
         """Start the process; `start` also loads the code."""
         self.instance = Attributes(code.name)
+        self.kind: Sequence[str] = ()  # module, qualified name and file of the instance's class
         self._code = code
         self._lock = asyncio.Lock()
-        self._closing: threading.Thread | None = None
+        self._is_closing = False
         env = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
         self._child = Child(_COMMAND, env=env)
         self.process = self._child.process
@@ -59,15 +67,8 @@ class ChildProcess:
     async def start(cls, code: UserCode, *, timeout_s: float = START_TIMEOUT_S) -> Self:
         """Start a process and load the code. Raises as `call` does."""
         child = cls(code)
-        content = {
-            "field": code.key,
-            "functions": dict(code.functions),
-            "use": code.use,
-            "args": dict(code.args),
-            "of_library": code.of_library,
-        }
         try:
-            await child._request("load", content, timeout_s=timeout_s)
+            child.kind = await child._request("load", vars(code), timeout_s=timeout_s)
         except DeadlineMissed:
             raise EnvironmentFailure(f"the process of {code.name} was not ready within {timeout_s:g} s") from None
         except BaseException:
@@ -110,40 +111,32 @@ class ChildProcess:
             "arguments": dict(arguments),
             "turns_left": None if model is None else model.turns_left,
         }
-        async with self._lock:
-            return await self._request("call", content, timeout_s=timeout_s, model=model)
+        return await self._request("call", content, timeout_s=timeout_s, model=model)
 
     async def refresh(self, *, timeout_s: float) -> None:
         """Copy the instance's public attributes to `instance`, if rewards read them. Raises as `call` does."""
         if not self._code.copies_attributes:
             return
-        async with self._lock:
-            attributes = await self._request("attributes", {}, timeout_s=timeout_s)
+        attributes = await self._request("attributes", {}, timeout_s=timeout_s)
         vars(self.instance).clear()
         vars(self.instance).update(attributes, _name=self._code.name)
-
-    async def kind(self) -> tuple[str, str, str | None]:
-        """Return the module, the qualified name and the file of the instance's class. Raises as `call` does."""
-        async with self._lock:
-            module, name, file = await self._request("kind", {}, timeout_s=START_TIMEOUT_S)
-        return module, name, file
 
     @property
     def is_alive(self) -> bool:
         """Whether the process is running and not closing."""
-        return self._child.is_alive and self._closing is None
+        return self._child.is_alive and not self._is_closing
 
     def close(self) -> None:
         """Call the instance's `close()`, if it has one, and end the process. Does not wait for it."""
-        if self._closing is None:
+        if not self._is_closing:
+            self._is_closing = True
             self._child.hang_up()  # the child closes the instance, and ends
-            self._closing = threading.Thread(target=self._end, name="close a child process", daemon=True)
-            self._closing.start()
+            threading.Thread(target=self.join, name="close a child process", daemon=True).start()
 
     def join(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until the process has ended, but not longer than `timeout_s`; then kill it."""
-        if self._closing is not None:
-            self._closing.join(timeout_s)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
         self.kill()
 
     def kill(self) -> None:
@@ -153,11 +146,6 @@ class ChildProcess:
     def describe_output(self) -> str:
         """Return the last lines of output, with an introduction; an empty text if there was none."""
         return self._child.describe_output()
-
-    def _end(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_TIMEOUT_S)
-        self.kill()
 
     async def _request(
         self, kind: str, content: Mapping[str, Any], *, timeout_s: float | None, model: RolloutModel | None = None
@@ -169,16 +157,17 @@ class ChildProcess:
             why = describe_error(error)
             raise EnvironmentFailure(f"{self._code.name}: an argument cannot be passed to a process: {why}") from error
         deadline = asyncio.timeout(timeout_s)
-        try:
-            async with deadline:
-                result = await self._exchange(kind, pickled, model)
-        except BaseException as error:
-            self.kill()
-            if deadline.expired():
-                raise DeadlineMissed(f"did not return within {timeout_s:g} s") from None
-            if isinstance(error, ChildFailed):
-                raise EnvironmentFailure(f"the process of {self._code.name} {error}") from None
-            raise
+        async with self._lock:
+            try:
+                async with deadline:
+                    result = await self._exchange(kind, pickled, model)
+            except BaseException as error:
+                self.kill()
+                if deadline.expired():
+                    raise DeadlineMissed(f"did not return within {timeout_s:g} s") from None
+                if isinstance(error, ChildFailed):
+                    raise EnvironmentFailure(f"the process of {self._code.name} {error}") from None
+                raise
         if isinstance(result, ChildError):
             raise result
         return result
@@ -209,64 +198,42 @@ class ChildProcess:
 
     async def _answer(self, model: RolloutModel, message: Mapping[str, Any]) -> None:
         """Call the model for the child."""
-        answer: tuple[str, Any]
+        answer: tuple[type[Exception] | None, Any]  # what to raise, and with which argument; or None, and the result
         try:
             method = model.chat if message["method"] == "chat" else model.generate
-            answer = "result", (await method(**message["arguments"]), model.turns_left)
+            answer = None, (await method(**message["arguments"]), model.turns_left)
         except TrajectoryEnded as ended:
-            answer = "ended", ended.end
+            answer = TrajectoryEnded, ended.end
         except EnvironmentFailure as failure:
-            answer = "failure", str(failure)
+            answer = EnvironmentFailure, str(failure)
         except Exception as error:
-            answer = "error", describe_error(error)
+            answer = RuntimeError, describe_error(error)
         with suppress(ChildFailed):  # which `_exchange` learns by itself
             await in_thread(self._child.send, {"message": ("answer", message["request"], pickle.dumps(answer))})
 
 
-class ChildPool:
+class ChildPool(EnvironmentHandle):
     """Child processes with the same functions or class: the handle of functions, each call in a process of its own."""
-
-    instance = None
-    is_alive = True
 
     def __init__(self, code: UserCode):
         """Create a pool without processes; calls start them."""
-        self._code = code
-        self._idle: list[ChildProcess] = []
-        self._busy: set[ChildProcess] = set()
+        self._pool = HandlePool(partial(ChildProcess.start, code))
 
-    async def call(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        *,
-        timeout_s: float | None,
-        seed: int | None = None,
-        positional: Sequence[Any] = (),
-        model: RolloutModel | None = None,
-    ) -> Any:
-        """Call a function in an idle process, or a new one. See `ChildProcess.call`."""
-        self._idle = [child for child in self._idle if child.is_alive]
-        child = self._idle.pop() if self._idle else await ChildProcess.start(self._code)
-        self._busy.add(child)
+    async def call(self, name: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+        """Call a function in an idle process, or a new one. The options are those of `ChildProcess.call`."""
+        child = await self._pool.acquire()
         try:
-            return await child.call(name, arguments, timeout_s=timeout_s, seed=seed, positional=positional, model=model)
+            return await child.call(name, arguments, **options)
         finally:
-            self._busy.discard(child)
-            self._idle.append(child)
-
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: functions have no instance."""
+            self._pool.release(child.instance)
 
     def close(self) -> None:
         """Close all processes. Does not wait for it."""
-        for child in (*self._idle, *self._busy):
-            child.close()
+        self._pool.close()
 
     def join(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until all processes have ended, but not longer than `timeout_s` for each."""
-        for child in (*self._idle, *self._busy):
-            child.join(timeout_s)
+        """Wait until all processes have ended, but not longer than `timeout_s`; then kill them."""
+        self._pool.join(timeout_s)
 
 
 class Attributes:

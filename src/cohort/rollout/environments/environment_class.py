@@ -2,9 +2,8 @@
 
 import inspect
 import math
-import time
 import types
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,10 +19,7 @@ from cohort.rollout.environments.tools import Schema
 from cohort.rollout.environments.trajectory import Row
 
 _NOT_TOOLS = ("reset", "get_reward", "step_reward", "close")
-_CLOSE_TIMEOUT_S = 5.0  # for the `close()` of all environments
 _PURPOSES = ("train", "eval", "parity")  # position in seeds
-
-CreateHandle = Callable[[], Awaitable[EnvironmentHandle]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,48 +148,6 @@ class Environment:
                 f"it must return a finite number"
             )
         return float(number)
-
-
-class EnvironmentPool:
-    """Instances of one environment class, reused from trajectory to trajectory."""
-
-    def __init__(self, create: CreateHandle):
-        """Create an empty pool.
-
-        Args:
-            create: creates an instance.
-        """
-        self._create = create
-        self._idle: list[EnvironmentHandle] = []
-        self._in_use: dict[int, EnvironmentHandle] = {}  # by id of the instance
-
-    async def acquire(self) -> EnvironmentHandle:
-        """Return an instance that no other trajectory uses."""
-        self._idle = [handle for handle in self._idle if handle.is_alive]
-        handle = self._idle.pop() if self._idle else await self._create()
-        self._in_use[id(handle.instance)] = handle
-        return handle
-
-    def release(self, instance: Any) -> None:
-        """Reuse an instance. Does nothing for one of another pool."""
-        handle = self._in_use.pop(id(instance), None)
-        if handle is not None:
-            self._idle.append(handle)
-
-    def discard(self, handle: EnvironmentHandle) -> None:
-        """Close an instance, which is never reused."""
-        self._in_use.pop(id(handle.instance), None)
-        handle.close()
-
-    def close(self) -> None:
-        """Close all instances."""
-        handles = [*self._idle, *self._in_use.values()]
-        self._idle, self._in_use = [], {}
-        for handle in handles:
-            handle.close()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for handle in handles:
-            handle.join(max(0.0, deadline - time.monotonic()))
 
 
 def reset_seed(key: CallKey) -> int:

@@ -8,29 +8,28 @@ import asyncio
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from cohort.errors import describe_error
+from cohort.processes.child import CLOSE_TIMEOUT_S
 
 
 class DeadlineMissed(Exception):  # noqa: N818
     """A function of user code did not return in time. It may still be running."""
 
 
-class EnvironmentHandle(Protocol):
-    """User code whose functions can be called: an environment instance, or the tools of a run."""
+class EnvironmentHandle:
+    """User code whose functions can be called: an environment instance, or the tools of a run, which have no state."""
 
-    @property
-    def instance(self) -> Any:
-        """The environment instance for reward functions."""
-        ...
+    instance: Any = None  # the environment instance for reward functions
 
     @property
     def is_alive(self) -> bool:
         """Whether it can still be called."""
-        ...
+        return True
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, seed: int | None = None) -> Any:
         """Call a function or method and return its result.
@@ -46,26 +45,27 @@ class EnvironmentHandle(Protocol):
             EnvironmentFailure: the process in which it runs has ended.
             Exception: the function raised it.
         """
-        ...
+        raise NotImplementedError
+
+    def for_trajectory(self) -> "EnvironmentHandle":
+        """Return the handle for one trajectory: one of its own if the functions have state."""
+        return self
+
+    def end_trajectory(self) -> None:
+        """End what `for_trajectory` has started."""
 
     async def refresh(self, *, timeout_s: float) -> None:
         """Bring `instance` up to date for reward functions. Raises as `call` does."""
-        ...
 
     def close(self) -> None:
         """Call the instance's `close()`, if it has one. Does not wait for it."""
-        ...
 
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
-        ...
 
 
-class ToolHandle:
+class ToolHandle(EnvironmentHandle):
     """Plain functions, which run concurrently: each synchronous call in a thread of its own."""
-
-    instance = None
-    is_alive = True
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]):
         """Create a handle of functions by name."""
@@ -79,23 +79,15 @@ class ToolHandle:
         finally:
             thread.close()
 
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: functions have no instance."""
 
-    def close(self) -> None:
-        """Do nothing: functions have nothing to close."""
-
-    def join(self, timeout_s: float) -> None:
-        """Do nothing."""
+H = TypeVar("H", bound=EnvironmentHandle)
 
 
-class InstanceHandle:
+class InstanceHandle(EnvironmentHandle):
     """An instance in this process. Its synchronous methods, and its constructor, run in a thread of its own.
 
     Its methods run one after another, also if the model calls several at a time.
     """
-
-    is_alive = True
 
     def __init__(self, instance: Any, thread: "UserThread"):
         """Create a handle of an instance. `create` also constructs it."""
@@ -122,9 +114,6 @@ class InstanceHandle:
                 getattr(self.instance, name), arguments, thread=self._thread, timeout_s=timeout_s
             )
 
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: it is the instance itself."""
-
     def close(self) -> None:
         """Call the instance's `close()`, if it has one, in its thread."""
         close = getattr(self.instance, "close", None)
@@ -135,6 +124,56 @@ class InstanceHandle:
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
         self._thread.join(timeout_s)
+
+
+class HandlePool(Generic[H]):
+    """Handles of one environment, or of the same functions, for one trajectory or call at a time each."""
+
+    def __init__(self, create: Callable[[], Awaitable[H]]):
+        """Create an empty pool.
+
+        Args:
+            create: creates a handle, with an instance of its own.
+        """
+        self._create = create
+        self._idle: list[H] = []
+        self._in_use: dict[int, H] = {}  # by id of the instance
+
+    async def acquire(self) -> H:
+        """Return a handle that nobody else uses."""
+        self._idle = [handle for handle in self._idle if handle.is_alive]
+        handle = self._idle.pop() if self._idle else await self._create()
+        self._in_use[id(handle.instance)] = handle
+        return handle
+
+    def release(self, instance: Any) -> None:
+        """Reuse the handle of an instance. Does nothing for one of another pool."""
+        handle = self._in_use.pop(id(instance), None)
+        if handle is not None:
+            self._idle.append(handle)
+
+    def discard(self, handle: H) -> None:
+        """Close a handle, which is never reused."""
+        self._in_use.pop(id(handle.instance), None)
+        handle.close()
+
+    def close(self) -> None:
+        """Close all handles. Does not wait for it."""
+        for handle in (*self._idle, *self._in_use.values()):
+            handle.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all are closed, but not longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for handle in (*self._idle, *self._in_use.values()):
+            handle.join(max(0.0, deadline - time.monotonic()))
+
+
+def close_instance(instance: Any, name: str) -> None:
+    """Call an instance's `close()`, if it has one, in a thread, and wait for it a few seconds."""
+    handle = InstanceHandle(instance, UserThread(f"close {name}"))
+    handle.close()
+    handle.join(CLOSE_TIMEOUT_S)
 
 
 class UserThread:

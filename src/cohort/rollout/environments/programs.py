@@ -1,18 +1,15 @@
 """Programs that play a row: one turn, the user's own `run(row, model)`, and a mixture of environments."""
 
-import inspect
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
-from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import Prompt, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.child_process import ChildPool
 from cohort.rollout.environments.environment_class import group_fraction, reset_seed
-from cohort.rollout.environments.handle import InstanceHandle, UserThread, with_deadline
+from cohort.rollout.environments.handle import close_instance, with_deadline
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
 from cohort.rollout.environments.trajectory import Outcome, Program, Row, read_outcome
 from cohort.rollout.stop_strings import cut_at_stop
@@ -86,15 +83,7 @@ class UserProgram:
 
     def close(self) -> None:
         """Close the instance, if it has the method."""
-        close = getattr(self._instance, "close", None)
-        if inspect.iscoroutinefunction(close):
-            # in a thread: it may hang, and the caller may run an event loop
-            handle = InstanceHandle(self._instance, UserThread(f"close {self._name}"))
-            handle.close()
-            handle.join(CLOSE_TIMEOUT_S)
-        elif callable(close):
-            with suppress(Exception):  # the run has ended
-                close()
+        close_instance(self._instance, self._name)
 
 
 COLUMN = "environment"

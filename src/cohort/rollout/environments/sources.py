@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from cohort.config.rollout import EnvironmentSpec
 from cohort.config.user_code import error_location, load_callable
 from cohort.errors import UserError, describe_error
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
-from cohort.rollout.environments.handle import InstanceHandle, UserThread
+from cohort.rollout.environments.handle import close_instance
 from cohort.rollout.environments.tools import Schema
 from cohort.sandbox import SharedSandbox
 
@@ -27,7 +27,6 @@ LIBRARIES = {
 }
 
 _IN_SANDBOX = ("reasoning_gym",)
-_CLOSE_TIMEOUT_S = 5.0  # for the `close()` of an instance
 
 Rows = list[dict[str, Any]]
 
@@ -97,32 +96,28 @@ def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
             f"{field}.use: {use!r} raised {describe_error(error)} (at {error_location(error)}); it must return an "
             f"environment, or be `async def run(row, model)`"
         ) from error
-    handle = InstanceHandle(instance, UserThread(f"close {use}"))
-    handle.close()
-    handle.join(_CLOSE_TIMEOUT_S)
+    close_instance(instance, use)
     return type(instance)
 
 
 def _kind_made_in_child(spec: EnvironmentSpec, field: str, factory: Callable[..., Any]) -> type:
     """Return the class of what a function makes, which may crash the process that makes it."""
 
-    async def ask() -> tuple[str, str, str | None]:
-        name = spec.use.rpartition(":")[2]
-        child = await ChildProcess.start(UserCode(name=name, key=field, use=spec.use, args=spec.args))
-        try:
-            return await child.kind()
-        finally:
-            child.close()
-            child.join()
+    async def make() -> Sequence[str]:
+        code = UserCode(name=spec.use.rpartition(":")[2], key=field, use=spec.use, args=spec.args)
+        child = await ChildProcess.start(code)
+        child.close()
+        child.join()
+        return child.kind
 
     try:
         with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
-            module, name, file = thread.submit(asyncio.run, ask()).result()
+            module, name, file = thread.submit(asyncio.run, make()).result()
     except Exception as error:
         raise UserError(f"{field}.use: {spec.use!r}: {describe_error(error)}") from error
     own = sys.modules.get(factory.__module__)
     try:  # two processes may have different names for one file
-        is_own = own is not None and file is not None and own.__file__ == file
+        is_own = own is not None and own.__file__ == file
         kind: type = attrgetter(name)(own if is_own else import_module(module))
     except (ImportError, AttributeError) as error:
         raise UserError(

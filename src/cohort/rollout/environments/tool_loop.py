@@ -1,25 +1,19 @@
 """Play a row with tools and, if there is one, an environment class: chat, execute the tool calls, repeat."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cohort.chat import Reply, append_observation, prompt_messages
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import EndReason, Message, Trajectory, TurnStats
-from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
+from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface
+from cohort.rollout.environments.handle import HandlePool
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.tools import Tool, ToolExecutor
 from cohort.rollout.environments.trajectory import Outcome, Row
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Counts of one trajectory."""
-
-    tool_calls: int = 0
-    tool_errors: int = 0
-    malformed_calls: int = 0
 
 
 class ToolLoop:
@@ -33,7 +27,7 @@ class ToolLoop:
         prompt_column: str,
         system_prompt: str | None = None,
         interface: EnvironmentInterface | None = None,
-        pool: EnvironmentPool | None = None,
+        pool: HandlePool[Any] | None = None,
     ):
         """Create the program.
 
@@ -55,12 +49,12 @@ class ToolLoop:
 
     async def run(self, row: Row, model: RolloutModel) -> Outcome:
         """Play one row. A trajectory that reaches a limit is scored as well."""
-        tools = [tool.for_trajectory() for tool in self._tools]
+        tools = [replace(tool, handle=tool.handle.for_trajectory()) for tool in self._tools]
         try:
             return await self._play(row, model, tools)
         finally:
             for tool in tools:
-                tool.end_trajectory()
+                tool.handle.end_trajectory()
 
     async def _play(self, row: Row, model: RolloutModel, tools: Sequence[Tool]) -> Outcome:
         if self._interface is None or self._pool is None:
@@ -89,6 +83,7 @@ class ToolLoop:
         """Close all environments, and the processes of tools."""
         if self._pool is not None:
             self._pool.close()
+            self._pool.join(CLOSE_TIMEOUT_S)
         for handle in {tool.handle for tool in self._tools}:
             handle.close()
             handle.join(CLOSE_TIMEOUT_S)
@@ -107,7 +102,7 @@ class _Play:
     tools: Sequence[Tool]
     environment: Environment | None
     model: RolloutModel
-    counts: _Counts = field(default_factory=_Counts)
+    counts: Counter[str] = field(default_factory=Counter)  # by field of `TurnStats`
 
     async def run(self, messages: Sequence[Message]) -> Outcome:
         end: EndReason | None = None
@@ -124,10 +119,7 @@ class _Play:
                 messages = [*messages, reply.message, *answers]
         except TrajectoryEnded as ended:
             end = ended.end
-        environment, counts = self.environment, self.counts
-        stats = TurnStats(
-            tool_calls=counts.tool_calls, tool_errors=counts.tool_errors, malformed_calls=counts.malformed_calls
-        )
+        environment, stats = self.environment, TurnStats(**self.counts)
         if environment is None:
             return Outcome(end=end, stats=stats)
         return Outcome(
@@ -144,10 +136,9 @@ class _Play:
         cut = reply.call.finish_reason == "length"
         if not tools or (cut and not reply.tool_calls):
             return []
-        self.counts.malformed_calls += len(reply.errors)
+        self.counts.update(malformed_calls=len(reply.errors))
         results = await self.executor.execute(reply.tool_calls, tools)
-        self.counts.tool_calls += len(results)
-        self.counts.tool_errors += sum(result.is_error for result in results)
+        self.counts.update(tool_calls=len(results), tool_errors=sum(result.is_error for result in results))
         messages = [result.message for result in results]
         if not reply.errors:
             return messages

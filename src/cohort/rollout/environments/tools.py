@@ -23,16 +23,27 @@ from cohort.rollout.environments.model import EnvironmentFailure
 from cohort.sandbox import Job, Sandbox, SharedSandbox
 from cohort.sandbox.session import PythonSession, SessionEnded
 
+Schema = Mapping[str, Any]  # JSON schema of a tool
+
+PYTHON = "python"  # the tool that runs code in the sandbox
+_CHARACTERS_PER_TOKEN = 32  # more than tokens have; longer results are cut before they are tokenized
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video")  # types of content parts that are not text
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
 
 class PythonStopped(Exception):  # noqa: N818
     """The code was stopped, or did not start."""
 
 
-class PythonTool:
-    """Runs every call in a fresh process. See `EnvironmentHandle`."""
-
-    instance = None
-    is_alive = True
+class PythonTool(EnvironmentHandle):
+    """Runs every call in a fresh process."""
 
     def __init__(self, sandbox: Sandbox, *, pool: ThreadPoolExecutor | None = None):
         """Create a handle; `pool` bounds how many calls run at once."""
@@ -49,19 +60,9 @@ class PythonTool:
         wall_s = min(timeout_s, self._sandbox.limits.wall_s)
         return await loop.run_in_executor(self._pool, self._run, str(arguments["code"]), wall_s)
 
-    def for_trajectory(self) -> "PythonTool":
-        """Return the handle for one trajectory."""
-        return self
-
-    async def refresh(self, *, timeout_s: float) -> None:
-        """Do nothing: there is no instance."""
-
     def close(self) -> None:
         """Start no further calls."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def join(self, timeout_s: float) -> None:
-        """Do nothing: a call ends by its limits."""
 
     def _run(self, code: str, wall_s: float) -> str:
         request = {"kind": "python", "code": code, "max_output": self._sandbox.limits.max_output_bytes}
@@ -156,21 +157,6 @@ def _stopped(why: str, wall_s: float) -> str:
     return f"the code was stopped: {why}"
 
 
-Schema = Mapping[str, Any]  # JSON schema of a tool
-
-PYTHON = "python"  # the tool that runs code in the sandbox
-_CHARACTERS_PER_TOKEN = 32  # more than tokens have; longer results are cut before they are tokenized
-_MEDIA = ("image", "image_url", "audio", "input_audio", "video")  # types of content parts that are not text
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A tool that the model may call."""
@@ -183,17 +169,6 @@ class Tool:
     def name(self) -> str:
         """Name of the function."""
         return str(self.schema["function"]["name"])
-
-    def for_trajectory(self) -> "Tool":
-        """Return the tool for one trajectory: with a handle of its own if that has state."""
-        opened = getattr(self.handle, "for_trajectory", None)
-        return self if opened is None else replace(self, handle=opened())
-
-    def end_trajectory(self) -> None:
-        """End what `for_trajectory` has started."""
-        end = getattr(self.handle, "end_trajectory", None)
-        if end is not None:
-            end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,6 @@ def _trajectory(
     cut = bool(trained) and trained[-1].finish_reason == "length"
     texts = [tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True) for call in trained]
     messages = model.transcript or [{"role": "assistant", "content": text} for text in texts]  # without a chat
-    counts = outcome.stats
     scores = [score for score in (outcome.reward, *model.step_rewards) if score is not None]
     return Trajectory(
         calls=model.calls,
@@ -205,10 +204,8 @@ def _trajectory(
         rewards={outcome.name: sum(scores)} if scores else {},
         step_rewards=tuple(model.step_rewards),
         metrics=outcome.metrics,
-        stats=TurnStats(
-            tool_calls=counts.tool_calls,
-            tool_errors=counts.tool_errors,
-            malformed_calls=counts.malformed_calls,
+        stats=replace(
+            outcome.stats,
             attempts=attempts,
             model_s=model.model_s,
             environment_s=max(0.0, seconds - model.model_loop_s),

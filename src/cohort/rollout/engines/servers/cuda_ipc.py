@@ -15,6 +15,7 @@ from torch import Tensor
 from cohort.models import TensorSpec
 from cohort.plan.defaults import BUCKET_BYTES
 from cohort.ranks.collectives import Ranks
+from cohort.rollout.engines.servers.server_side.cohort_weight_group import gpu_uuid
 
 _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer
@@ -70,11 +71,6 @@ class IpcBuffer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Identify a GPU across processes, which number them differently."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def make_buckets(specs: Sequence[TensorSpec]) -> list[Bucket]:

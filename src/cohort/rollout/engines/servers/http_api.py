@@ -37,15 +37,7 @@ class ServerApi:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._secret = secret
-        # servers are on the local network: ignore proxies from the environment
-        self._client = httpx2.Client(
-            base_url=self.url,
-            headers=request_headers(secret),
-            timeout=timeout_s,
-            verify=self.url.startswith("https:"),  # loading certificates takes longer than most calls
-            trust_env=False,
-            limits=httpx2.Limits(max_keepalive_connections=0),  # a server closes a connection after some errors
-        )
+        self._client = httpx2.Client(base_url=self.url, timeout=timeout_s, **_client_options(self.url, secret))
         self._sockets: set[socket.socket] = set()  # sockets of calls in progress
         self._closed = False
         self._lock = threading.Lock()
@@ -148,18 +140,11 @@ class HttpClient:
         return response.status_code == 200
 
     def _client(self, url: str) -> httpx2.AsyncClient:
-        verify = url.startswith("https:")  # loading certificates is slow, and most servers are local
-        if verify not in self._http:
-            self._http[verify] = httpx2.AsyncClient(
-                verify=verify,
-                headers=request_headers(self._secret),
-                timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
-                # One connection per request: servers close idle ones after some seconds, and a request on such a
-                # connection would look like a crashed server.
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-                trust_env=False,  # ignore proxies from the environment
-            )
-        return self._http[verify]
+        options = _client_options(url, self._secret)
+        if options["verify"] not in self._http:
+            timeout = httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
+            self._http[options["verify"]] = httpx2.AsyncClient(timeout=timeout, **options)
+        return self._http[options["verify"]]
 
     async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
         """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
@@ -194,6 +179,20 @@ class HttpClient:
             return response.json()
         except ValueError as error:
             raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
+
+
+def _client_options(url: str, secret: Secret | None) -> dict[str, Any]:
+    """Return the options of a client, which opens a connection per request.
+
+    Servers close idle connections after some seconds, and all after some errors; a request on such a connection would
+    look like a crashed server. They are on the local network, so proxies from the environment are ignored.
+    """
+    return {
+        "headers": request_headers(secret),
+        "verify": url.startswith("https:"),  # loading certificates takes longer than most calls
+        "trust_env": False,
+        "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+    }
 
 
 def _check_secret(response: httpx2.Response) -> None:

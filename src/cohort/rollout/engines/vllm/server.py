@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -244,10 +244,13 @@ def _adapter_rank(config: Config) -> int:
 
 
 _MAX_LINES = 12  # maximum lines of an exception
-_TRACEBACK = "Traceback (most recent call last):"
-# Separators of chained tracebacks. The original exception is more informative before _FROM, the later one after _WHILE.
-_FROM = "The above exception was the direct cause of the following exception:"
-_WHILE = "During handling of the above exception, another exception occurred:"
+# The frames of a traceback, and the exception with its message: in a log record up to an empty line, since all of its
+# lines have the prefix, and otherwise with its indented lines.
+_TRACEBACK = r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+"
+_IN_RECORD = re.compile(_TRACEBACK + r"(?P<text>\S.*(?:\n.+)*)", re.MULTILINE)
+_WITHOUT_RECORD = re.compile(_TRACEBACK + r"(?P<text>\S.*(?:\n[ \t]+\S.*)*)", re.MULTILINE)
+# What stands before a traceback that is no root cause. One raised while another was handled says more than that one.
+_NO_CAUSE = re.compile(r"The above exception was the direct cause of the following exception:|Exception ignored in")
 # "(EngineCore pid=2345) ERROR 11-22 10:00:00 [core.py:1000] ": process and log record, both optional. uvicorn's records
 # begin with "ERROR:    ".
 _PREFIX = re.compile(
@@ -274,65 +277,26 @@ def root_cause(log: str) -> str | None:
     Returns:
         the exception with its message, at most 12 lines; None if there is no informative traceback.
     """
-    causes = [text for chain in _chains(log) if (text := _root_exception(chain))]
-    return causes[-1] if causes else None
-
-
-def _root_exception(chain: list[list[str]]) -> str | None:
-    """Return the last exception of a chain that does not merely report another one."""
-    texts = ["\n".join(text) for text in chain]
-    return next((text for text in reversed(texts) if not _REPORT.search(text)), None)
-
-
-def _chains(log: str) -> list[list[list[str]]]:
-    """Return the exceptions (as lines) of each chain, in log order."""
-    found: list[list[list[str]]] = []
-    readers: dict[str, _Reader] = {}  # one per process, since their lines are interleaved
-    for line in log.splitlines():
+    # by process and record, whose lines are interleaved with those of others
+    groups: dict[tuple[str | None, str | None], list[tuple[int, str]]] = {}
+    for number, line in enumerate(log.splitlines()):
         prefix = _PREFIX.match(line)
         assert prefix is not None  # both of its parts are optional
-        reader = readers.setdefault(prefix["process"] or "", _Reader())
-        reader.read(prefix["record"] or "", line[prefix.end() :], found)
-    return found
+        groups.setdefault((prefix["process"], prefix["record"]), []).append((number, line[prefix.end() :]))
+    causes = [cause for (_, record), lines in groups.items() for cause in _causes(lines, in_record=record is not None)]
+    return max(causes)[1] if causes else None
 
 
-class _Reader:
-    """Parses the log lines of one process."""
+def _causes(lines: list[tuple[int, str]], *, in_record: bool) -> Iterator[tuple[int, str]]:
+    """Yield the exceptions that do not merely report another one, each with the number of its line.
 
-    def __init__(self) -> None:
-        self._in_traceback = False
-        self._record = ""  # prefix of the traceback; other records may be interleaved
-        self._text: list[str] | None = None  # lines of an exception whose message may continue
-        self._chain: list[list[str]] | None = None  # chain of the next traceback
-        self._ignore = False  # the next traceback is not a root cause
-
-    def read(self, record: str, line: str, found: list[list[list[str]]]) -> None:
-        """Parse the next line, and add exceptions to `found`."""
-        text = line.strip()
-        if text == _TRACEBACK:
-            self._in_traceback, self._record, self._text = True, record, None
-        elif self._in_traceback:
-            if text and not line[0].isspace() and record == self._record:
-                self._end(line, found)
-        elif text == _FROM or line.startswith("Exception ignored in"):
-            self._ignore, self._text = True, None
-        elif text == _WHILE:
-            self._chain, self._text = found[-1] if found else None, None
-        elif self._text is not None and text and self._continues(record, line):
-            if len(self._text) < _MAX_LINES:
-                self._text.append(line)
-        elif text:
-            self._text, self._chain, self._ignore = None, None, False
-
-    def _end(self, line: str, found: list[list[list[str]]]) -> None:
-        """End a traceback at the first line of its exception."""
-        self._in_traceback, self._text = False, [line]
-        if self._chain is not None:
-            self._chain.append(self._text)
-        elif not self._ignore:
-            found.append([self._text])
-        self._chain, self._ignore = None, False
-
-    def _continues(self, record: str, line: str) -> bool:
-        """Whether a line belongs to the message of the exception above it."""
-        return record == self._record and (bool(record) or line[0].isspace())
+    Args:
+        lines: numbered lines of one process without their prefix.
+        in_record: whether they are those of a log record.
+    """
+    text, end = "\n".join(line for _, line in lines), 0
+    for found in (_IN_RECORD if in_record else _WITHOUT_RECORD).finditer(text):
+        before, end = text[end : found.start()].rstrip().rpartition("\n")[2], found.end()
+        exception = "\n".join(found["text"].splitlines()[:_MAX_LINES])
+        if not _NO_CAUSE.match(before) and not _REPORT.search(exception):
+            yield lines[text.count("\n", 0, found.start("text"))][0], exception

@@ -18,9 +18,7 @@ from cohort.rollout.engines.servers.handles import Client, ServerError
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.servers.setup import ServersSetup
 from cohort.rollout.engines.setup import TrainingProcesses
-from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.client import GenerateClient
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
+from cohort.rollout.engines.vllm.api import GenerateClient, VllmApi
 from cohort.rollout.engines.vllm.server import (
     POLICY_NAME,
     ServerProcess,
@@ -31,7 +29,7 @@ from cohort.rollout.engines.vllm.server import (
     server_options,
     vllm_python,
 )
-from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import AdapterChannel, WeightChannel, send_adapter
 from cohort.run.folder import ADAPTERS
 from cohort.run.provenance import newer_than_tested
 

@@ -7,14 +7,15 @@ answers no request until it has received a complete update, which starts with a 
 """
 
 import json
-import socket
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from cohort.rollout.engines.servers.server_side.cohort_weight_group import (
     WeightGroup,
     describe_device,
     in_thread,
+    own_address,
     result_within,
 )
 from cohort.rollout.engines.servers.weight_transfer import (
@@ -42,6 +44,7 @@ from cohort.rollout.engines.servers.weight_transfer import (
     wait_for_both,
 )
 from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.server import POLICY_NAME
 
 _WORKER_TIMEOUT_FACTOR = 8  # workers wait this many times longer than the trainer
 _ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
@@ -83,6 +86,7 @@ class WeightChannel:
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._meet_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
+        self._abort_timeout_s = min(timeout_s, _ABORT_TIMEOUT_S)
         self._sleeps = sleeps
         self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
         self._ipc_opened = False  # the server has opened the shared buffers before
@@ -205,7 +209,7 @@ class WeightChannel:
         self._close_transfer()  # so that workers still waiting for tensors stop waiting
         self._discard()
         if not (self._sleeps or has_declared):
-            with suppress(ServerError), self._short_timeout_api() as api:
+            with suppress(ServerError), closing(self._new_api(timeout_s=self._abort_timeout_s)) as api:
                 api.resume()
 
     def sleep(self) -> None:
@@ -226,7 +230,9 @@ class WeightChannel:
 
     def _rendezvous(self) -> None:
         """Collect the workers' GPUs in a store, then broadcast the chosen transport through it."""
-        host, size = _address_towards(self.url), 1 + self._num_workers
+        server = urlsplit(self.url)
+        host = own_address(str(server.hostname), server.port or 80, _ABORT_TIMEOUT_S)
+        size = 1 + self._num_workers
         store = dist.TCPStore(
             host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
         )
@@ -323,16 +329,8 @@ class WeightChannel:
 
     def _discard(self) -> None:
         """Have the server discard an unfinished update, if there is one."""
-        with suppress(ServerError), self._short_timeout_api() as api:
+        with suppress(ServerError), closing(self._new_api(timeout_s=self._abort_timeout_s)) as api:
             api.update_weights({"step": "discard"})
-
-    @contextmanager
-    def _short_timeout_api(self) -> Iterator[VllmApi]:
-        api = self._new_api(timeout_s=min(self._timeout_s, _ABORT_TIMEOUT_S))
-        try:
-            yield api
-        finally:
-            api.close()
 
     @contextmanager
     def _abort_on_error(self, what: str) -> Iterator[None]:
@@ -354,12 +352,83 @@ class WeightChannel:
         return ServerError(f"{self.url}: {what}: {describe_error(error, 300)}")
 
 
+class AdapterChannel:
+    """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
+
+    def __init__(self, api: VllmApi, *, keeps_base: bool = False):
+        """Create a channel that closes `api` when it is closed.
+
+        Args:
+            api: endpoints of the server.
+            keeps_base: whether the server keeps its base model, which never changes, on the GPU while it sleeps.
+        """
+        self._api = api
+        self._keeps_base = keeps_base
+        self._asleep = False
+
+    def load(self, folder: Path, version: int) -> None:
+        """Have the server sample with the adapter in `folder`, which it must see under the same path.
+
+        Requests are paused while it loads, and continue with the new adapter.
+
+        Raises:
+            ServerError: it failed. Requests stay paused until an adapter is loaded.
+        """
+        self._api.pause()
+        if self._asleep:
+            # vLLM wakes nothing at all if one of these was not asleep
+            self._api.wake_up(["kv_cache"] if self._keeps_base else ["weights", "kv_cache"])
+            self._asleep = False
+        self._api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
+        self._api.set_weight_version(version)
+        self._api.reset_prefix_cache()
+        self._api.resume()
+
+    def sleep(self) -> None:
+        """Have a server that shares its GPU free its KV cache, and offload its base model, until the next adapter.
+
+        Raises:
+            ServerError: the server did not go to sleep.
+        """
+        if self._keeps_base:
+            self._api.pause()
+            self._api.release_kv_cache()
+        else:
+            self._api.sleep(1)
+        self._asleep = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.close()
+
+
+def send_adapter(
+    channels: Sequence[AdapterChannel], version: int, *, save: Callable[[Path], object], folder: Path
+) -> dict[AdapterChannel, ServerError]:
+    """Write the adapter and have servers sample with it.
+
+    Args:
+        channels: channels to servers that see `folder` under the same path.
+        version: policy version of the adapter; servers label the tokens they sample with it.
+        save: writes the adapter as a folder; a collective if it is sharded.
+        folder: folder for adapters; older versions in it are deleted.
+
+    Returns:
+        Errors by channel.
+    """
+    path = folder / f"version-{version}"
+    save(path)
+    failed = {}
+    for channel in channels:
+        try:
+            channel.load(path, version)
+        except ServerError as error:
+            failed[channel] = error
+    for old in folder.glob("version-*"):
+        if old != path:
+            shutil.rmtree(old)
+    return failed
+
+
 def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-
-
-def _address_towards(url: str) -> str:
-    """Return this machine's address on the network that reaches a server."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port or 80), timeout=_ABORT_TIMEOUT_S) as connection:
-        return str(connection.getsockname()[0])

@@ -5,6 +5,7 @@ side is gone or hangs. Collectives therefore run in daemon threads, and callers 
 """
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -200,6 +201,12 @@ def describe_device(device: torch.device) -> dict[str, str | None]:
 def gpu_uuid(device: torch.device) -> str:
     """Identify a GPU across processes, which number them differently."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def own_address(host: str, port: int, timeout_s: float) -> str:
+    """Return this machine's address on the network that reaches another one, where a server listens."""
+    with socket.create_connection((host, port), timeout=timeout_s) as connection:
+        return str(connection.getsockname()[0])
 
 
 def _stream_of(tensor: Tensor) -> Any:

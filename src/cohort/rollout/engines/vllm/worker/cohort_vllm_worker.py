@@ -10,7 +10,6 @@ After an update that broke off, the model has part old and part new weights: `Re
 """
 
 import json
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cohort_weight_group import WeightGroup, describe_device, gpu_uuid, result_within
+from cohort_weight_group import WeightGroup, describe_device, gpu_uuid, own_address, result_within
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -97,7 +96,7 @@ class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank=rank,
             size=info.world_size,
             device=torch.device("cpu") if transport == "gloo" else self.device,
-            host=_own_address(info),
+            host=own_address(info.host, info.port, info.timeout_s),
             timeout_s=max(info.timeout_s, info.rendezvous_timeout_s),
         )
         try:
@@ -337,12 +336,6 @@ def open_ipc_buffer(handles: dict[str, Any], device: torch.device) -> Tensor:
 def tensor_view(buffer: Tensor, spec: dict[str, Any], offset: int) -> Tensor:
     """Return a tensor as a view of the shared buffer."""
     return buffer[offset : offset + num_bytes(spec)].view(getattr(torch, spec["dtype"])).view(spec["shape"])
-
-
-def _own_address(info: InitInfo) -> str:
-    """Return this machine's address on the network that reaches the trainer."""
-    with socket.create_connection((info.host, info.port), timeout=info.timeout_s) as connection:
-        return str(connection.getsockname()[0])
 
 
 WeightTransferEngineFactory.register_engine("cohort", CohortWeightTransferEngine)
