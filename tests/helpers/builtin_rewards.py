@@ -36,8 +36,8 @@ def load_builtin(
         sandbox = SimpleNamespace(open=lambda opened=sandbox: opened)
     options = {"max_completion_tokens": 100, "timeout_s": budget_s / 0.8, "sandbox": sandbox or SharedSandbox()}
     reward = BUILTINS[name](settings, RewardContext(**{**options, **context}))
-    if hasattr(reward, "grader"):
-        reward.grader.workers = workers or math_workers()
+    if hasattr(reward, "workers"):
+        reward.workers = workers or math_workers()
     return reward
 
 

@@ -11,7 +11,7 @@ from builtin_rewards import Builtin, configured, load_builtin
 from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.completion_text import completion_text
+from cohort.rewards.completion_text import after_thinking, completion_text
 from cohort.trainer.inputs import build_inputs
 from commands import set_up
 from reward_samples import MESSAGES, group, reward
@@ -388,3 +388,22 @@ def test_answers_are_checked_at_the_start(tmp_path, settings, rows, words):
         build_inputs(config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"),
+        ("<think>3</think>4", "4"),
+        ("3</think> 4", " 4"),
+        ("<think>3</think>5</think>4", "4"),
+        ("<think>4</think>", ""),  # no answer
+        ("<think>4", "<think>4"),
+    ],
+)
+def test_answers_stand_behind_the_last_end_of_thoughts(text, answer):
+    assert after_thinking(text) == answer
+    for use, right in (("exact", "4"), ("exact_set", "4"), ("number", "4"), ("math", "4")):
+        assert Builtin(use)([text], answer=[right]) == Builtin(use)([answer], answer=[right]), use
+    letters = [part.translate({ord("3"): "C", ord("4"): "D", ord("5"): "E"}) for part in (text, answer)]
+    assert len(set(Builtin("choice")(letters, answer=["D"] * 2))) == 1

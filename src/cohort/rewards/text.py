@@ -19,55 +19,32 @@ from cohort.config.rewards import (
     RepetitionSettings,
     WordRepetitionSettings,
 )
-from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import answer_text, completion_text
+from cohort.rewards.builtin import AnswerReward, BuiltinReward, Columns, RewardContext
+from cohort.rewards.completion_text import completion_text
 
 
-class ExactReward(BuiltinReward[ExactSettings]):
+class ExactReward(AnswerReward[ExactSettings]):
     """1.0 if the extracted answer equals the answer column as text, else 0.0; None if the column is empty."""
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: str) -> bool:
+        """See `AnswerReward`."""
+        return text is not None and text.strip() == gold
 
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        regex = None if self.settings.pattern is None else re.compile(self.settings.pattern)
-        return [
-            None if answer is None else float(_extract(answer_text(completion), regex) == str(answer).strip())
-            for completion, answer in zip(completions, columns[self.settings.answer_column], strict=True)
-        ]
+    def gold(self, answer: Any) -> str:
+        """See `AnswerReward`."""
+        return str(answer).strip()
 
 
-def _extract(text: str, regex: re.Pattern[str] | None) -> str | None:
-    text = text.rpartition("</think>")[2]
-    if regex is None:
-        return text.strip()
-    found = regex.findall(text)  # one group: its texts, in order
-    return found[-1].strip() if found else None
-
-
-class ExactSetReward(BuiltinReward[ExactSetSettings]):
+class ExactSetReward(AnswerReward[ExactSetSettings]):
     """1.0 if both hold the same items, in any order and with repetitions, else 0.0; None if the row has no answer."""
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: set[str]) -> bool:
+        """See `AnswerReward`."""
+        return text is not None and self.gold(text) == gold
 
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        regex = None if self.settings.pattern is None else re.compile(self.settings.pattern)
-        rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[self.settings.answer_column], strict=True):
-            text: str | None = answer_text(completion).rpartition("</think>")[2]
-            if regex is not None:
-                text = ([match[1] for match in regex.finditer(text or "")] or [None])[-1]
-            is_equal = text is not None and self._items(text) == self._items(gold)
-            rewards.append(None if gold is None else float(is_equal))
-        return rewards
-
-    def _items(self, given: Any) -> set[str]:
-        parts = given if isinstance(given, list | tuple | set) else str(given).split(self.settings.separator)
+    def gold(self, answer: Any) -> set[str]:
+        """See `AnswerReward`. Return the items of a list or a text."""
+        parts = answer if isinstance(answer, list | tuple | set) else str(answer).split(self.settings.separator)
         texts = {str(part).strip() for part in parts} - {""}
         return {text.casefold() for text in texts} if self.settings.ignore_case else texts
 

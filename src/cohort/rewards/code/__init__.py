@@ -12,7 +12,7 @@ from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.code.row_tests import ProgramTests, Tests, read_tests
 from cohort.rewards.code.verdict import CodeVerdict, job_request, judge
-from cohort.rewards.completion_text import answer_text
+from cohort.rewards.completion_text import after_thinking, answer_text
 from cohort.sandbox import Job
 from cohort.sandbox.process import Limits
 
@@ -127,7 +127,7 @@ class CodeReward(BuiltinReward[CodeSettings]):
 
 def extract_code(text: str, language: str = "python") -> str:
     """Return the last fenced block in the language after `</think>`, else the last without one, else the whole text."""
-    text = text.rpartition("</think>")[2]
+    text = after_thinking(text)
     tags = _PYTHON_TAGS if language == "python" else (language,)
     blocks = _FENCE.findall(text)
     bodies = [body for tag, body in blocks if tag.lower() in tags] or [body for tag, body in blocks if not tag]
