@@ -47,7 +47,7 @@ def call(reward: BuiltinReward[Any], completions: Any = None, **inputs: Any) -> 
     names = inspect.signature(reward).parameters
     rollout = ("prompts", "completions", "completion_ids", "trajectories")
     columns = {name: values for name, values in inputs.items() if name not in rollout}
-    return reward(**{name: columns if name == "columns" else given[name] for name in names})
+    return reward(**{name: columns if name == "columns" else given.get(name) for name in names})
 
 
 class Builtin:

@@ -29,7 +29,7 @@ from cohort.rewards.function import (
 )
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.judge import JudgeReward
-from cohort.rewards.length import CosineReward, LengthReward, OverlongReward, SoftOverlongReward
+from cohort.rewards.length import CosineReward, LengthReward, OverlongReward
 from cohort.rewards.math import AccuracyReward, MathReward, ReasoningAccuracyReward
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
@@ -40,9 +40,8 @@ from cohort.rewards.text import (
     ExactSetReward,
     FormatReward,
     RegexReward,
+    RepetitionReward,
     TextReward,
-    TokenRepetitionReward,
-    WordRepetitionReward,
     reasoning_steps,
     tag_count,
     think_answer_format,
@@ -81,8 +80,8 @@ BUILTINS: Mapping[str, Callable[[Any, RewardContext], BuiltinReward[Any]]] = {
     "open_r1.format": partial(TextReward, score=think_answer_format),
     "open_r1.len": partial(LengthReward, grader="open_r1_latex"),
     "open_r1.reasoning_steps": partial(TextReward, score=reasoning_steps),
-    "open_r1.repetition_penalty": WordRepetitionReward,
-    "open_r1.soft_overlong": SoftOverlongReward,
+    "open_r1.repetition_penalty": RepetitionReward,
+    "open_r1.soft_overlong": OverlongReward,
     "open_r1.tag_count": partial(TextReward, score=tag_count),
     "overlong": OverlongReward,
     "reasoning_gym": ReasoningGymReward,
@@ -90,8 +89,8 @@ BUILTINS: Mapping[str, Callable[[Any, RewardContext], BuiltinReward[Any]]] = {
     "trl.accuracy": partial(AccuracyReward, grader="trl"),
     "trl.cosine": partial(CosineReward, grader="trl", counts_tokens=True),
     "trl.reasoning_accuracy": partial(ReasoningAccuracyReward, grader="trl"),
-    "trl.repetition_penalty": TokenRepetitionReward,
-    "trl.soft_overlong": SoftOverlongReward,
+    "trl.repetition_penalty": RepetitionReward,
+    "trl.soft_overlong": OverlongReward,
     "trl.think_format": partial(TextReward, score=think_format),
 }
 

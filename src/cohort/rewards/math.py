@@ -57,10 +57,11 @@ class GradedReward(BuiltinReward[G]):
         """
         texts = [answer_text(completion) for completion in completions]
         pairs = [("" if gold is None else str(gold), text) for gold, text in zip(golds, texts, strict=True)]
-        verdicts = {pair: self.known(*pair) for pair in pairs}  # completions of a group repeat: grade each answer once
-        left = [pair for pair, verdict in verdicts.items() if verdict is None]
-        graded = {**verdicts, **dict(zip(left, self._grade(left), strict=True))}
-        counts = Counter(graded[pair] for pair in pairs)
+        known = {pair: self.known(*pair) for pair in pairs}  # completions of a group repeat: grade each answer once
+        left = [pair for pair, verdict in known.items() if verdict is None]
+        graded = {pair: verdict for pair, verdict in known.items() if verdict is not None}
+        graded |= zip(left, self._grade(left), strict=True)
+        counts: Counter[str] = Counter(graded[pair] for pair in pairs)
         self.last_counts = {kind: number for kind, number in counts.items() if kind not in ("correct", "wrong")}
         return [graded[pair] for pair in pairs]
 

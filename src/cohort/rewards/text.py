@@ -160,32 +160,24 @@ def _answer_position(text: str, body: Callable[[str, int], int]) -> int:
     return ends.start() if ends else -1
 
 
-class TokenRepetitionReward(BuiltinReward[RepetitionSettings]):
-    """`max_penalty` times the share of repeated n-grams of tokens; 0.0 for fewer than `ngram_size` tokens."""
-
-    shapes = True
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """Return one reward per completion."""
-        size, penalty = self.settings.ngram_size, self.settings.max_penalty
-        return [_share_repeated(ids, size) * penalty or 0.0 for ids in completion_ids]
-
-
-class WordRepetitionReward(BuiltinReward[WordRepetitionSettings]):
-    """`max_penalty` times the share of repeated n-grams of lower-case words."""
+class RepetitionReward(BuiltinReward[RepetitionSettings | WordRepetitionSettings]):
+    """`max_penalty` times the share of repeated n-grams: of tokens, or of lower-case words for Open-R1's settings."""
 
     shapes = True
 
     def check(self) -> None:
         """See `BuiltinReward`."""
-        if self.settings.language == "zh" and importlib.util.find_spec("jieba") is None:
+        is_chinese = isinstance(self.settings, WordRepetitionSettings) and self.settings.language == "zh"
+        if is_chinese and importlib.util.find_spec("jieba") is None:
             raise ValueError("language: zh needs the package jieba; install it with `pip install jieba`")
 
-    def __call__(self, completions: Sequence[Any]) -> list[float]:
+    def __call__(self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return one reward per completion."""
-        size, penalty = self.settings.ngram_size, self.settings.max_penalty
-        words = [_words(completion_text(completion), self.settings.language) for completion in completions]
-        return [_share_repeated(of_one, size) * penalty or 0.0 for of_one in words]
+        s = self.settings
+        items: Sequence[Sequence[Hashable]] = completion_ids
+        if isinstance(s, WordRepetitionSettings):
+            items = [_words(completion_text(completion), s.language) for completion in completions]
+        return [_share_repeated(of_one, s.ngram_size) * s.max_penalty or 0.0 for of_one in items]
 
 
 def _words(text: str, language: str) -> list[str]:
