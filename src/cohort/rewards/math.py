@@ -33,7 +33,7 @@ VERDICT_REWARDS: Mapping[Grade, float | None] = {
 
 
 class GradedReward(BuiltinReward[G]):
-    """Base of rewards that grade answers in worker processes, which start with the first call that needs them."""
+    """Grades answers in worker processes, which start with the first call that needs them."""
 
     def __init__(self, settings: G, context: RewardContext, *, grader: Grader) -> None:
         """Create the reward; `grader` says how the workers read and compare answers."""
@@ -89,7 +89,20 @@ class GradedReward(BuiltinReward[G]):
                 raise
 
 
-class MathReward(GradedReward[MathSettings]):
+class AccuracyReward(GradedReward[G]):
+    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
+
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: a worker does not start.
+        """
+        verdicts = self.grade(completions, columns[self.settings.answer_column])
+        return [VERDICT_REWARDS[verdict] for verdict in verdicts]
+
+
+class MathReward(AccuracyReward[MathSettings]):
     """1.0 if the answer is right, 0.0 if it is wrong or cannot be parsed, None if it was not graded.
 
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
@@ -113,7 +126,7 @@ class MathReward(GradedReward[MathSettings]):
         """
         column = self.settings.answer_column
         golds = [gold_text(answer, column) for answer in columns[column]]
-        return [VERDICT_REWARDS[verdict] for verdict in self.grade(completions, golds)]
+        return super().__call__(completions, {column: golds})
 
 
 def gold_text(answer: Any, answer_column: str = "answer") -> str:
@@ -151,15 +164,6 @@ def plain_verdict(gold: str, text: str) -> Grade | None:
     if not (_PLAIN_INTEGER.fullmatch(gold) and _PLAIN_INTEGER.fullmatch(answer)):
         return None
     return "correct" if gold == answer else "wrong"
-
-
-class AccuracyReward(GradedReward[AccuracySettings]):
-    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
-
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        verdicts = self.grade(completions, columns[self.settings.answer_column])
-        return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
 class ReasoningAccuracyReward(GradedReward[ReasoningAccuracySettings]):
