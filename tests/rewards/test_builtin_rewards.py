@@ -18,39 +18,6 @@ from reward_samples import MESSAGES, group, reward
 from tiny import copy_task_rows, write_jsonl
 
 
-@pytest.mark.parametrize(
-    ("text", "picked"),
-    [
-        ("B", "B"),
-        (" (b) ", "B"),
-        ("B.", "B"),
-        ("B) because it is wet", "B"),
-        ("B because it is wet", "B"),
-        ("B is wrong", None),
-        ("Answer: A) 3 or B) 4", None),
-        (r"So \boxed{C}", "C"),
-        (r"So \boxed{\text{c}}.", "C"),
-        (r"\boxed{A} or rather \boxed{ (D). }", "D"),
-        ("<answer> b </answer>", "B"),
-        ("The answer is (c).", "C"),
-        ("Answer: **D**", "D"),
-        ("The answer is D, not A.", "D"),
-        ("the answer is a mystery", None),
-        ("The answer is A bit tricky, so I think.", None),
-        ("The answer is A because it is wet", "A"),
-        ("The answer is not B but C.", "C"),
-        ("The answer is not (B), but (C).", "C"),
-        ("The answer is Apple", None),
-        ("<think>The answer is A</think> The answer is B", "B"),
-        (r"\boxed{AB}", None),
-        ("", None),
-    ],
-)
-def test_choice_reads_the_stated_letter(text, picked):
-    scores = Builtin("choice")([text] * 4, answer=["A", "B", "(c)", "D."])
-    assert scores == [float(letter == picked) for letter in "ABCD"]
-
-
 def test_choice_arguments():
     f = Builtin("choice")
     assert f(["B", "B", "B"], answer=[1, "0", None], first_number=0) == [1.0, 0.0, None]
@@ -63,55 +30,8 @@ def test_choice_arguments():
         f(["B"], answer=["E"], letters="ABCD")
 
 
-@pytest.mark.parametrize(
-    ("text", "gold", "expected"),
-    [
-        ("42", 42, 1.0),
-        ("It is 41, no, 42.", "42", 1.0),
-        ("It is $1,234.50 in total", 1234.5, 1.0),
-        ("1,234,567", "1234567", 1.0),
-        (r"\boxed{7} of 9", 7, 1.0),
-        ("#### 7\nand 9 more", "so ... #### 7", 1.0),
-        ("<answer>7</answer> 8", 7, 1.0),
-        ("<answer>x", 7, 0.0),
-        (r"\boxed{seven} 7", 7, 0.0),
-        ("3/4", 0.75, 1.0),
-        ("-2", 2, 0.0),
-        ("−2", -2, 1.0),
-        ("1e-3", "0.001", 1.0),
-        ("50%", 50, 1.0),
-        ("<think>42</think> 41", 42, 0.0),
-        ("none", 0, 0.0),
-        ("0.0000001", 0, 0.0),
-        ("1000000.5", 1000000, 1.0),
-        ("1000001.5", 1000000, 0.0),
-        ("1/0", 1, 0.0),
-        ("#### " * 5000 + "7", 7, 1.0),
-        (r"\boxed{\frac{3}{4}}", 0.75, 1.0),
-        (r"\boxed{\frac{3}{4}}", 4, 0.0),
-        (r"\boxed{-\dfrac{1}{2}}", -0.5, 1.0),
-        (r"so $x = \frac{3}{4}$.", 0.75, 1.0),
-        (r"<answer>\boxed{\frac{3}{4}}</answer>", 0.75, 1.0),
-        (r"\boxed{10^{5}}", 5, 0.0),
-        (r"\boxed{10^{5}}", 100000, 1.0),
-        (r"\boxed{2\sqrt{3}}", 3, 0.0),
-        (r"\boxed{1{,}234}", 1234, 1.0),
-        (r"\boxed{5\text{ cm}^2}", 5, 1.0),
-        (r"\boxed{\text{7}}", 7, 1.0),
-        (r"\boxed{\$50\%}", 50, 1.0),
-        (r"\boxed{90^\circ}", 90, 1.0),
-        ("between 5-7", 7, 0.0),
-        ("10-3", 3, 0.0),
-        ("-$5", -5, 1.0),
-        (r"\boxed{-\$5}", -5, 1.0),
-        ("x=-5", -5, 1.0),
-        ("9" * 500, 1, 0.0),
-        ("1e999", 1, 0.0),
-        ("42", None, None),
-    ],
-)
-def test_number(text, gold, expected):
-    assert Builtin("number")([text], answer=[gold]) == [expected]
+def test_a_long_text_and_a_long_number():
+    assert Builtin("number")(["#### " * 5000 + "7", "9" * 500], answer=[7, 1]) == [1.0, 0.0]
 
 
 def test_number_tolerances_are_exact():

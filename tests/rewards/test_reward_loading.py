@@ -282,25 +282,6 @@ def test_exact():
     assert f(texts, pattern=r"Answer: (\d)", solution=["2", "2", "2"], answer_column="solution") == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a\nb</think>\n42", 1.0),
-        ("  <think></think>42\n", 1.0),
-        ("<think>a</think>", 0.0),
-        ("<think>a</think>  \n ", 0.0),
-        ("42", 0.0),
-        ("well <think>a</think> 42", 0.0),
-        ("<think>a</think> 4 <think>b</think> 42", 0.0),
-        ("<think>a<think>b</think> 42", 0.0),
-        ("<think>a</think> 42 </think>", 0.0),
-        ("<think>a 42", 0.0),
-    ],
-)
-def test_format_wants_one_think_block_and_an_answer(text, expected):
-    assert Builtin("format")([text, [{"role": "assistant", "content": text}]]) == [expected, expected]
-
-
 def test_format_pattern_and_linear_time():
     assert Builtin("format")(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
     Builtin("format")(["<think>" + " " * 2_000_000 + "</think>" + " <" * 1_000_000 + "<think>"])
