@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from builtin_rewards import Builtin, configured, load_builtin
+from builtin_rewards import Builtin, load_builtin
 from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
@@ -61,38 +61,6 @@ def test_regex():
     assert f([" cat\n", "a cat"], pattern="cat", whole=True) == [1.0, 0.0]
     assert f(["I am sorry", "fine"], pattern="(?i)SORRY", negate=True) == [0.0, 1.0]
     assert f([[{"role": "assistant", "content": "cat"}]], pattern="cat") == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"use": "choice", "args": {"letters": "abc"}}, ["args.letters: 'abc': must be different capital letters"]),
-        (
-            {"use": "choice", "args": {"first_number": -1}},
-            ["args.first_number: -1: input should be"],
-        ),
-        ({"use": "choice", "args": {"pattern": "A"}}, ["exactly 1 group"]),
-        ({"use": "number", "args": {"rel_tol": -1}}, ["args.rel_tol: -1: input should be greater than or equal to 0"]),
-        ({"use": "number", "args": {"abs_tol": True}}, ["args: abs_tol: True: must be a number"]),
-        (
-            {"use": "exact_set", "args": {"separator": ""}},
-            ["args.separator: '': string should have"],
-        ),
-        (
-            {"use": "exact_set", "args": {"ignore_case": "x"}},
-            ["args.ignore_case: 'x': input should be a"],
-        ),
-        ({"use": "regex"}, ["args.pattern: missing"]),
-        ({"use": "regex", "args": {"pattern": "("}}, ["not a regular expression"]),
-        ({"use": "json_schema"}, ["give either schema or schema_column"]),
-        ({"use": "number", "args": {"answer_column": "gold"}}, ["the column 'gold'"]),
-    ],
-)
-def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
-    with pytest.raises(UserError) as caught:
-        build_rewards(configured(settings), columns=["answer"], max_completion_tokens=8)
-    for word in ["rewards.0.args" if "answer_column" not in str(settings) else "rewards[0]", *words]:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("reward", "answer"), [(Builtin("number"), "7"), (Builtin("choice"), "B")])
