@@ -125,8 +125,8 @@ def test_statements_that_test_nothing_are_no_tests():
 def test_pytest_files():
     source = "import pytest\nclass TestA:\n    def test_x(self): ...\n    def helper(self): ...\ndef test_y(): ...\n"
     tests = read_tests(source)
-    assert tests.tests == ("test_solution.py::TestA::test_x", "test_solution.py::test_y")
-    assert read_tests({"files": {"test_b.py": "def test_z(): ...", "data.txt": "1"}}).tests == ("test_b.py::test_z",)
+    assert tests.cases == ("test_solution.py::TestA::test_x", "test_solution.py::test_y")
+    assert read_tests({"files": {"test_b.py": "def test_z(): ...", "data.txt": "1"}}).cases == ("test_b.py::test_z",)
     with pytest.raises(ValueError, match="not below"):
         read_tests({"files": {"../test_b.py": "def test_z(): ..."}})
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cohort.config import RewardConfig
 from cohort.config.rewards import REWARD_SETTINGS
@@ -48,6 +48,9 @@ from cohort.rewards.text import (
     think_format,
 )
 from cohort.sandbox import SharedSandbox
+
+if TYPE_CHECKING:
+    from cohort.rewards.isolated import IsolatedReward
 
 
 class EnvironmentReward(BuiltinReward[str]):
@@ -205,18 +208,12 @@ def _with_settings(loaded: LoadedReward, config: RewardConfig, context: RewardCo
         function: Callable[..., Any] = BUILTINS[config.use](settings, replace(context, timeout_s=config.timeout_s))
     else:
         function = loaded
-    timeout_s = config.timeout_s
-    if config.isolate:
-        from cohort.rewards.isolated import IsolatedReward
-
-        assert isinstance(function, IsolatedReward)
-        timeout_s = function.deadline_s
     return RewardFunction(
         name=name,
         function=function,
         weight=config.weight,
         args={} if loaded is None else config.args,
-        timeout_s=timeout_s,
+        timeout_s=cast("IsolatedReward", function).deadline_s if config.isolate else config.timeout_s,
         shapes=bool(reports_of(function).shapes),
         gate=config.gate,
         scale=config.scale,

@@ -70,18 +70,16 @@ class RegexReward(BuiltinReward[RegexSettings]):
 
 
 class TextReward(BuiltinReward[NoSettings]):
-    """A function of the completions, without settings."""
+    """A function of a completion's text, without settings."""
 
-    def __init__(
-        self, settings: NoSettings, context: RewardContext, *, score: Callable[[Sequence[Any]], list[float]]
-    ) -> None:
-        """Create the reward; `score` returns one reward per completion."""
+    def __init__(self, settings: NoSettings, context: RewardContext, *, score: Callable[[str], float]) -> None:
+        """Create the reward; `score` returns that of a text."""
         super().__init__(settings, context)
         self._score = score
 
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         """Return one reward per completion."""
-        return self._score(completions)
+        return [float(self._score(completion_text(completion))) for completion in completions]
 
 
 _ANSWER_BEGINS = "\n</think>\n<answer>\n"
@@ -91,27 +89,24 @@ _STEPS = re.compile(r"Step \d+:|^\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _ENOUGH_STEPS = 3
 
 
-def think_answer_format(completions: Sequence[Any]) -> list[float]:
+def think_answer_format(text: str) -> float:
     """`open_r1.format`: 1.0 for think and answer blocks whose tags stand on lines of their own, else 0.0."""
-    return [float(_answer_position(completion_text(c), lambda text, at: at) >= 0) for c in completions]
+    return _answer_position(text, lambda _, position: position) >= 0
 
 
-def think_format(completions: Sequence[Any]) -> list[float]:
+def think_format(text: str) -> float:
     """`trl.think_format`: 1.0 if the text starts with the only `<think>` and a `</think>` follows, else 0.0."""
-    texts = [completion_text(completion) for completion in completions]
-    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
 
 
-def tag_count(completions: Sequence[Any]) -> list[float]:
+def tag_count(text: str) -> float:
     """`open_r1.tag_count`: a quarter for each of four tags, with its line breaks, that occurs exactly once."""
-    texts = [completion_text(completion) for completion in completions]
-    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
+    return sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS)
 
 
-def reasoning_steps(completions: Sequence[Any]) -> list[float]:
+def reasoning_steps(text: str) -> float:
     """`open_r1.reasoning_steps`: a third for each numbered step, bullet or "First,", up to 1.0."""
-    counts = [len(_STEPS.findall(completion_text(completion))) for completion in completions]
-    return [min(1.0, count / _ENOUGH_STEPS) for count in counts]
+    return min(1.0, len(_STEPS.findall(text)) / _ENOUGH_STEPS)
 
 
 class CodeFormatReward(BuiltinReward[CodeFormatSettings]):

@@ -10,7 +10,7 @@ from typing import Any
 from cohort.config.rewards import CodeSettings
 from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.code.row_tests import ProgramTests, Tests, read_tests
+from cohort.rewards.code.row_tests import ProgramTests, Tests, first, read_tests
 from cohort.rewards.code.verdict import CodeVerdict, job_request, judge
 from cohort.rewards.completion_text import after_thinking, answer_text
 from cohort.sandbox import Job
@@ -148,7 +148,7 @@ def _tests(value: Any, entry_point: Any, setup_of_row: Any, *, setup: str, max_t
         return None
     try:
         before = "\n".join(filter(None, [setup, setup_of_row]))
-        return read_tests(value, entry_point=entry_point, setup=before).first(max_tests)
+        return first(read_tests(value, entry_point=entry_point, setup=before), max_tests)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, MemoryError) as error:
         return str(error) or type(error).__name__
 

@@ -43,7 +43,7 @@ def judge(tests: Tests, outcome: JobResult, token: str) -> CodeVerdict:
     if not isinstance(tests, ProgramTests):
         records = tuple(record for record in records if record.get("token") == token)
     if isinstance(tests, PytestTests):
-        results = _of_tests(tests.tests, records)
+        results = _of_tests(tests.cases, records)
         if not any(record.get("exit") == 0 for record in records):
             results = [note or "pytest did not finish" for note in results]
     else:
@@ -73,7 +73,7 @@ def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, An
             "token": token,
             "before": before,
             "files": files,
-            "tests": sorted({t.split("::")[0] for t in tests.tests}),
+            "tests": sorted({t.split("::")[0] for t in tests.cases}),
         }
     parts = {"before": tests.before, "code": code, "after": tests.after}
     return {"kind": "functions", "token": token, "parts": parts, "cases": [case.request() for case in tests.cases]}
