@@ -1,7 +1,5 @@
 """Judge what came back from the sandbox. Everything in there may be forged, except what it cannot know."""
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,45 +158,32 @@ def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool
     return bool(found == wanted)
 
 
-def _canonical(value: Any, lists_for_tuples: bool, *, depth: int) -> Any:
-    """Return texts and lists of them that equal values share.
+def _canonical(value: Any, lists_for_tuples: bool, depth: int = 0) -> Any:
+    """Return texts, and lists of them, that are equal for equal values such as 1, 1.0 and True.
 
     Raises:
         ValueError, TypeError: it holds NaN, which equals nothing, is nested too deep, or the guest did not encode it.
     """
-
-    def inner(item: Any) -> Any:
-        return _canonical(item, lists_for_tuples, depth=depth + 1)
-
-    if isinstance(value, str | int | float | None):
-        return _plain_key(value)
+    if isinstance(value, str):
+        return f"'{value}"
+    if value is None:
+        return "None"
+    if isinstance(value, (int, float)):
+        if value != value:
+            raise ValueError("NaN equals nothing")
+        return hex(int(value)) if isinstance(value, int) or value.is_integer() else value.hex()
     [(tag, content)] = [("l", value)] if isinstance(value, list) else value.items()
     if tag == "b" and isinstance(content, str):
         return [tag, content]
     if depth > MAX_DEPTH or not isinstance(content, list):
         raise ValueError("not a value of the guest")
-    match tag:
-        case "l" | "t":
-            return ["l" if lists_for_tuples else tag, *map(inner, content)]
-        case "s":
-            return [tag, *sorted(map(inner, content), key=json.dumps)]
-        case "d":
-            return [tag, *sorted(([inner(key), inner(item)] for key, item in content), key=json.dumps)]
-        case "c":
-            real, imag = map(_plain_key, content)
-            return [tag, real, imag]
-    raise ValueError(f"no such tag: {tag}")
-
-
-def _plain_key(value: str | int | float | None) -> str:
-    """Return a text that equal values share, such as 1, 1.0 and True."""
-    if value != value:
-        raise ValueError("NaN equals nothing")
-    if isinstance(value, str):
-        return f"'{value}"
-    if isinstance(value, float) and (not math.isfinite(value) or not value.is_integer()):
-        return value.hex()
-    return "None" if value is None else hex(int(value))
+    if tag == "d":
+        items = [[_canonical(part, lists_for_tuples, depth + 1) for part in pair] for pair in content]
+    else:
+        items = [_canonical(item, lists_for_tuples, depth + 1) for item in content]
+    if tag in ("s", "d"):
+        items.sort(key=repr)
+    return ["l" if tag == "t" and lists_for_tuples else tag, *items]
 
 
 def same_output(output: str, expected: str) -> bool:
