@@ -337,10 +337,9 @@ class RewardRunner:
         if not is_constant(values_N.tolist()):
             return
         if caught is None and arguments:
-            log = RewardLog().arguments(self.trainer_progress())  # what it logs again is dropped
             few, count = first_few(arguments, len(values_N))
             with suppress(UserError), caught_exceptions() as caught:
-                call_sync(reward, {**few, **{name: log[name] for name in log.keys() & few.keys()}})
+                call_sync(reward, few)
         if caught:
             self._notify(describe_caught(reward.name, caught, count, float(values_N[0])), during)
 
