@@ -209,11 +209,14 @@ class KeywordParameters:
 
 
 def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
-    """Inspect a function's signature.
+    """Inspect a function's signature, unless it knows its parameters itself, as one in a child process does.
 
     Raises:
         ValueError: the signature is not available (some functions written in C).
     """
+    known = getattr(function, "keyword_parameters", None)
+    if isinstance(known, KeywordParameters):
+        return known
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = _signature(function).parameters.values()
     named = [p for p in parameters if p.kind in by_keyword]
