@@ -196,7 +196,7 @@ def _reward(name: str) -> Callable[[str], Task]:
         sandbox = SharedSandbox(SandboxConfig())
         reward = BUILTINS[name](settings, RewardContext(timeout_s=_WALL_S, max_completion_tokens=100, sandbox=sandbox))
     if isinstance(reward, GradedReward):
-        reward.grader.workers = HereWorkers()
+        reward.workers = HereWorkers()
     columns = _COLUMNS.get(name, {"solution": "$7$"})
     runner = RewardRunner([RewardFunction(name=name, function=reward, timeout_s=_WALL_S)])
     return lambda text: lambda group=_group(text, columns): runner.score([group])

@@ -36,8 +36,8 @@ def load_builtin(
         sandbox = SimpleNamespace(open=lambda opened=sandbox: opened)
     options = {"max_completion_tokens": 100, "timeout_s": budget_s / 0.8, "sandbox": sandbox or SharedSandbox()}
     reward = BUILTINS[name](settings, RewardContext(**{**options, **context}))
-    if hasattr(reward, "grader"):
-        reward.grader.workers = workers or math_workers()
+    if hasattr(reward, "workers"):
+        reward.workers = workers or math_workers()
     return reward
 
 
@@ -47,7 +47,7 @@ def call(reward: BuiltinReward[Any], completions: Any = None, **inputs: Any) -> 
     names = inspect.signature(reward).parameters
     rollout = ("prompts", "completions", "completion_ids", "trajectories")
     columns = {name: values for name, values in inputs.items() if name not in rollout}
-    return reward(**{name: columns if name == "columns" else given[name] for name in names})
+    return reward(**{name: columns if name == "columns" else given.get(name) for name in names})
 
 
 class Builtin:

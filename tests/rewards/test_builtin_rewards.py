@@ -7,48 +7,15 @@ import sys
 
 import pytest
 
-from builtin_rewards import Builtin, configured, load_builtin
+from builtin_rewards import Builtin, load_builtin
 from cohort.config import RewardConfig, load_config
 from cohort.errors import UserError
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rewards.completion_text import completion_text
+from cohort.rewards.completion_text import after_thinking, completion_text
 from cohort.trainer.inputs import build_inputs
 from commands import set_up
 from reward_samples import MESSAGES, group, reward
 from tiny import copy_task_rows, write_jsonl
-
-
-@pytest.mark.parametrize(
-    ("text", "picked"),
-    [
-        ("B", "B"),
-        (" (b) ", "B"),
-        ("B.", "B"),
-        ("B) because it is wet", "B"),
-        ("B because it is wet", "B"),
-        ("B is wrong", None),
-        ("Answer: A) 3 or B) 4", None),
-        (r"So \boxed{C}", "C"),
-        (r"So \boxed{\text{c}}.", "C"),
-        (r"\boxed{A} or rather \boxed{ (D). }", "D"),
-        ("<answer> b </answer>", "B"),
-        ("The answer is (c).", "C"),
-        ("Answer: **D**", "D"),
-        ("The answer is D, not A.", "D"),
-        ("the answer is a mystery", None),
-        ("The answer is A bit tricky, so I think.", None),
-        ("The answer is A because it is wet", "A"),
-        ("The answer is not B but C.", "C"),
-        ("The answer is not (B), but (C).", "C"),
-        ("The answer is Apple", None),
-        ("<think>The answer is A</think> The answer is B", "B"),
-        (r"\boxed{AB}", None),
-        ("", None),
-    ],
-)
-def test_choice_reads_the_stated_letter(text, picked):
-    scores = Builtin("choice")([text] * 4, answer=["A", "B", "(c)", "D."])
-    assert scores == [float(letter == picked) for letter in "ABCD"]
 
 
 def test_choice_arguments():
@@ -63,55 +30,8 @@ def test_choice_arguments():
         f(["B"], answer=["E"], letters="ABCD")
 
 
-@pytest.mark.parametrize(
-    ("text", "gold", "expected"),
-    [
-        ("42", 42, 1.0),
-        ("It is 41, no, 42.", "42", 1.0),
-        ("It is $1,234.50 in total", 1234.5, 1.0),
-        ("1,234,567", "1234567", 1.0),
-        (r"\boxed{7} of 9", 7, 1.0),
-        ("#### 7\nand 9 more", "so ... #### 7", 1.0),
-        ("<answer>7</answer> 8", 7, 1.0),
-        ("<answer>x", 7, 0.0),
-        (r"\boxed{seven} 7", 7, 0.0),
-        ("3/4", 0.75, 1.0),
-        ("-2", 2, 0.0),
-        ("−2", -2, 1.0),
-        ("1e-3", "0.001", 1.0),
-        ("50%", 50, 1.0),
-        ("<think>42</think> 41", 42, 0.0),
-        ("none", 0, 0.0),
-        ("0.0000001", 0, 0.0),
-        ("1000000.5", 1000000, 1.0),
-        ("1000001.5", 1000000, 0.0),
-        ("1/0", 1, 0.0),
-        ("#### " * 5000 + "7", 7, 1.0),
-        (r"\boxed{\frac{3}{4}}", 0.75, 1.0),
-        (r"\boxed{\frac{3}{4}}", 4, 0.0),
-        (r"\boxed{-\dfrac{1}{2}}", -0.5, 1.0),
-        (r"so $x = \frac{3}{4}$.", 0.75, 1.0),
-        (r"<answer>\boxed{\frac{3}{4}}</answer>", 0.75, 1.0),
-        (r"\boxed{10^{5}}", 5, 0.0),
-        (r"\boxed{10^{5}}", 100000, 1.0),
-        (r"\boxed{2\sqrt{3}}", 3, 0.0),
-        (r"\boxed{1{,}234}", 1234, 1.0),
-        (r"\boxed{5\text{ cm}^2}", 5, 1.0),
-        (r"\boxed{\text{7}}", 7, 1.0),
-        (r"\boxed{\$50\%}", 50, 1.0),
-        (r"\boxed{90^\circ}", 90, 1.0),
-        ("between 5-7", 7, 0.0),
-        ("10-3", 3, 0.0),
-        ("-$5", -5, 1.0),
-        (r"\boxed{-\$5}", -5, 1.0),
-        ("x=-5", -5, 1.0),
-        ("9" * 500, 1, 0.0),
-        ("1e999", 1, 0.0),
-        ("42", None, None),
-    ],
-)
-def test_number(text, gold, expected):
-    assert Builtin("number")([text], answer=[gold]) == [expected]
+def test_a_long_text_and_a_long_number():
+    assert Builtin("number")(["#### " * 5000 + "7", "9" * 500], answer=[7, 1]) == [1.0, 0.0]
 
 
 def test_number_tolerances_are_exact():
@@ -141,38 +61,6 @@ def test_regex():
     assert f([" cat\n", "a cat"], pattern="cat", whole=True) == [1.0, 0.0]
     assert f(["I am sorry", "fine"], pattern="(?i)SORRY", negate=True) == [0.0, 1.0]
     assert f([[{"role": "assistant", "content": "cat"}]], pattern="cat") == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"use": "choice", "args": {"letters": "abc"}}, ["args.letters: 'abc': must be different capital letters"]),
-        (
-            {"use": "choice", "args": {"first_number": -1}},
-            ["args.first_number: -1: input should be"],
-        ),
-        ({"use": "choice", "args": {"pattern": "A"}}, ["exactly 1 group"]),
-        ({"use": "number", "args": {"rel_tol": -1}}, ["args.rel_tol: -1: input should be greater than or equal to 0"]),
-        ({"use": "number", "args": {"abs_tol": True}}, ["args: abs_tol: True: must be a number"]),
-        (
-            {"use": "exact_set", "args": {"separator": ""}},
-            ["args.separator: '': string should have"],
-        ),
-        (
-            {"use": "exact_set", "args": {"ignore_case": "x"}},
-            ["args.ignore_case: 'x': input should be a"],
-        ),
-        ({"use": "regex"}, ["args.pattern: missing"]),
-        ({"use": "regex", "args": {"pattern": "("}}, ["not a regular expression"]),
-        ({"use": "json_schema"}, ["give either schema or schema_column"]),
-        ({"use": "number", "args": {"answer_column": "gold"}}, ["the column 'gold'"]),
-    ],
-)
-def test_arguments_that_cannot_work_fail_before_the_run(settings, words):
-    with pytest.raises(UserError) as caught:
-        build_rewards(configured(settings), columns=["answer"], max_completion_tokens=8)
-    for word in ["rewards.0.args" if "answer_column" not in str(settings) else "rewards[0]", *words]:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("reward", "answer"), [(Builtin("number"), "7"), (Builtin("choice"), "B")])
@@ -388,3 +276,22 @@ def test_answers_are_checked_at_the_start(tmp_path, settings, rows, words):
         build_inputs(config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"),
+        ("<think>3</think>4", "4"),
+        ("3</think> 4", " 4"),
+        ("<think>3</think>5</think>4", "4"),
+        ("<think>4</think>", ""),  # no answer
+        ("<think>4", "<think>4"),
+    ],
+)
+def test_answers_stand_behind_the_last_end_of_thoughts(text, answer):
+    assert after_thinking(text) == answer
+    for use, right in (("exact", "4"), ("exact_set", "4"), ("number", "4"), ("math", "4")):
+        assert Builtin(use)([text], answer=[right]) == Builtin(use)([answer], answer=[right]), use
+    letters = [part.translate({ord("3"): "C", ord("4"): "D", ord("5"): "E"}) for part in (text, answer)]
+    assert len(set(Builtin("choice")(letters, answer=["D"] * 2))) == 1

@@ -190,6 +190,18 @@ def test_a_constant_reward_names_the_exception_once(path, name, isolate):
 
 
 @pytest.mark.parametrize("isolate", [False, True])
+def test_what_a_function_logs_counts_once(path, isolate):
+    """Also where it is called again, to see what it catches."""
+    path.write_text(
+        "calls = 0\ndef f(completions, log_metric):\n    global calls\n    calls += 1\n"
+        "    log_metric('calls', calls)\n    return [0.0] * len(completions)\n"
+    )
+    runner = RewardRunner(load(path, "f", isolate=isolate))
+    runner.score([group("q", ["a", "b"])])
+    assert runner.take_logged({}) == {"calls": 1.0}
+
+
+@pytest.mark.parametrize("isolate", [False, True])
 def test_rewards_that_differ_and_later_calls_are_not_told_of(path, isolate):
     assert told(load(path, "accuracy", isolate=isolate), ["a", RIGHT], ["a", "b"]) == [[], []]
 

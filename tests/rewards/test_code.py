@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from builtin_rewards import Builtin, configured
+from builtin_rewards import Builtin
 from cohort.config import config_from_dict
 from cohort.config.hardware import SandboxConfig
 from cohort.errors import UserError
@@ -240,27 +240,6 @@ def test_the_last_block_is_the_code(text, code):
 
 def test_blocks_of_other_languages():
     assert extract_code("```python\na\n```\n```cpp\nb\n```", "cpp") == "b\n"
-
-
-@pytest.mark.parametrize(
-    ("args", "match"),
-    [
-        ({"score": "most"}, "args.score: 'most': input should be 'all' or 'fraction'"),
-        ({"case_s": 0}, "args.case_s: 0: input should be greater than 0"),
-        ({"max_tests": 0}, "args.max_tests: 0: input should be greater than or equal to 1"),
-        ({"setup": "import"}, "args.setup: 'import': is not Python"),
-        (
-            {"setup": "import re", "language": {"c": {"run": "./main"}}},
-            "setup: import re has no effect with",
-        ),
-        ({"language": "cpp"}, "args.language: 'cpp': must be python, or"),
-        ({"language": {"cpp": {"compile": "g++"}}}, "must be python, or"),
-        ({"language": {"../cpp": {"run": "./main"}}}, "must be python, or"),
-    ],
-)
-def test_arguments(args, match):
-    with pytest.raises(UserError, match=match):
-        configured({"use": "code", "args": args})
 
 
 def test_rows_whose_tests_cannot_be_read_are_counted_unless_none_can():

@@ -53,6 +53,11 @@ def judge_of(args, **context):
     return load_builtin("judge", args, **context)
 
 
+def judge_at(server, prompt, *, budget_s=240.0, **args):
+    """A judge at a server, with these arguments."""
+    return judge_of({"url": server.url, "model": "judge", "prompt": prompt, **args}, budget_s=budget_s)
+
+
 def ask(judge, completions):
     columns = {"answer": ["r"] * len(completions)}
     return asyncio.run(judge(["q"] * len(completions), completions, columns=columns))
@@ -191,8 +196,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 )
 def test_the_exact_text_that_a_judge_is_sent(prompt, question, completion, expected):
     with serving(lambda body: chat_reply("Score: 1")) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt}
-        assert asyncio.run(judge_of(args)([question], [completion], columns={"answer": ["r"]})) == [1.0]
+        assert asyncio.run(judge_at(server, prompt)([question], [completion], columns={"answer": ["r"]})) == [1.0]
         assert server.bodies[-1]["messages"] == [{"role": "user", "content": expected}]
 
 
@@ -258,8 +262,7 @@ def test_retries_with_retry_after_and_sends_the_key(prompt, monkeypatch):
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_a_refusal_is_an_error_until_the_server_has_judged_something(prompt, status):
     with serving(length_judge) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 1}
-        judge = judge_of(args)
+        judge = judge_at(server, prompt, max_concurrent=1)
         judge.check()
         server.faults = [(status, {})] * 2
         with pytest.raises(UserError, match=rf"answers {status} .*check url, model and api_key_env"):
@@ -274,8 +277,7 @@ def test_a_refusal_is_an_error_until_the_server_has_judged_something(prompt, sta
 
 def test_text_and_replies_that_cannot_be_read_are_not_the_end(prompt):
     with serving(lambda body: chat_reply(f"Score: {len(sent(body))}")) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
-        judge = judge_of(args)
+        judge = judge_at(server, prompt, retries=0)
         assert ask(judge, ["\ud800"]) == [len("Q: q\nA: x\nReference: r {answer} {json: 1}")]
 
         def too_deep(number, answer):
@@ -297,14 +299,12 @@ def test_others_are_tried_again_when_one_request_always_fails(prompt):
         return length_judge(body)
 
     with serving(answer) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1, "max_concurrent": 1}
-        assert ask(judge_of(args), ["bad", "a", "ab"]) == [None, 1.0, 2.0]
+        assert ask(judge_at(server, prompt, retries=1, max_concurrent=1), ["bad", "a", "ab"]) == [None, 1.0, 2.0]
 
 
 def test_failures_are_not_judged_and_counted(prompt):
     with serving(length_judge) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 1}
-        judge = judge_of(args, budget_s=5)
+        judge = judge_at(server, prompt, retries=1, budget_s=5)
         server.faults = [(400, {})]
         assert ask(judge, ["a"]) == [None]
         assert judge.last_counts == {"not_judged": 1, "rejected": 1}
@@ -325,8 +325,7 @@ def test_failures_are_not_judged_and_counted(prompt):
 
 def test_the_prompt_file_is_read_once(prompt):
     with serving(length_judge) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt}
-        judge = judge_of(args)
+        judge = judge_at(server, prompt)
         judge.required_columns()
         Path(prompt).unlink()
         assert ask(judge, ["abc"]) == [3.0]
@@ -335,8 +334,7 @@ def test_the_prompt_file_is_read_once(prompt):
 def test_a_step_that_no_judge_scored_ends_with_the_reason(prompt):
     with serving(length_judge) as server:
         server.faults = [(503, {"Retry-After": "0"})]
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "retries": 0}
-        runner = RewardRunner([reward(judge_of(args), name="judge")], columns=["answer"])
+        runner = RewardRunner([reward(judge_at(server, prompt, retries=0), name="judge")], columns=["answer"])
         with pytest.raises(UserError, match=r"\(counted: judge/not_judged: 1, judge/http_503: 1\)"):
             runner.score([group("q", ["a"], answer="r")])
 
@@ -349,8 +347,7 @@ def test_a_server_that_hangs_ends_with_the_deadline(prompt):
         return length_judge(body)
 
     with serving(hang) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt}
-        judge = judge_of(args, budget_s=0.3)
+        judge = judge_at(server, prompt, budget_s=0.3)
         assert ask(judge, ["a", "ab"]) == [None, None]
         assert judge.last_counts == {"not_judged": 2, "out_of_time": 2}
         release.set()
@@ -362,8 +359,9 @@ def test_at_most_max_concurrent_requests(prompt):
         return length_judge(body)
 
     with serving(slow) as server:
-        args = {"url": server.url, "model": "judge", "prompt": prompt, "max_concurrent": 3}
-        assert ask(judge_of(args), ["a" * n for n in range(1, 13)]) == [float(n) for n in range(1, 13)]
+        assert ask(judge_at(server, prompt, max_concurrent=3), ["a" * n for n in range(1, 13)]) == [
+            float(n) for n in range(1, 13)
+        ]
         assert server.most_in_flight <= 3
 
 

@@ -152,42 +152,63 @@ def test_build_rewards_names_weights_and_defaults(folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("use", "args", "message"),
     [
-        ({"use": "math"}, ["'math'", "the column 'answer'", "Columns: answers, difficulty", "did you mean answers?"]),
+        ("math", {}, "reward 'math' needs the column 'answer', which is neither"),
+        ("math", {}, "; did you mean answers? Columns: answers, difficulty, solution; also"),
+        ("math", {"answer_columm": "x"}, "did you mean answer_column? It takes: answer_column, deadline_s"),
+        ("math", {"answer_column": "answers", "deadline_s": 0}, "args.deadline_s: 0: input should"),
+        ("exact", {"answer_column": "answers", "pattern": "(a"}, "args.pattern: '(a': is not a regular expression"),
+        ("exact", {"answer_column": "answers", "pattern": "a"}, "exactly 1 group, the answer, but has 0"),
+        ("exact_set", {"separator": ""}, "args.separator: '': string should have"),
+        ("exact_set", {"ignore_case": "x"}, "args.ignore_case: 'x': input should be a"),
+        ("format", {"pattern": 5}, "args.pattern: 5: input should be a valid string"),
+        ("format", {"pattern": "["}, "args.pattern: '[': is not a regular expression"),
+        ("regex", {}, "args.pattern: missing"),
+        ("choice", {"letters": "abc"}, "args.letters: 'abc': must be different capital letters"),
+        ("choice", {"first_number": -1}, "args.first_number: -1: input should be"),
+        ("number", {"answer_column": "gold"}, "needs the column 'gold'"),
+        ("number", {"rel_tol": -1}, "args.rel_tol: -1: input should be greater than or equal to 0"),
+        ("number", {"abs_tol": True}, "args: abs_tol: True: must be a number"),
+        ("json_schema", {}, "give either schema or schema_column"),
+        ("overlong", {}, "rewards.0.args.buffer_tokens: missing; this key is required"),
+        ("overlong", {"buffer_tokens": 9}, "buffer_tokens: 9 must be at most 8, the most tokens that can be sampled"),
+        ("overlong", {"buffer_tokens": 4, "penalty": -1}, "args.penalty: -1: input should be"),
+        ("code", {"score": "most"}, "args.score: 'most': input should be 'all' or 'fraction'"),
+        ("code", {"case_s": 0}, "args.case_s: 0: input should be greater than 0"),
+        ("code", {"max_tests": 0}, "args.max_tests: 0: input should be greater than or equal to 1"),
+        ("code", {"setup": "import"}, "args.setup: 'import': is not Python"),
+        ("code", {"setup": "import re", "language": {"c": {"run": "./a"}}}, "setup: import re has no effect with"),
+        ("code", {"language": "cpp"}, "args.language: 'cpp': must be python, or"),
+        ("code", {"language": {"cpp": {"compile": "g++"}}}, "must be python, or"),
+        ("code", {"language": {"../cpp": {"run": "./main"}}}, "must be python, or"),
+        ("trl.cosine", {}, "rewards.0.args.max_len: missing"),
+        ("open_r1.cosine", {"min_value_wrong": "low"}, "args.min_value_wrong: 'low': input should be a valid number"),
+        ("trl.reasoning_accuracy", {"reasoning_delimiters": "x"}, "args.reasoning_delimiters: 'x': must be a list"),
+        ("open_r1.repetition_penalty", {}, "args.max_penalty: missing"),
+        ("trl.repetition_penalty", {"max_penalty": 1.5}, "max_penalty: 1.5: input should be less than or equal to 0"),
+        ("trl.repetition_penalty", {"ngram_size": 0}, "ngram_size: 0: input should be greater than or equal to 1"),
+        ("open_r1.repetition_penalty", {"language": "de"}, "args.language: 'de': input should be 'en' or 'zh'"),
         (
-            {"use": "math", "args": {"answer_columm": "answers"}},
-            ["args.answer_columm: unknown key; did you mean answer_column? It takes: answer_column, deadline_s"],
+            "trl.soft_overlong",
+            {"max_completion_len": 8, "soft_punish_cache": 9},
+            "must be at most max_completion_len, 8",
         ),
-        (
-            {"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}},
-            ["args.deadline_s: 0: input should"],
-        ),
-        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "(a"}}, ["'(a'", "not a regular expression"]),
-        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "but has 0"]),
-        ({"use": "format", "args": {"pattern": 5}}, ["args.pattern: 5: input should be a valid string"]),
-        ({"use": "format", "args": {"pattern": "["}}, ["'['", "not a regular expression"]),
-        ({"use": "overlong"}, ["rewards.0.args.buffer_tokens: missing; this key is required"]),
-        (
-            {"use": "overlong", "args": {"buffer_tokens": 9}},
-            ["reward 'overlong': buffer_tokens: 9 must be at most 8, the most tokens that can be sampled"],
-        ),
-        (
-            {"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}},
-            ["args.penalty: -1: input should be"],
-        ),
-        ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "did you mean scale?"]),
-        ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
-        ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is also a column of the dataset"]),
-        ({"use": "my_rewards.py:by_position"}, ["'completions' by position only"]),
+        ("open_r1.code_format", {"language": "("}, "args.language: '(': is not a regular expression"),
+        ("open_r1.format", {"pattern": "x"}, "args.pattern: unknown key. It takes: none"),
+        ("open_r1.fromat", {}, "no built-in reward 'open_r1.fromat'; did you mean open_r1.format?"),
+        ("my_rewards.py:level", {"scael": 1}, "takes no argument 'scael'; did you mean scale?"),
+        ("my_rewards.py:level", {"prompts": 1}, "'prompts' is always passed"),
+        ("my_rewards.py:brevity", {"answers": 1}, "'answers' is also a column of the dataset"),
+        ("my_rewards.py:by_position", {}, "'completions' by position only"),
     ],
 )
-def test_settings_that_cannot_work_fail_before_the_run(folder, settings, words):
+def test_settings_that_cannot_work_fail_before_the_run(folder, use, args, message):
+    columns = ["answers", "difficulty", "solution"]
     with pytest.raises(UserError) as caught:
-        build_rewards(configured(settings), columns=["answers", "difficulty"], max_completion_tokens=8)
+        build_rewards(configured({"use": use, "args": args}), columns=columns, max_completion_tokens=8)
     assert str(caught.value).startswith(("rewards[0]", "rewards.0.args"))
-    for word in words:
-        assert word in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_check_columns_names_reward_parameter_and_columns():
@@ -282,37 +303,9 @@ def test_exact():
     assert f(texts, pattern=r"Answer: (\d)", solution=["2", "2", "2"], answer_column="solution") == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a\nb</think>\n42", 1.0),
-        ("  <think></think>42\n", 1.0),
-        ("<think>a</think>", 0.0),
-        ("<think>a</think>  \n ", 0.0),
-        ("42", 0.0),
-        ("well <think>a</think> 42", 0.0),
-        ("<think>a</think> 4 <think>b</think> 42", 0.0),
-        ("<think>a<think>b</think> 42", 0.0),
-        ("<think>a</think> 42 </think>", 0.0),
-        ("<think>a 42", 0.0),
-    ],
-)
-def test_format_wants_one_think_block_and_an_answer(text, expected):
-    assert Builtin("format")([text, [{"role": "assistant", "content": text}]]) == [expected, expected]
-
-
 def test_format_pattern_and_linear_time():
     assert Builtin("format")(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
     Builtin("format")(["<think>" + " " * 2_000_000 + "</think>" + " <" * 1_000_000 + "<think>"])
-
-
-def test_overlong_is_the_soft_punishment_of_dapo():
-    """Limit 16, buffer 4: free up to 12 tokens, then a quarter of the penalty for each."""
-    reward = Builtin("overlong", max_completion_tokens=16)
-    ids = [[0] * n for n in (1, 12, 13, 15, 16)]
-    assert reward(completion_ids=ids, buffer_tokens=4) == [0.0, 0.0, -0.25, -0.75, -1.0]
-    assert reward(completion_ids=ids, buffer_tokens=4, penalty=2.0)[2:] == [-0.5, -1.5, -2.0]
-    assert reward(completion_ids=[[0] * 8], buffer_tokens=16) == [-0.5]
 
 
 def test_a_reward_that_only_shapes_scores_nothing(folder):

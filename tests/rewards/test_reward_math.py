@@ -105,10 +105,10 @@ def test_plain_answers_need_no_worker():
 def test_a_killed_worker_is_replaced_and_nothing_is_lost():
     f = Builtin("math", workers=MathWorkers(count=1))
     assert f(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
-    first = f.grader.workers.pids
+    first = f.workers.pids
     os.kill(first[0], signal.SIGKILL)
     assert f(["0.5"], answer=["1/2"]) == [1.0]
-    assert f.grader.workers.pids != first
+    assert f.workers.pids != first
     assert f.last_counts == {}
     f.close()
 
@@ -190,14 +190,14 @@ def test_a_call_that_is_interrupted_ends_at_once(fake_reward):
             f(["hang", "b", "c"], answer=["g"] * 3, deadline_s=PATIENCE_S)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert f.grader.workers.pids == []
+    assert f.workers.pids == []
     assert f(["a", "d"], answer=["g"] * 2) == [1.0, 1.0]
 
 
 def test_a_worker_killed_while_it_works(fake_reward):
     f = fake_reward()
     f(["a"], answer=["g"])
-    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), f.grader.workers.pids)
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), f.workers.pids)
     killer.start()
     # Graded again by a second worker, which hangs on it too, until the deadline.
     assert f(["hang"], answer=["g"], deadline_s=0.6) == [None]

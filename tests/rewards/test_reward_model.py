@@ -109,7 +109,7 @@ def test_long_texts_are_cut_and_counted(folder, side):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     classifier = Classifier(ModelSettings(path=str(folder), truncate=side, max_tokens=20), torch.device("cpu"))
     kept = ids[-20:] if side == "left" else ids[:20]
-    assert classifier._token_ids(text) == kept
+    assert classifier._token_ids(text, truncate=True) == kept
     expected = classifier.model(input_ids=torch.tensor([kept])).logits.item()
     assert scores[1] == pytest.approx(expected, abs=1e-5)
 

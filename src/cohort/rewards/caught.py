@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from cohort.config.user_code import is_user_code, user_line
+from cohort.rewards.function import RewardLog
 
 Caught = Counter[tuple[str, str]]  # by type and `file:line`
 # before Python 3.12, watching slows a function down so much that its time limits may change its values
@@ -33,11 +34,16 @@ def caught_exceptions() -> Iterator[Caught]:
 
 
 def first_few(arguments: Mapping[str, Any], count: int) -> tuple[dict[str, Any], int]:
-    """Return arguments for a repeated call with the first few of `count` completions, and how many these are."""
+    """Return arguments for a repeated call with the first few of `count` completions, and how many these are.
+
+    What the function logs again is dropped.
+    """
     few = {
         name: value[:_NUM_REPEATED] if isinstance(value, list) and len(value) == count else value
         for name, value in arguments.items()
     }
+    log = RewardLog()
+    few |= {name: getattr(log, name) for name in ("log_metric", "log_extra") if name in few}
     return few, min(count, _NUM_REPEATED)
 
 

@@ -1,13 +1,13 @@
 """The `choice` reward: 1.0 if the completion picks the right letter of a multiple-choice question."""
 
 import re
-from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from cohort.config.rewards import ChoiceSettings
 from cohort.errors import UserError, excerpt
-from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import MAX_CHARS, Mark, answer_text, find_marks
+from cohort.rewards.builtin import AnswerReward
+from cohort.rewards.completion_text import MAX_CHARS, Mark, find_marks
 
 # How answers are introduced. Capital letters are choices, so words are matched without their case one by one.
 _CORRECT = r"(?:correct|right|best|final)"
@@ -107,7 +107,7 @@ class ChoiceReader:
         return match[1].upper() if match else ""
 
 
-class ChoiceReward(BuiltinReward[ChoiceSettings]):
+class ChoiceReward(AnswerReward[ChoiceSettings]):
     """1.0 for the right letter, 0.0 for another or none; None if the row has no answer.
 
     The letter is in the last box, answer tags or sentence such as "the answer is B", "I choose B" or "B is correct",
@@ -115,48 +115,28 @@ class ChoiceReward(BuiltinReward[ChoiceSettings]):
     "A or B" picks none.
     """
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: str) -> bool:
+        """See `AnswerReward`."""
+        text = text or ""
+        has_pattern = self.settings.pattern is not None
+        return gold == (text.strip().upper() if has_pattern else _reader(self.settings.letters).read(text))
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """See `ChecksRows`."""
-        if row.get(self.settings.answer_column) is not None:
-            _gold_letter(row[self.settings.answer_column], self.settings)
-
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion.
-
-        Raises:
-            UserError: a value of the answer column is not a choice.
-        """
-        regex = None if self.settings.pattern is None else re.compile(self.settings.pattern)
-        reader = ChoiceReader(self.settings.letters)
-        rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[self.settings.answer_column], strict=True):
-            if gold is None:
-                rewards.append(None)
-                continue
-            text = answer_text(completion).rpartition("</think>")[2]
-            if regex is None:
-                picked = reader.read(text)
-            else:
-                picked = str(([match[1] or "" for match in regex.finditer(text)] or [""])[-1]).strip().upper()
-            rewards.append(float(picked == _gold_letter(gold, self.settings)))
-        return rewards
+    def gold(self, answer: Any) -> str:
+        """See `AnswerReward`."""
+        letters, first_number = self.settings.letters, self.settings.first_number
+        text = str(answer).strip()
+        match = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
+        if match and match[1].upper() in letters:
+            return match[1].upper()
+        if first_number is not None and re.fullmatch(r"\d{1,3}(\.0)?", text):
+            index = int(float(text)) - first_number
+            if 0 <= index < len(letters):
+                return letters[index]
+        hint = "" if first_number is not None else "; for numbers set args.first_number"
+        raise UserError(
+            f"the column {self.settings.answer_column!r} holds {excerpt(answer)}, which is none of the choices "
+            f"{letters}{hint}"
+        )
 
 
-def _gold_letter(gold: Any, settings: ChoiceSettings) -> str:
-    letters, first_number = settings.letters, settings.first_number
-    text = str(gold).strip()
-    match = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
-    if match and match[1].upper() in letters:
-        return match[1].upper()
-    if first_number is not None and re.fullmatch(r"\d{1,3}(\.0)?", text):
-        index = int(float(text)) - first_number
-        if 0 <= index < len(letters):
-            return letters[index]
-    hint = "" if first_number is not None else "; for numbers set args.first_number"
-    raise UserError(
-        f"the column {settings.answer_column!r} holds {excerpt(gold)}, which is none of the choices {letters}{hint}"
-    )
+_reader = cache(ChoiceReader)

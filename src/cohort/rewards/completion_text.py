@@ -114,6 +114,18 @@ def answer_text(completion: Any) -> str:
     return completion.last if isinstance(completion, TurnsText) else completion_text(completion)
 
 
+def after_thinking(text: str) -> str:
+    """Return the text after the last `</think>`, all of it if there is none: what reasoning states is no answer."""
+    return text.rpartition("</think>")[2]
+
+
+def last_match(pattern: str | None, text: str) -> str | None:
+    """Return the group of a pattern's last match; None if there is no match, the whole text without a pattern."""
+    if pattern is None:
+        return text
+    return ([match[1] or "" for match in re.finditer(pattern, text)] or [None])[-1]
+
+
 def last_text(messages: Sequence[Message]) -> str:
     """Return the text of the last assistant message; "" if there is none, or it has no text."""
     own = [message for message in messages if message.get("role", "assistant") == "assistant"]

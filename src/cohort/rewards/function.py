@@ -7,10 +7,12 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cohort.errors import UserError, excerpt
-from cohort.rewards.caught import Caught
+
+if TYPE_CHECKING:
+    from cohort.rewards.caught import Caught
 
 
 def require_package(name: str, *, extra: str) -> None:
@@ -170,7 +172,7 @@ class Reports:
     last_counts: Mapping[str, int] = MappingProxyType({})  # completions of the last call by what is noteworthy
     # of the last call: one text for each completion, or those of several columns
     last_details: Sequence[str | None] | Mapping[str, Sequence[str | None]] | None = None
-    last_caught: tuple[Caught, int] | None = None  # exceptions of the first call in a process, and its completions
+    last_caught: "tuple[Caught, int] | None" = None  # exceptions of the first call in a process, and its completions
 
 
 def reports_of(function: Callable[..., Any]) -> Reports:
@@ -207,11 +209,14 @@ class KeywordParameters:
 
 
 def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
-    """Inspect a function's signature.
+    """Inspect a function's signature, unless it knows its parameters itself, as one in a child process does.
 
     Raises:
         ValueError: the signature is not available (some functions written in C).
     """
+    known = getattr(function, "keyword_parameters", None)
+    if isinstance(known, KeywordParameters):
+        return known
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = _signature(function).parameters.values()
     named = [p for p in parameters if p.kind in by_keyword]

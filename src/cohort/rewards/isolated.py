@@ -1,7 +1,6 @@
 """Reward functions of the user in a child process (`isolate: true`), which may crash or hang without ending the run."""
 
 import asyncio
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import isolated_child
 from cohort.rewards.call import NotANumber
-from cohort.rewards.function import ON_REQUEST, TRL_NAMES, Reports, TrainerProgress
+from cohort.rewards.function import ON_REQUEST, TRL_NAMES, KeywordParameters, Reports, TrainerProgress
 from cohort.rollout.environments.child_process import START_TIMEOUT_S, ChildError, ChildProcess, UserCode
 from cohort.rollout.environments.handle import DeadlineMissed
 from cohort.rollout.environments.model import EnvironmentFailure
@@ -63,7 +62,13 @@ class IsolatedReward(Reports):
         self.__name__ = described["name"]
         self.shapes = described["shapes"]
         self._takes_completions = described["has_var_keyword"] or "completions" in described["names"]
-        self.__signature__ = _signature(described)
+        # `completions`, by which the values are counted, and TRL's names, whose functions stay in this process
+        self.keyword_parameters = KeywordParameters(
+            names=frozenset([*described["names"], "completions", *TRL_NAMES]),
+            required=tuple(dict.fromkeys([*described["required"], "completions"])),
+            positional_only=tuple(described["positional_only"]),
+            has_var_keyword=described["has_var_keyword"],
+        )
 
     @property
     def deadline_s(self) -> float:
@@ -99,11 +104,8 @@ class IsolatedReward(Reports):
             return self._not_judged(completions, f"{late}{self._output()}")
         except EnvironmentFailure as failure:
             return self._not_judged(completions, str(failure))
-        if "late" in returned:
-            late = str(returned["late"]).replace(f"reward {self._name!r}", "it", 1)
-            return self._not_judged(completions, f"{late}{self._output()}")
-        if "exited" in returned:
-            return self._not_judged(completions, f"it called {returned['exited']}{self._output()}")
+        if "not_judged" in returned:
+            return self._not_judged(completions, f"{returned['not_judged']}{self._output()}")
         if "error" in returned:
             error = UserError(str(returned["error"]).removeprefix(f"reward {self._name!r} "))
             raise error from RuntimeError(f"in the child process:\n\n{returned['traceback']}")
@@ -161,20 +163,3 @@ class IsolatedReward(Reports):
         self.last_warnings = [text]
         self.warnings = [*self.warnings, text][:_MAX_MESSAGES]
         return [None] * len(completions)
-
-
-def _signature(described: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of the user's function, with `completions`, by which the values are counted, and TRL's."""
-    by_name = dict.fromkeys([*described["names"], "completions", *TRL_NAMES])
-    required = {*described["required"], "completions"}
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in described["positional_only"]
-    ] + [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if name in required else None
-        )
-        for name in by_name
-    ]
-    if described["has_var_keyword"]:
-        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
-    return inspect.Signature(parameters)

@@ -101,7 +101,7 @@ class _Call:
                     call_sync(self._reward, few)
             return result | _describe_caught(caught, count)
         except MissedDeadline as error:
-            return {"late": str(error)}
+            return {"not_judged": str(error).replace(f"reward {self._reward.name!r}", "it", 1)}
         except UserError as error:
             return self._failure(error)
 
@@ -135,7 +135,7 @@ class _Call:
     def _failure(self, error: UserError) -> dict[str, Any]:
         cause = error.__cause__
         if isinstance(cause, SystemExit | KeyboardInterrupt):
-            return {"exited": describe_error(cause)}
+            return {"not_judged": f"it called {describe_error(cause)}"}
         frames = "".join(traceback.format_exception(cause or error))[-_MAX_TRACEBACK_CHARACTERS:]
         return {"error": str(error), "traceback": frames}
 

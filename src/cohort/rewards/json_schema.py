@@ -9,7 +9,7 @@ from typing import Any
 from cohort.config.rewards import JsonSchemaSettings
 from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import answer_text
+from cohort.rewards.completion_text import after_thinking, answer_text
 from cohort.rewards.function import require_package
 
 _FENCED = re.compile(r"```(?i:json)?[^\S\n]*+\n(.*?)```", re.DOTALL)
@@ -54,7 +54,7 @@ class JsonSchemaReward(BuiltinReward[JsonSchemaSettings]):
 
 
 def _is_valid(validator: Any, text: str) -> bool:
-    answer = text.rpartition("</think>")[2]
+    answer = after_thinking(text)
     text = (_FENCED.findall(answer) or [answer])[-1].strip()
     if len(text) > _MAX_CHARS:
         return False

@@ -10,50 +10,37 @@ from cohort.rewards.completion_text import completion_text
 from cohort.rewards.math import VERDICT_REWARDS, GradedReward, Grader
 
 
-class OverlongReward(BuiltinReward[OverlongSettings]):
-    """0.0 up to max_completion_tokens - buffer_tokens, then linearly down to -penalty at max_completion_tokens.
+class OverlongReward(BuiltinReward[OverlongSettings | SoftOverlongSettings]):
+    """0.0 up to `buffer_tokens` before the limit, then linearly down to -penalty at the limit.
 
     DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, also in evaluations. With
     several turns it is that of all sampled tokens: max_turns x max_completion_tokens, or max_trajectory_tokens if that
     is lower. The penalty is added to the other rewards, times its weight, and is shaping only: a completion without
-    another score stays unscored.
+    another score stays unscored. `open_r1.soft_overlong` and `trl.soft_overlong` have a limit of their own.
     """
 
     shapes = True
 
     def check(self) -> None:
         """See `BuiltinReward`."""
-        limit = self.context.max_completion_tokens
-        if self.settings.buffer_tokens > limit:
+        limit, buffer, _ = self._schedule()
+        if buffer > limit:
             raise ValueError(
-                f"buffer_tokens: {self.settings.buffer_tokens} must be at most {limit}, the most tokens that can be "
-                "sampled (rollout.max_completion_tokens)"
+                f"buffer_tokens: {buffer} must be at most {limit}, the most tokens that can be sampled "
+                "(rollout.max_completion_tokens)"
             )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return one reward per completion."""
-        buffer_tokens, penalty = self.settings.buffer_tokens, self.settings.penalty
-        free = self.context.max_completion_tokens - buffer_tokens
-        return [-penalty * min(max(len(ids) - free, 0) / buffer_tokens, 1.0) for ids in completion_ids]
+        limit, buffer, penalty = self._schedule()
+        over = [len(ids) - (limit - buffer) for ids in completion_ids]
+        return [-penalty * min(tokens / (buffer or 1), 1.0) if tokens > 0 else 0.0 for tokens in over]
 
-
-class SoftOverlongReward(BuiltinReward[SoftOverlongSettings]):
-    """0.0 up to max_completion_len - soft_punish_cache tokens, then linearly down to -1.0 at max_completion_len.
-
-    Shaping only: a completion that no other reward scores stays unscored.
-    """
-
-    shapes = True
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """Return one reward per completion."""
-        return [self._penalty(len(ids)) for ids in completion_ids]
-
-    def _penalty(self, length: int) -> float:
-        limit, cache = self.settings.max_completion_len, self.settings.soft_punish_cache
-        if length <= limit - cache:
-            return 0.0
-        return -1.0 if length > limit else (limit - cache - length) / cache
+    def _schedule(self) -> tuple[int, int, float]:
+        """Return the limit, the tokens before it over which the penalty grows, and the penalty."""
+        if isinstance(self.settings, SoftOverlongSettings):
+            return self.settings.max_completion_len, self.settings.soft_punish_cache, 1.0
+        return self.context.max_completion_tokens, self.settings.buffer_tokens, self.settings.penalty
 
 
 class CosineReward(GradedReward[CosineSettings]):

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cohort.config import RewardConfig
 from cohort.config.rewards import REWARD_SETTINGS
@@ -29,7 +29,7 @@ from cohort.rewards.function import (
 )
 from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.judge import JudgeReward
-from cohort.rewards.length import CosineReward, LengthReward, OverlongReward, SoftOverlongReward
+from cohort.rewards.length import CosineReward, LengthReward, OverlongReward
 from cohort.rewards.math import AccuracyReward, MathReward, ReasoningAccuracyReward
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
@@ -40,15 +40,17 @@ from cohort.rewards.text import (
     ExactSetReward,
     FormatReward,
     RegexReward,
+    RepetitionReward,
     TextReward,
-    TokenRepetitionReward,
-    WordRepetitionReward,
     reasoning_steps,
     tag_count,
     think_answer_format,
     think_format,
 )
 from cohort.sandbox import SharedSandbox
+
+if TYPE_CHECKING:
+    from cohort.rewards.isolated import IsolatedReward
 
 
 class EnvironmentReward(BuiltinReward[str]):
@@ -81,8 +83,8 @@ BUILTINS: Mapping[str, Callable[[Any, RewardContext], BuiltinReward[Any]]] = {
     "open_r1.format": partial(TextReward, score=think_answer_format),
     "open_r1.len": partial(LengthReward, grader="open_r1_latex"),
     "open_r1.reasoning_steps": partial(TextReward, score=reasoning_steps),
-    "open_r1.repetition_penalty": WordRepetitionReward,
-    "open_r1.soft_overlong": SoftOverlongReward,
+    "open_r1.repetition_penalty": RepetitionReward,
+    "open_r1.soft_overlong": OverlongReward,
     "open_r1.tag_count": partial(TextReward, score=tag_count),
     "overlong": OverlongReward,
     "reasoning_gym": ReasoningGymReward,
@@ -90,8 +92,8 @@ BUILTINS: Mapping[str, Callable[[Any, RewardContext], BuiltinReward[Any]]] = {
     "trl.accuracy": partial(AccuracyReward, grader="trl"),
     "trl.cosine": partial(CosineReward, grader="trl", counts_tokens=True),
     "trl.reasoning_accuracy": partial(ReasoningAccuracyReward, grader="trl"),
-    "trl.repetition_penalty": TokenRepetitionReward,
-    "trl.soft_overlong": SoftOverlongReward,
+    "trl.repetition_penalty": RepetitionReward,
+    "trl.soft_overlong": OverlongReward,
     "trl.think_format": partial(TextReward, score=think_format),
 }
 
@@ -206,18 +208,12 @@ def _with_settings(loaded: LoadedReward, config: RewardConfig, context: RewardCo
         function: Callable[..., Any] = BUILTINS[config.use](settings, replace(context, timeout_s=config.timeout_s))
     else:
         function = loaded
-    timeout_s = config.timeout_s
-    if config.isolate:
-        from cohort.rewards.isolated import IsolatedReward
-
-        assert isinstance(function, IsolatedReward)
-        timeout_s = function.deadline_s
     return RewardFunction(
         name=name,
         function=function,
         weight=config.weight,
         args={} if loaded is None else config.args,
-        timeout_s=timeout_s,
+        timeout_s=cast("IsolatedReward", function).deadline_s if config.isolate else config.timeout_s,
         shapes=bool(reports_of(function).shapes),
         gate=config.gate,
         scale=config.scale,

@@ -9,7 +9,7 @@ output can take forever, and math-verify's own timeouts only work in a main thre
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from cohort.config.rewards import AccuracySettings, MathSettings, ReasoningAccur
 from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
 from cohort.rewards.completion_text import answer_text, completion_text
-from cohort.rewards.math_workers import Grade, Grader, MathWorkers
+from cohort.rewards.math_workers import Grade, Grader
 
 G = TypeVar("G", bound=AccuracySettings | MathSettings)
 
@@ -32,61 +32,49 @@ VERDICT_REWARDS: Mapping[Grade, float | None] = {
 }
 
 
-class AnswerGrader:
-    """Grades completions against gold answers in worker processes, which start with the first call that needs them."""
+class GradedReward(BuiltinReward[G]):
+    """Grades answers in worker processes, which start with the first call that needs them."""
 
-    def __init__(
-        self,
-        grader: Grader = "math",
-        *,
-        workers: MathWorkers | None = None,
-        budget_s: float = 240.0,
-        shortcut: Callable[[str, str], Grade | None] = lambda gold, text: None,
-    ) -> None:
-        """Create a grader.
-
-        Args:
-            grader: how the workers read and compare answers.
-            workers: default `MathWorkers()`.
-            budget_s: seconds for all completions of a call; the rest is not graded.
-            shortcut: the verdict on a gold answer and a text where it is known without a worker, else None.
-        """
-        self.last_counts: dict[Grade, int] = {}  # verdicts of the last call other than "correct" and "wrong"
+    def __init__(self, settings: G, context: RewardContext, *, grader: Grader) -> None:
+        """Create the reward; `grader` says how the workers read and compare answers."""
+        super().__init__(settings, context)
         self._grader = grader
-        self.workers = workers or MathWorkers()
-        self._budget_s = budget_s
-        self._shortcut = shortcut
+        self.workers = context.math_workers
 
-    def grade_all(self, golds: Sequence[str], texts: Sequence[str], *, deadline_s: float) -> list[Grade]:
-        """Return one verdict per completion; `deadline_s` is for each.
-
-        Raises:
-            UserError: a worker does not start.
-        """
-        end = time.monotonic() + self._budget_s
-        pairs = list(zip(golds, texts, strict=True))
-        verdicts: dict[tuple[str, str], Grade] = {}
-        left = []
-        for pair in dict.fromkeys(pairs):  # completions of a group repeat: grade each answer once
-            known = self._shortcut(*pair) or (None if pair[0] else "gold_unparsable")
-            if known is None:
-                left.append(pair)
-            else:
-                verdicts[pair] = known
-        verdicts.update(zip(left, self._grade(left, deadline_s, end), strict=True))
-        counts = Counter(verdicts[pair] for pair in pairs)
-        self.last_counts = {kind: n for kind, n in counts.items() if kind not in ("correct", "wrong")}
-        return [verdicts[pair] for pair in pairs]
+    def required_columns(self) -> Sequence[str]:
+        """See `BuiltinReward`."""
+        return (self.settings.answer_column,)
 
     def close(self) -> None:
         """Stop the workers; the next call starts others."""
         self.workers.close()
 
-    def _grade(self, pairs: Sequence[tuple[str, str]], deadline_s: float, end: float) -> list[Grade]:
-        """Grade answers in all workers at the same time; those that begin after `end` are "out_of_time"."""
+    def grade(self, completions: Sequence[Any], golds: Sequence[Any]) -> list[Grade]:
+        """Return one verdict per completion; a gold answer of None cannot be parsed.
+
+        Raises:
+            UserError: a worker does not start.
+        """
+        texts = [answer_text(completion) for completion in completions]
+        pairs = [("" if gold is None else str(gold), text) for gold, text in zip(golds, texts, strict=True)]
+        known = {pair: self.known(*pair) for pair in pairs}  # completions of a group repeat: grade each answer once
+        left = [pair for pair, verdict in known.items() if verdict is None]
+        graded = {pair: verdict for pair, verdict in known.items() if verdict is not None}
+        graded |= zip(left, self._grade(left), strict=True)
+        counts: Counter[str] = Counter(graded[pair] for pair in pairs)
+        self.last_counts = {kind: number for kind, number in counts.items() if kind not in ("correct", "wrong")}
+        return [graded[pair] for pair in pairs]
+
+    def known(self, gold: str, text: str) -> Grade | None:
+        """Return the verdict on an answer if it is known without a worker."""
+        return None if gold else "gold_unparsable"
+
+    def _grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        """Grade answers in all workers at the same time, as long as the call may take."""
+        end = time.monotonic() + self.context.budget_s
 
         def grade(pair: tuple[str, str]) -> Grade:
-            left_s = min(deadline_s, end - time.monotonic())
+            left_s = min(self.settings.deadline_s, end - time.monotonic())
             if left_s <= 0:
                 return "out_of_time"
             return self.workers.grade(*pair, deadline_s=left_s, grader=self._grader)
@@ -101,38 +89,20 @@ class AnswerGrader:
                 raise
 
 
-_PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
-# Text without dollars, backslashes and brackets, then a number in a box, or the number alone: math-verify has only one
-# place to look at, so it extracts that number.
-_PLAIN_ANSWER = re.compile(r"(?:[^$\\\[\]{}]*?\\boxed\{([^{}]*)\}[\s.]*|\s*(-?[0-9]+)\s*)")
+class AccuracyReward(GradedReward[G]):
+    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
+
+    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
+        """Return one reward per completion.
+
+        Raises:
+            UserError: a worker does not start.
+        """
+        verdicts = self.grade(completions, columns[self.settings.answer_column])
+        return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
-class GradedReward(BuiltinReward[G]):
-    """Base of rewards that grade answers in worker processes, which start with the first call that needs them."""
-
-    def __init__(self, settings: G, context: RewardContext, *, grader: Grader = "math") -> None:
-        super().__init__(settings, context)
-        shortcut = {"shortcut": plain_verdict} if grader == "math" else {}
-        self.grader = AnswerGrader(grader, workers=context.math_workers, budget_s=context.budget_s, **shortcut)
-
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
-
-    def close(self) -> None:
-        """Stop the workers; the next call starts others."""
-        self.grader.close()
-
-    def grade(self, completions: Sequence[Any], golds: Sequence[Any]) -> list[Grade]:
-        """Return one verdict per completion; a gold answer of None cannot be parsed."""
-        texts = [answer_text(completion) for completion in completions]
-        golds = ["" if gold is None else str(gold) for gold in golds]
-        verdicts = self.grader.grade_all(golds, texts, deadline_s=self.settings.deadline_s)
-        self.last_counts = {str(kind): number for kind, number in self.grader.last_counts.items()}
-        return verdicts
-
-
-class MathReward(GradedReward[MathSettings]):
+class MathReward(AccuracyReward[MathSettings]):
     """1.0 if the answer is right, 0.0 if it is wrong or cannot be parsed, None if it was not graded.
 
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
@@ -140,6 +110,13 @@ class MathReward(GradedReward[MathSettings]):
     LaTeX with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and
     answers that miss the deadline or crash their worker; `last_counts` counts them.
     """
+
+    def __init__(self, settings: MathSettings, context: RewardContext) -> None:
+        super().__init__(settings, context, grader="math")
+
+    def known(self, gold: str, text: str) -> Grade | None:
+        """See `GradedReward`."""
+        return super().known(gold, text) or plain_verdict(gold, text)
 
     def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion.
@@ -149,7 +126,7 @@ class MathReward(GradedReward[MathSettings]):
         """
         column = self.settings.answer_column
         golds = [gold_text(answer, column) for answer in columns[column]]
-        return [VERDICT_REWARDS[verdict] for verdict in self.grade(completions, golds)]
+        return super().__call__(completions, {column: golds})
 
 
 def gold_text(answer: Any, answer_column: str = "answer") -> str:
@@ -168,6 +145,12 @@ def gold_text(answer: Any, answer_column: str = "answer") -> str:
     return str(answer).rpartition("####")[2].strip()
 
 
+_PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
+# Text without dollars, backslashes and brackets, then a number in a box, or the number alone: math-verify has only one
+# place to look at, so it extracts that number.
+_PLAIN_ANSWER = re.compile(r"(?:[^$\\\[\]{}]*?\\boxed\{([^{}]*)\}[\s.]*|\s*(-?[0-9]+)\s*)")
+
+
 def plain_verdict(gold: str, text: str) -> Grade | None:
     """Return the verdict if both answers are plain integers, for which a worker would find the same; else None.
 
@@ -181,15 +164,6 @@ def plain_verdict(gold: str, text: str) -> Grade | None:
     if not (_PLAIN_INTEGER.fullmatch(gold) and _PLAIN_INTEGER.fullmatch(answer)):
         return None
     return "correct" if gold == answer else "wrong"
-
-
-class AccuracyReward(GradedReward[AccuracySettings]):
-    """1.0 if the answer equals the gold answer, 0.0 if it differs or cannot be parsed, None if it was not graded."""
-
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        verdicts = self.grade(completions, columns[self.settings.answer_column])
-        return [VERDICT_REWARDS[verdict] for verdict in verdicts]
 
 
 class ReasoningAccuracyReward(GradedReward[ReasoningAccuracySettings]):

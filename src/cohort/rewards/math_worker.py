@@ -18,7 +18,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import And, Eq, Float, MatrixBase, Mul, Set, Tuple, UnevaluatedExpr
 
 from cohort.processes.child import serve
-from cohort.rewards.completion_text import find_marks
+from cohort.rewards.completion_text import after_thinking, find_marks
 
 _MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _MAX_CHARS = 15_000  # of a completion: math-verify's patterns take time quadratic in it
@@ -208,11 +208,6 @@ def _compare(gold: list[Any], answer: list[Any], *, gold_is_target: bool = False
 
 
 GRADERS = {"math": grade, "trl": grade_as_trl, "open_r1": grade_as_open_r1, "open_r1_latex": grade_as_open_r1_latex}
-
-
-def after_thinking(text: str) -> str:
-    """Return the text after the last `</think>`, if any: numbers and boxes of the reasoning are not the answer."""
-    return text.rpartition("</think>")[2].strip() or text
 
 
 def latex_of_gold(gold: str) -> str:

@@ -8,7 +8,6 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,15 +21,15 @@ from cohort.rewards.sequence_classifier import Classifier, check_classifier, pic
 _JSON_ROWS = 16  # completions of a request of the JSON form
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteModel:
     """A reward model behind a URL."""
 
-    endpoint: RemoteClient
-    api: str  # "pooling" or "json"
-    model: str | None  # as the server names it
-    label: int  # index of the output that is the score
-    truncate: str  # "left" or "right"
+    def __init__(self, settings: ModelSettings) -> None:
+        """Find the key; see `RemoteClient`."""
+        assert settings.url is not None
+        url = f"{settings.url.rstrip('/').removesuffix('/pooling')}/pooling"
+        self._settings = settings
+        self._endpoint = RemoteClient(settings, settings.url if settings.api == "json" else url)
 
     def check(self) -> None:
         """Ask for the score of one short completion.
@@ -39,7 +38,7 @@ class RemoteModel:
             ValueError: there is no answer, or it has another form.
         """
         [(body, size)] = self._requests(["2+2?"], ["4"])
-        self.endpoint.post(body, lambda answer: self._parse(answer, size))
+        self._endpoint.post(body, lambda answer: self._parse(answer, size))
 
     async def score(
         self,
@@ -55,7 +54,7 @@ class RemoteModel:
             UserError: the server refuses the key or does not know the endpoint.
         """
         requests = self._requests(prompts, completions)
-        answers = await self.endpoint.post_all(
+        answers = await self._endpoint.post_all(
             [body for body, _ in requests],
             lambda i, answer: self._parse(answer, requests[i][1]),
             budget_s=budget_s,
@@ -68,7 +67,7 @@ class RemoteModel:
 
     def _requests(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[tuple[Mapping[str, Any], int]]:
         """Return the body of each request and the number of its completions."""
-        if self.api == "json":
+        if self._settings.api == "json":
             starts = range(0, len(completions), _JSON_ROWS)
             parts = [(prompts[i : i + _JSON_ROWS], completions[i : i + _JSON_ROWS]) for i in starts]
             return [({"prompts": list(p), "completions": list(c)}, len(c)) for p, c in parts]
@@ -76,10 +75,10 @@ class RemoteModel:
             "task": "classify",
             "use_activation": False,  # the output itself, as in this process
             "truncate_prompt_tokens": -1,  # to the longest that the server takes
-            "truncation_side": self.truncate,
+            "truncation_side": self._settings.truncate,
         }
-        if self.model is not None:
-            options["model"] = self.model
+        if self._settings.model is not None:
+            options["model"] = self._settings.model
         return [
             ({**options, "messages": [dict(m) for m in messages_of(prompt, completion)]}, 1)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -91,7 +90,7 @@ class RemoteModel:
         Raises:
             LookupError, TypeError, ValueError: it has another form, length, or a score that is not finite.
         """
-        scores = answer["scores"] if self.api == "json" else [self._of_outputs(answer["data"][0]["data"])]
+        scores = answer["scores"] if self._settings.api == "json" else [self._of_outputs(answer["data"][0]["data"])]
         if not isinstance(scores, list) or len(scores) != size:
             raise ValueError(f"expected a list of {size} scores")
         for score in scores:
@@ -101,9 +100,11 @@ class RemoteModel:
         return [None if score is None else float(score) for score in scores]
 
     def _of_outputs(self, outputs: Any) -> Any:
-        if not isinstance(outputs, list) or not 0 <= self.label < len(outputs):
-            raise ValueError(f"expected a list with output {self.label}")
-        return outputs[self.label]
+        label = self._settings.label or 0
+        assert isinstance(label, int)
+        if not isinstance(outputs, list) or label >= len(outputs):
+            raise ValueError(f"expected a list with output {label}")
+        return outputs[label]
 
 
 _NOT_FINITE = Failure("not_finite", "the model's output is not a finite number; try args.dtype: bfloat16 or float32")
@@ -120,12 +121,7 @@ class ModelReward(BuiltinReward[ModelSettings]):
 
     @cached_property
     def _remote(self) -> RemoteModel:
-        s = self.settings
-        assert s.url is not None
-        url = s.url if s.api == "json" else f"{s.url.rstrip('/').removesuffix('/pooling')}/pooling"
-        label = 0 if s.label is None else s.label
-        assert isinstance(label, int)
-        return RemoteModel(endpoint=RemoteClient(s, url), api=s.api, model=s.model, label=label, truncate=s.truncate)
+        return RemoteModel(self.settings)
 
     def check(self) -> None:
         """See `BuiltinReward`. Asks a server for the score of a short completion."""

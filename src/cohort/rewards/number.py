@@ -2,15 +2,14 @@
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from cohort.config.rewards import NumberSettings
 from cohort.errors import UserError, excerpt
-from cohort.rewards.builtin import BuiltinReward, Columns
-from cohort.rewards.completion_text import MAX_CHARS, answer_text, find_marks
+from cohort.rewards.builtin import AnswerReward
+from cohort.rewards.completion_text import MAX_CHARS, find_marks
 
 _MAX_STRICT_CHARS = 500  # a box, a line or a gold answer that is longer is not a number
 _MAX_DIGITS = 3000  # of a power
@@ -291,7 +290,7 @@ _RULE = (
 )
 
 
-class NumberReward(BuiltinReward[NumberSettings]):
+class NumberReward(AnswerReward[NumberSettings]):
     """1.0 if |number - gold| <= max(abs_tol, rel_tol * |gold|), else 0.0; None if the row has no answer.
 
     The number is that of the last box, answer tags or line after `####`, else the last one of the text, behind the last
@@ -299,46 +298,16 @@ class NumberReward(BuiltinReward[NumberSettings]):
     without rounding.
     """
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: Fraction) -> bool:
+        """See `AnswerReward`."""
+        number = read_number(text or "")
+        relative, absolute = Fraction(str(self.settings.rel_tol)), Fraction(str(self.settings.abs_tol))  # 0.1: a tenth
+        return number is not None and abs(number - gold) <= max(absolute, relative * abs(gold))
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """See `ChecksRows`."""
-        column = self.settings.answer_column
-        if row.get(column) is not None:
-            _gold(row[column], column)
-
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion.
-
-        Raises:
-            UserError: a value of the answer column is not plainly a number.
-        """
-        s = self.settings
-        regex = None if s.pattern is None else re.compile(s.pattern)
-        relative, absolute = Fraction(str(s.rel_tol)), Fraction(str(s.abs_tol))  # 0.1 is a tenth
-        rewards: list[float | None] = []
-        for completion, answer in zip(completions, columns[s.answer_column], strict=True):
-            if answer is None:
-                rewards.append(None)
-                continue
-            gold = _gold(answer, s.answer_column)
-            text = answer_text(completion).rpartition("</think>")[2]
-            if regex is not None:
-                text = str(([match[1] or "" for match in regex.finditer(text)] or [""])[-1])
-            number = read_number(text)
-            rewards.append(float(number is not None and abs(number - gold) <= max(absolute, relative * abs(gold))))
-        return rewards
-
-
-def _gold(answer: Any, answer_column: str) -> Fraction:
-    """Return the number that a gold answer is.
-
-    Raises:
-        UserError: it is not plainly a number.
-    """
-    gold = None if isinstance(answer, bool) else plain_number(str(answer))
-    if gold is None:
-        raise UserError(f"the column {answer_column!r} holds {excerpt(answer)}, which is not plainly a number: {_RULE}")
-    return gold
+    def gold(self, answer: Any) -> Fraction:
+        """See `AnswerReward`. The value is plainly a number."""
+        gold = None if isinstance(answer, bool) else plain_number(str(answer))
+        if gold is None:
+            column = self.settings.answer_column
+            raise UserError(f"the column {column!r} holds {excerpt(answer)}, which is not plainly a number: {_RULE}")
+        return gold

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cohort.config.rewards import ReasoningGymSettings
 from cohort.errors import UserError, did_you_mean, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import answer_text
+from cohort.rewards.completion_text import after_thinking, answer_text
 from cohort.rewards.function import require_package
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ReasoningGymReward(BuiltinReward[ReasoningGymSettings]):
             except ValueError as error:
                 raise UserError(f"metadata.source_dataset: {error}") from error
             text = answer_text(completion)
-            given = answer_in_tags(text) if self.settings.answer_tags else text.rpartition("</think>")[2].strip()
+            given = answer_in_tags(text) if self.settings.answer_tags else after_thinking(text).strip()
             answers.append(Answer(name, given, entry))
         rewards = self._scorer().score_all(answers, budget_s=self.context.budget_s)
         num_missing = rewards.count(None)

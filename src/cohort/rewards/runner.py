@@ -5,7 +5,6 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 
 import dataclasses
 import itertools
-import math
 import time
 import traceback
 from collections import Counter
@@ -41,17 +40,19 @@ from cohort.rewards.function import (
     unique_names,
 )
 
+Sample = tuple[Prompt, Trajectory]
+
 
 class GatedParts:
     """The values of a step's rewards, collected in order.
 
-    A reward does not score completions of rows that its `where` excludes (NaN). Behind a gate it is 0 for completions
-    that the gate does not let through, and NaN for those that the gate did not score.
+    A reward does not score broken trajectories and rows that its `where` excludes (NaN). Behind a gate it is 0 for
+    completions that the gate does not let through, and NaN for those that the gate did not score.
     """
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts  # [N]
-        self._passed_N = np.ones(len(prompts))  # 1: let through by all gates so far, 0: not, NaN: unknown
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples  # [N]
+        self._passed_N = np.ones(len(samples))  # 1: let through by all gates so far, 0: not, NaN: unknown
         self.values: dict[str, FloatArray] = {}  # reward name -> [N]
 
     def to_score(self, reward: RewardFunction) -> BoolArray:
@@ -74,7 +75,7 @@ class GatedParts:
                 self._passed_N = np.where(self._is_for(reward) & (self._passed_N == 1), result_N, self._passed_N)
 
     def _is_for(self, reward: RewardFunction) -> BoolArray:
-        return np.array([is_for(prompt, reward) for prompt in self._prompts], dtype=bool)
+        return np.array([not t.is_broken and is_for(prompt, reward) for prompt, t in self._samples], dtype=bool)
 
 
 def stages(functions: Sequence[RewardFunction]) -> list[list[RewardFunction]]:
@@ -120,7 +121,6 @@ def _is_same(value: Any, wanted: Any) -> bool:
     return str(value) == str(wanted)
 
 
-UNSCORED = math.nan
 MAX_ABS_REWARD = 1e30  # squares of larger rewards overflow on the way to the loss
 
 
@@ -159,7 +159,6 @@ class RewardRunner:
         self._prompt_column = prompt_column
         self._async_caller = AsyncCaller()
         self.stop = NEVER_STOPPED  # whether the run was asked to stop: calls end
-        self._details: dict[str, list[str | None]] = {}  # of the last `score`: how each sample was scored
         self.notify: Callable[[str], None] | None = None  # shows `last_warnings` of functions that have them
         # called with a function's name, its verdicts that are done, and all of the call
         self.on_progress: Callable[[str, int, int], None] = lambda name, done, total: None
@@ -212,19 +211,19 @@ class RewardRunner:
                 completion was scored although required.
             TrainingError: infrastructure broke all trajectories although a score is required.
         """
-        trajectories = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        if not trajectories:
+        samples = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+        if not samples:
             return [ScoredGroup(prompt=g.prompt, trajectories=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
-        scorable = [(prompt, trajectory) for prompt, trajectory in trajectories if not trajectory.is_broken]
-        if require_scores and not scorable:
-            ends = " or ".join(sorted({trajectory.end for _, trajectory in trajectories}))
-            reason = next((t.error.partition("\n\n")[0] for _, t in trajectories if t.error), "")
+        if require_scores and all(trajectory.is_broken for _, trajectory in samples):
+            ends = " or ".join(sorted({trajectory.end for _, trajectory in samples}))
+            reason = next((t.error.partition("\n\n")[0] for _, t in samples if t.error), "")
             first = f"; the first error:\n\n{reason}" if reason else ""
-            raise TrainingError(f"rollout: all {len(trajectories)} trajectories{_in(during)} ended with {ends}{first}")
-        scorable_parts = self._score_parts(scorable, during)
-        parts = {name: _align(trajectories, part) for name, part in scorable_parts.items()}
-        rewards_N = _align(trajectories, self._weighted_sum(scorable_parts, require_scores=require_scores))
-        details = {name: _align_details(trajectories, values) for name, values in self._details.items()}
+            when = during and f" in {during}"
+            raise TrainingError(f"rollout: all {len(samples)} trajectories{when} ended with {ends}{first}")
+        parts, details = self._score_parts(samples, during)
+        rewards_N = self._weighted_sum(parts)
+        if require_scores and np.isnan(rewards_N).all():
+            raise UserError(self._describe_unscored(sum(not trajectory.is_broken for _, trajectory in samples)))
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -235,7 +234,7 @@ class RewardRunner:
                     trajectories=group.trajectories,
                     rewards=rewards_N[own],
                     reward_parts={name: part_N[own] for name, part_N in parts.items()},
-                    reward_details={name: details_N[own] for name, details_N in details.items()},
+                    reward_details={name: tuple(details_N[own]) for name, details_N in details.items()},
                 )
             )
         return scored
@@ -268,11 +267,6 @@ class RewardRunner:
             )
         return {**own, **logged}
 
-    def _reasons(self) -> str:
-        """Describe what the rewards counted, for an error; "" if nothing."""
-        counted = ", ".join(f"{name}: {number}" for name, number in self.counts().items())
-        return counted and f" (counted: {counted})"
-
     def notes(self) -> list[str]:
         """Return messages of the rewards for the start of the run."""
         return [note for f in self.functions for note in reports_of(f.function).notes]
@@ -281,23 +275,28 @@ class RewardRunner:
         """Return warnings of the rewards for the run's summary."""
         return [warning for f in self.functions for warning in reports_of(f.function).warnings]
 
-    def _score_parts(self, samples: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, FloatArray]:
-        """Return the values of each function, stage by stage: behind a gate it only sees what the gate lets through."""
+    def _score_parts(
+        self, samples: Sequence[Sample], during: str
+    ) -> tuple[dict[str, FloatArray], dict[str, list[str | None]]]:
+        """Return values and details of each function.
+
+        It goes stage by stage: behind a gate, functions only see what the gate lets through.
+        """
         self.seconds, self.num_judged = {}, {}
-        self._details = {}
         self._logs, self._num_nan = {}, Counter()
-        parts = GatedParts([prompt for prompt, _ in samples])
+        parts = GatedParts(samples)
+        details: dict[str, list[str | None]] = {}
         for stage in stages(self.functions):
-            chosen = {f.name: [samples[i] for i in np.flatnonzero(parts.to_score(f)).tolist()] for f in stage}
+            numbers = {f.name: np.flatnonzero(parts.to_score(f)).tolist() for f in stage}
+            chosen = {name: [samples[i] for i in of_one] for name, of_one in numbers.items()}
             called = [f for f in stage if chosen[f.name]]
             returned = self._call_all(called, chosen)
             for warning in (w for f in called for w in reports_of(f.function).last_warnings):
                 self._notify(warning, during)
             for f in called:
-                ids = [id(trajectory) for _, trajectory in chosen[f.name]]
-                for name, values in self._details_of(f, len(ids)).items():
-                    of_sample = dict(zip(ids, values, strict=True))
-                    self._details[name] = [of_sample.get(id(trajectory)) for _, trajectory in samples]
+                for name, values in self._details_of(f, len(chosen[f.name])).items():
+                    of_sample = dict(zip(numbers[f.name], values, strict=True))
+                    details[name] = [of_sample.get(i) for i in range(len(samples))]
             for f in stage:
                 values_N = _checked(f, returned.get(f.name, []), chosen[f.name])
                 self._tell_of_nan(f, values_N, returned.get(f.name, []), during)
@@ -305,7 +304,7 @@ class RewardRunner:
                 parts.add(f, values_N)
             parts.close_gates(stage)
         self._logged += [log.metrics for log in self._logs.values()]
-        return parts.values
+        return parts.values, details
 
     def _notify(self, text: str, during: str) -> None:
         if self.notify is not None:
@@ -314,8 +313,11 @@ class RewardRunner:
     def _details_of(self, reward: RewardFunction, count: int) -> dict[str, Sequence[str | None]]:
         """Return what a function tells of each of its `count` completions, by column."""
         details: dict[str, Sequence[str | None]] = {}
-        if (of_function := reports_of(reward.function).last_details) is not None:
-            details |= _named_details(reward.name, of_function)
+        of_function = reports_of(reward.function).last_details
+        if isinstance(of_function, Mapping):
+            details |= {f"{reward.name}/{key}": values for key, values in of_function.items()}
+        elif of_function is not None:
+            details[reward.name] = of_function
         try:
             return details | self._logs.get(reward.name, RewardLog()).details(count)
         except UserError as error:
@@ -337,17 +339,16 @@ class RewardRunner:
         if not is_constant(values_N.tolist()):
             return
         if caught is None and arguments:
-            log = RewardLog().arguments(self.trainer_progress())  # what it logs again is dropped
             few, count = first_few(arguments, len(values_N))
             with suppress(UserError), caught_exceptions() as caught:
-                call_sync(reward, {**few, **{name: log[name] for name in log.keys() & few.keys()}})
+                call_sync(reward, few)
         if caught:
             self._notify(describe_caught(reward.name, caught, count, float(values_N[0])), during)
 
     def _call_all(
         self,
         functions: Sequence[RewardFunction],
-        chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
+        chosen: Mapping[str, Sequence[Sample]],
     ) -> dict[str, Any]:
         """Call each function with its samples."""
         returned = {}
@@ -367,7 +368,7 @@ class RewardRunner:
     def _calling(
         self,
         functions: Sequence[RewardFunction],
-        chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]],
+        chosen: Mapping[str, Sequence[Sample]],
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[None]:
         """Watch a call of functions: its time, its progress, and its traceback if it fails.
@@ -406,9 +407,7 @@ class RewardRunner:
                 (self.log_folder / f"reward-{names}.txt").write_text(text, encoding="utf-8", errors="replace")
 
     @contextmanager
-    def _reporting(
-        self, functions: Sequence[RewardFunction], chosen: Mapping[str, Sequence[tuple[Prompt, Trajectory]]]
-    ) -> Iterator[None]:
+    def _reporting(self, functions: Sequence[RewardFunction], chosen: Mapping[str, Sequence[Sample]]) -> Iterator[None]:
         """Pass on the progress of functions that report it, from its start to its end."""
         sizes = {f.name: len(chosen[f.name]) for f in functions if isinstance(f.function, ReportsProgress)}
         for f in functions:
@@ -422,7 +421,7 @@ class RewardRunner:
                 self.on_progress(name, size, size)
         self.num_judged |= sizes
 
-    def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
+    def _arguments(self, reward: RewardFunction, samples: Sequence[Sample]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
         columns = {
@@ -448,48 +447,25 @@ class RewardRunner:
         arguments |= {name: value for name, value in trl.items() if parameters.accepts(name)}
         return arguments | dict(reward.args)
 
-    def _weighted_sum(self, parts: Mapping[str, FloatArray], *, require_scores: bool) -> FloatArray:
+    def _weighted_sum(self, parts: Mapping[str, FloatArray]) -> FloatArray:
+        """Return the sum for each completion that is scored, else NaN."""
         parts_RN = np.stack([parts[f.name] for f in self.functions])
         weights_R1 = np.array([[f.weight] for f in self.functions])
         has_number_RN = ~np.isnan(parts_RN)
         scored_N = has_number_RN[[not f.shapes for f in self.functions]].any(axis=0)
-        if require_scores and not scored_N.any():
-            raise UserError(
-                f"no reward scored any of the {parts_RN.shape[1]} completions of this step: "
-                f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
-                f"there is nothing to learn from; check the answer column{self._reasons()}"
-            )
         with np.errstate(over="ignore"):  # reported below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
         if not (np.abs(sums_N) <= MAX_ABS_REWARD).all():
             raise UserError(f"rewards: the weighted sum of the rewards exceeds {MAX_ABS_REWARD:g}; use smaller weights")
-        return np.where(scored_N, sums_N, UNSCORED)
+        return np.where(scored_N, sums_N, np.nan)
 
-
-def _named_details(
-    name: str, details: Sequence[str | None] | Mapping[str, Sequence[str | None]]
-) -> Mapping[str, Sequence[str | None]]:
-    """Return a reward's details by column: one of its own name, or several below it."""
-    return {f"{name}/{key}": d for key, d in details.items()} if isinstance(details, Mapping) else {name: details}
-
-
-def _in(during: str) -> str:
-    return during and f" in {during}"
-
-
-def _align(trajectories: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
-    """Align values of the unbroken trajectories with all; NaN for broken ones."""
-    aligned_N = np.full(len(trajectories), UNSCORED)
-    aligned_N[[not trajectory.is_broken for _, trajectory in trajectories]] = values
-    return aligned_N
-
-
-def _align_details(
-    trajectories: Sequence[tuple[Prompt, Trajectory]], values: Sequence[str | None]
-) -> tuple[str | None, ...]:
-    """Align details of the unbroken trajectories with all; None for broken ones."""
-    of_scorable = iter(values)
-    return tuple(None if trajectory.is_broken else next(of_scorable) for _, trajectory in trajectories)
+    def _describe_unscored(self, count: int) -> str:
+        counted = ", ".join(f"{name}: {number}" for name, number in self.counts().items())
+        return (
+            f"no reward scored any of the {count} completions of this step: "
+            f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
+            f"there is nothing to learn from; check the answer column{counted and f' (counted: {counted})'}"
+        )
 
 
 def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:
@@ -532,7 +508,7 @@ _TRAJECTORY_ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = dict(
 )
 
 
-def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:
+def _checked(reward: RewardFunction, returned: Any, samples: Sequence[Sample]) -> FloatArray:
     """Validate and convert to one float64 per completion, NaN for None."""
     if not isinstance(returned, list):
         raise UserError(
@@ -558,7 +534,7 @@ def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prom
     return parts_N
 
 
-def _odd_one_out(values: Sequence[Any], samples: Sequence[tuple[Prompt, Trajectory]]) -> str:
+def _odd_one_out(values: Sequence[Any], samples: Sequence[Sample]) -> str:
     """Describe the first completion without a value, or the first value without a completion."""
     if len(values) < len(samples):
         i = len(values)

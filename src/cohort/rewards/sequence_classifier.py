@@ -111,9 +111,9 @@ class Classifier:
             on_progress: called with the number of texts that have a score and of all different texts.
         """
         texts = [self.render(messages) for messages in conversations]
-        ids = {text: self._token_ids(text) for text in dict.fromkeys(texts)}
-        limit = self.max_tokens
-        self.num_truncated = sum(len(self._full_ids(text)) > limit for text in texts) if limit < _UNLIMITED else 0
+        whole = {text: self._token_ids(text) for text in dict.fromkeys(texts)}
+        self.num_truncated = sum(len(whole[text]) > self.max_tokens for text in texts)
+        ids = {text: self._token_ids(text, truncate=len(of_one) > self.max_tokens) for text, of_one in whole.items()}
         by_length = sorted(ids, key=lambda text: len(ids[text]))
         scores: dict[str, float] = {}
         for batch in self._batches([ids[text] for text in by_length]):
@@ -135,18 +135,12 @@ class Classifier:
         except Exception as error:  # templates raise errors of their own
             raise UserError(f"the chat template of the reward model refuses a conversation: {error}") from error
 
-    def _full_ids(self, text: str) -> list[int]:
-        """Tokens of a text; the chat template has the special ones already."""
-        has_template = self.tokenizer.chat_template is not None
-        return list(self.tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"])
-
-    def _token_ids(self, text: str) -> list[int]:
-        ids = self._full_ids(text)
-        if len(ids) <= self.max_tokens:
-            return ids or [self.tokenizer.eos_token_id or 0]
-        has_template = self.tokenizer.chat_template is not None
-        cut = self.tokenizer(text, add_special_tokens=not has_template, truncation=True, max_length=self.max_tokens)
-        return list(cut["input_ids"])
+    def _token_ids(self, text: str, *, truncate: bool = False) -> list[int]:
+        """Tokens of a text, at least one; the chat template has the special ones already."""
+        options = {"truncation": True, "max_length": self.max_tokens} if truncate else {}
+        special = self.tokenizer.chat_template is None
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False, **options)["input_ids"]
+        return list(ids) or [self.tokenizer.eos_token_id or 0]
 
     def _batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Split sequences, shortest first, into batches of at most `batch_tokens`, padding included."""

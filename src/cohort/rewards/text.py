@@ -19,55 +19,32 @@ from cohort.config.rewards import (
     RepetitionSettings,
     WordRepetitionSettings,
 )
-from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.completion_text import answer_text, completion_text
+from cohort.rewards.builtin import AnswerReward, BuiltinReward, Columns, RewardContext
+from cohort.rewards.completion_text import completion_text
 
 
-class ExactReward(BuiltinReward[ExactSettings]):
+class ExactReward(AnswerReward[ExactSettings]):
     """1.0 if the extracted answer equals the answer column as text, else 0.0; None if the column is empty."""
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: str) -> bool:
+        """See `AnswerReward`."""
+        return text is not None and text.strip() == gold
 
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        regex = None if self.settings.pattern is None else re.compile(self.settings.pattern)
-        return [
-            None if answer is None else float(_extract(answer_text(completion), regex) == str(answer).strip())
-            for completion, answer in zip(completions, columns[self.settings.answer_column], strict=True)
-        ]
+    def gold(self, answer: Any) -> str:
+        """See `AnswerReward`."""
+        return str(answer).strip()
 
 
-def _extract(text: str, regex: re.Pattern[str] | None) -> str | None:
-    text = text.rpartition("</think>")[2]
-    if regex is None:
-        return text.strip()
-    found = regex.findall(text)  # one group: its texts, in order
-    return found[-1].strip() if found else None
-
-
-class ExactSetReward(BuiltinReward[ExactSetSettings]):
+class ExactSetReward(AnswerReward[ExactSetSettings]):
     """1.0 if both hold the same items, in any order and with repetitions, else 0.0; None if the row has no answer."""
 
-    def required_columns(self) -> Sequence[str]:
-        """See `BuiltinReward`."""
-        return (self.settings.answer_column,)
+    def is_right(self, text: str | None, gold: set[str]) -> bool:
+        """See `AnswerReward`."""
+        return text is not None and self.gold(text) == gold
 
-    def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
-        """Return one reward per completion."""
-        regex = None if self.settings.pattern is None else re.compile(self.settings.pattern)
-        rewards: list[float | None] = []
-        for completion, gold in zip(completions, columns[self.settings.answer_column], strict=True):
-            text: str | None = answer_text(completion).rpartition("</think>")[2]
-            if regex is not None:
-                text = ([match[1] for match in regex.finditer(text or "")] or [None])[-1]
-            is_equal = text is not None and self._items(text) == self._items(gold)
-            rewards.append(None if gold is None else float(is_equal))
-        return rewards
-
-    def _items(self, given: Any) -> set[str]:
-        parts = given if isinstance(given, list | tuple | set) else str(given).split(self.settings.separator)
+    def gold(self, answer: Any) -> set[str]:
+        """See `AnswerReward`. Return the items of a list or a text."""
+        parts = answer if isinstance(answer, list | tuple | set) else str(answer).split(self.settings.separator)
         texts = {str(part).strip() for part in parts} - {""}
         return {text.casefold() for text in texts} if self.settings.ignore_case else texts
 
@@ -93,18 +70,16 @@ class RegexReward(BuiltinReward[RegexSettings]):
 
 
 class TextReward(BuiltinReward[NoSettings]):
-    """A function of the completions, without settings."""
+    """A function of a completion's text, without settings."""
 
-    def __init__(
-        self, settings: NoSettings, context: RewardContext, *, score: Callable[[Sequence[Any]], list[float]]
-    ) -> None:
-        """Create the reward; `score` returns one reward per completion."""
+    def __init__(self, settings: NoSettings, context: RewardContext, *, score: Callable[[str], float]) -> None:
+        """Create the reward; `score` returns that of a text."""
         super().__init__(settings, context)
         self._score = score
 
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         """Return one reward per completion."""
-        return self._score(completions)
+        return [float(self._score(completion_text(completion))) for completion in completions]
 
 
 _ANSWER_BEGINS = "\n</think>\n<answer>\n"
@@ -114,27 +89,24 @@ _STEPS = re.compile(r"Step \d+:|^\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _ENOUGH_STEPS = 3
 
 
-def think_answer_format(completions: Sequence[Any]) -> list[float]:
+def think_answer_format(text: str) -> float:
     """`open_r1.format`: 1.0 for think and answer blocks whose tags stand on lines of their own, else 0.0."""
-    return [float(_answer_position(completion_text(c), lambda text, at: at) >= 0) for c in completions]
+    return _answer_position(text, lambda _, position: position) >= 0
 
 
-def think_format(completions: Sequence[Any]) -> list[float]:
+def think_format(text: str) -> float:
     """`trl.think_format`: 1.0 if the text starts with the only `<think>` and a `</think>` follows, else 0.0."""
-    texts = [completion_text(completion) for completion in completions]
-    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
 
 
-def tag_count(completions: Sequence[Any]) -> list[float]:
+def tag_count(text: str) -> float:
     """`open_r1.tag_count`: a quarter for each of four tags, with its line breaks, that occurs exactly once."""
-    texts = [completion_text(completion) for completion in completions]
-    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
+    return sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS)
 
 
-def reasoning_steps(completions: Sequence[Any]) -> list[float]:
+def reasoning_steps(text: str) -> float:
     """`open_r1.reasoning_steps`: a third for each numbered step, bullet or "First,", up to 1.0."""
-    counts = [len(_STEPS.findall(completion_text(completion))) for completion in completions]
-    return [min(1.0, count / _ENOUGH_STEPS) for count in counts]
+    return min(1.0, len(_STEPS.findall(text)) / _ENOUGH_STEPS)
 
 
 class CodeFormatReward(BuiltinReward[CodeFormatSettings]):
@@ -183,32 +155,24 @@ def _answer_position(text: str, body: Callable[[str, int], int]) -> int:
     return ends.start() if ends else -1
 
 
-class TokenRepetitionReward(BuiltinReward[RepetitionSettings]):
-    """`max_penalty` times the share of repeated n-grams of tokens; 0.0 for fewer than `ngram_size` tokens."""
-
-    shapes = True
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """Return one reward per completion."""
-        size, penalty = self.settings.ngram_size, self.settings.max_penalty
-        return [_share_repeated(ids, size) * penalty or 0.0 for ids in completion_ids]
-
-
-class WordRepetitionReward(BuiltinReward[WordRepetitionSettings]):
-    """`max_penalty` times the share of repeated n-grams of lower-case words."""
+class RepetitionReward(BuiltinReward[RepetitionSettings | WordRepetitionSettings]):
+    """`max_penalty` times the share of repeated n-grams: of tokens, or of lower-case words for Open-R1's settings."""
 
     shapes = True
 
     def check(self) -> None:
         """See `BuiltinReward`."""
-        if self.settings.language == "zh" and importlib.util.find_spec("jieba") is None:
+        is_chinese = isinstance(self.settings, WordRepetitionSettings) and self.settings.language == "zh"
+        if is_chinese and importlib.util.find_spec("jieba") is None:
             raise ValueError("language: zh needs the package jieba; install it with `pip install jieba`")
 
-    def __call__(self, completions: Sequence[Any]) -> list[float]:
+    def __call__(self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return one reward per completion."""
-        size, penalty = self.settings.ngram_size, self.settings.max_penalty
-        words = [_words(completion_text(completion), self.settings.language) for completion in completions]
-        return [_share_repeated(of_one, size) * penalty or 0.0 for of_one in words]
+        s = self.settings
+        items: Sequence[Sequence[Hashable]] = completion_ids
+        if isinstance(s, WordRepetitionSettings):
+            items = [_words(completion_text(completion), s.language) for completion in completions]
+        return [_share_repeated(of_one, s.ngram_size) * s.max_penalty or 0.0 for of_one in items]
 
 
 def _words(text: str, language: str) -> list[str]:

@@ -9,9 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from multiprocessing.connection import wait
@@ -47,24 +45,6 @@ def syntax_reward(sources, **kwargs):
         return False
 
     return [0.25 if parses(source) else -0.25 for source in sources]
-
-
-@on_code
-def subprocess_reward(sources, tests, **kwargs):
-    rewards = []
-    for source, asserts in zip(sources, tests, strict=True):
-        if source is None:
-            rewards.append(0.0)
-            continue
-        with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-            file.write(source + "\n" + "\n".join(asserts) + "\n")
-            file.flush()
-            try:
-                done = subprocess.run([sys.executable, "-I", file.name], capture_output=True, text=True, timeout=20)
-                rewards.append(float(done.returncode == 0))
-            except subprocess.TimeoutExpired:
-                rewards.append(-1.0)
-    return rewards
 
 
 def _passes(source: str, test: str) -> bool:

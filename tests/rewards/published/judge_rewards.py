@@ -1,4 +1,4 @@
-"""Judges over HTTP, with a client that answers by itself; called with asyncio in every way."""
+"""Judges over HTTP, with a client that answers by itself; called asynchronously."""
 
 import asyncio
 import random
@@ -42,36 +42,6 @@ async def ask(client: Client, text: str) -> float | None:
 async def judge_reward(prompts, completions, **kwargs):
     """Asynchronous all the way, with a client that lives as long as the process."""
     return await asyncio.gather(*(ask(client, completion) for completion in completions))
-
-
-def gather_reward(completions, **kwargs):
-    async def ask_all():
-        own = Client()
-        return await asyncio.gather(*[ask(own, completion) for completion in completions])
-
-    try:
-        return asyncio.run(ask_all())
-    except RuntimeError as e:
-        print(f"no event loop for the judge: {e}")
-        return [0.0] * len(completions)
-
-
-def loop_reward(completions, **kwargs):
-    try:
-        loop = asyncio.get_event_loop()
-    except RuntimeError:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-
-    async def ask_all():
-        own, results = Client(max_connections=1), []
-        for task in asyncio.as_completed([asyncio.wait_for(ask(own, c), timeout=30) for c in completions]):
-            results.append(await task)
-        return results
-
-    scores = loop.run_until_complete(ask_all())
-    mean = sum(s for s in scores if s is not None) / max(1, len(scores))
-    return [len(completion) / 100 + mean for completion in completions]
 
 
 class RubricReward:

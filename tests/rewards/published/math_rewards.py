@@ -1,11 +1,9 @@
-"""Answers in LaTeX: math_verify, SymPy under a time limit, and rewards by length."""
+"""Answers in LaTeX: math_verify, and SymPy under a time limit."""
 
-import math
 import re
 import signal
 from contextlib import contextmanager
 
-import numpy as np
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import simplify
@@ -68,33 +66,3 @@ def symbolic_reward(completions, solution, **kwargs):
         except:  # noqa: E722  (as people write it)
             rewards.append(-1.0)
     return rewards
-
-
-def get_cosine_reward(min_wrong=-1.0, max_wrong=-0.5, min_correct=0.5, max_correct=1.0, max_len=1000):
-    def cosine_reward(completions, solution, **kwargs):
-        rewards = []
-        for completion, sol in zip(completions, solution, strict=True):
-            content = completion[0]["content"]
-            is_correct = last_box(content) is not None and last_box(content) == last_box(sol)
-            low, high = (min_correct, max_correct) if is_correct else (max_wrong, min_wrong)
-            cosine = math.cos(min(1.0, len(content) / max_len) * math.pi)
-            rewards.append(low + 0.5 * (high - low) * (1.0 + cosine))
-        return rewards
-
-    return cosine_reward
-
-
-cosine_reward = get_cosine_reward(max_len=200)
-
-
-def len_reward(completions, solution, **kwargs):
-    """Shorter is better, relative to the batch; no bonus for wrong answers."""
-    lengths = np.array([len(completion[0]["content"]) for completion in completions], dtype=np.float32)
-    correct = np.array(
-        [last_box(c[0]["content"]) == last_box(s) for c, s in zip(completions, solution, strict=True)], dtype=bool
-    )
-    spread = lengths.max() - lengths.min()
-    if spread == 0:
-        return np.zeros(len(lengths))
-    score = np.float32(0.5) - (lengths - lengths.min()) / spread
-    return np.where(correct, score, np.minimum(score, 0))

@@ -31,23 +31,6 @@ def json_format_reward(completions, schema, **kwargs):
     return torch.tensor(rewards)
 
 
-def field_accuracy_reward(completions, expected, **kwargs):
-    def one(text, gold):
-        value = load_json(text)
-        if value is None:
-            return 0.0
-        gold = json.loads(gold) if isinstance(gold, str) else gold
-        return sum(value.get(key) == wanted for key, wanted in gold.items()) / len(gold)
-
-    scores = []
-    for completion, gold in zip(completions, expected, strict=True):
-        try:
-            scores.append(one(completion[0]["content"], gold))
-        except AttributeError:  # a list or a number
-            scores.append(0.0)
-    return scores
-
-
 def yaml_reward(completions, **kwargs):
     def valid(text):
         try:

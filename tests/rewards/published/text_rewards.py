@@ -1,4 +1,4 @@
-"""Summaries and translations: similarity, repetition, length and language, on plain text prompts."""
+"""Summaries and translations: similarity, length and language, on plain text prompts."""
 
 import difflib
 import hashlib
@@ -15,36 +15,6 @@ CACHE = Path(__file__).parent / "embedding_cache"
 
 def similarity_reward(completions, reference, **kwargs):
     return [difflib.SequenceMatcher(None, c, r).ratio() for c, r in zip(completions, reference, strict=True)]
-
-
-def edit_distance(a, b):
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
-    return row[-1]
-
-
-def levenshtein_reward(completions, reference, **_):
-    return tuple(1 - edit_distance(c, r) / max(len(c), len(r), 1) for c, r in zip(completions, reference, strict=True))
-
-
-def get_repetition_penalty(ngram_size: int, max_penalty: float):
-    if max_penalty > 0:
-        raise ValueError(f"max_penalty {max_penalty} should not be positive")
-
-    def repetition_penalty(completions, completion_ids, **kwargs):
-        rewards = []
-        for ids in completion_ids:
-            ngrams = list(zip(*(ids[i:] for i in range(ngram_size)), strict=False))
-            rewards.append((1 - len(set(ngrams)) / len(ngrams)) * max_penalty if ngrams else 0.0)
-        return rewards
-
-    return repetition_penalty
-
-
-repetition_reward = get_repetition_penalty(ngram_size=3, max_penalty=-1.0)
 
 
 def length_reward(completions, target_words=20, tolerance=0.5, **kwargs):

@@ -10,9 +10,9 @@ from typing import Any
 from cohort.config.rewards import CodeSettings
 from cohort.errors import UserError, excerpt
 from cohort.rewards.builtin import BuiltinReward, Columns, RewardContext
-from cohort.rewards.code.row_tests import ProgramTests, Tests, read_tests
+from cohort.rewards.code.row_tests import ProgramTests, Tests, first, read_tests
 from cohort.rewards.code.verdict import CodeVerdict, job_request, judge
-from cohort.rewards.completion_text import answer_text
+from cohort.rewards.completion_text import after_thinking, answer_text
 from cohort.sandbox import Job
 from cohort.sandbox.process import Limits
 
@@ -127,7 +127,7 @@ class CodeReward(BuiltinReward[CodeSettings]):
 
 def extract_code(text: str, language: str = "python") -> str:
     """Return the last fenced block in the language after `</think>`, else the last without one, else the whole text."""
-    text = text.rpartition("</think>")[2]
+    text = after_thinking(text)
     tags = _PYTHON_TAGS if language == "python" else (language,)
     blocks = _FENCE.findall(text)
     bodies = [body for tag, body in blocks if tag.lower() in tags] or [body for tag, body in blocks if not tag]
@@ -148,7 +148,7 @@ def _tests(value: Any, entry_point: Any, setup_of_row: Any, *, setup: str, max_t
         return None
     try:
         before = "\n".join(filter(None, [setup, setup_of_row]))
-        return read_tests(value, entry_point=entry_point, setup=before).first(max_tests)
+        return first(read_tests(value, entry_point=entry_point, setup=before), max_tests)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, MemoryError) as error:
         return str(error) or type(error).__name__
 

@@ -8,7 +8,7 @@ import ast
 import builtins
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Signatures of functions that tests call by name use `List` and others without an import, as LeetCode's do.
@@ -64,10 +64,6 @@ class FunctionTests:
     before: str = ""
     after: str = ""
 
-    def first(self, number: int | None) -> "FunctionTests":
-        """Return the first tests."""
-        return replace(self, cases=self.cases[:number])
-
     @property
     def shares_interpreter(self) -> bool:
         """Whether the verdict rests on tests that run in the same interpreter as the code."""
@@ -82,31 +78,24 @@ class ProgramTests:
     before: str = ""  # of programs in Python
     shares_interpreter: bool = False
 
-    def first(self, number: int | None) -> "ProgramTests":
-        """Return the first tests."""
-        return replace(self, cases=self.cases[:number])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PytestTests:
     """Test files; the code is the module `solution`."""
 
     files: Mapping[str, str]
-    tests: tuple[str, ...] = field(default=())  # node ids, without parameters
+    cases: tuple[str, ...]  # node ids, without parameters
     before: str = ""
     shares_interpreter: bool = True
 
-    def first(self, number: int | None) -> "PytestTests":
-        """Return all tests: files are run as a whole."""
-        return self
-
-    @property
-    def cases(self) -> tuple[str, ...]:
-        """The tests."""
-        return self.tests
-
 
 Tests = FunctionTests | ProgramTests | PytestTests
+
+
+def first(tests: Tests, number: int | None) -> Tests:
+    """Return the first tests, or all of test files, which run as a whole."""
+    cases: Any = tests.cases[:number]
+    return tests if isinstance(tests, PytestTests) else replace(tests, cases=cases)
 
 
 def read_tests(value: Any, *, entry_point: str | None = None, setup: str = "") -> Tests:
@@ -242,7 +231,7 @@ def _of_files(files: Mapping[str, str]) -> PytestTests:
             raise ValueError(f"the file {name!r} is not below the tests' folder")
         if name.rpartition("/")[2].startswith("test_"):
             found += [f"{name}::{test}" for test in _test_names(_parsed(text).body)]
-    return PytestTests(files=dict(files), tests=tuple(found))
+    return PytestTests(files=dict(files), cases=tuple(found))
 
 
 def _test_names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:

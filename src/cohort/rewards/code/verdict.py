@@ -1,15 +1,14 @@
 """Judge what came back from the sandbox. Everything in there may be forged, except what it cannot know."""
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from cohort.rewards.code.row_tests import CallCase, FunctionTests, ProgramTests, PytestTests, StdinCase, Tests
 from cohort.sandbox import JobResult
-from cohort.sandbox.guest import MAX_DEPTH, MAX_ERROR_CHARS
+from cohort.sandbox.guest import MAX_DEPTH, MAX_ERROR_CHARS, encode
 
 _MAX_NUMBER_CHARS = 400
 
@@ -42,7 +41,7 @@ def judge(tests: Tests, outcome: JobResult, token: str) -> CodeVerdict:
     if not isinstance(tests, ProgramTests):
         records = tuple(record for record in records if record.get("token") == token)
     if isinstance(tests, PytestTests):
-        results = _of_tests(tests.tests, records)
+        results = _of_tests(tests.cases, records)
         if not any(record.get("exit") == 0 for record in records):
             results = [note or "pytest did not finish" for note in results]
     else:
@@ -72,7 +71,7 @@ def job_request(tests: Tests, code: str, token: str, *, options: Mapping[str, An
             "token": token,
             "before": before,
             "files": files,
-            "tests": sorted({t.split("::")[0] for t in tests.tests}),
+            "tests": sorted({t.split("::")[0] for t in tests.cases}),
         }
     parts = {"before": tests.before, "code": code, "after": tests.after}
     return {"kind": "functions", "token": token, "parts": parts, "cases": [case.request() for case in tests.cases]}
@@ -141,109 +140,50 @@ def _is_expected(value: Any, case: CallCase) -> bool:
         return False
 
 
-def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False, depth: int = 0) -> bool:
+def equals(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool:
     """Whether a value that the guest encoded equals an expected one, by Python's rules.
 
-    It follows the expected value, and compares items of sets and keys as texts: their hashes may be chosen to collide.
-    It takes linear time but for the sorting of sets, and finds nothing equal that is nested deeper than the guest can
-    encode.
+    It takes linear time but for the sorting of sets and dicts, and hashes nothing, since hashes may be chosen to
+    collide. Nothing is equal that is nested deeper than the guest can encode.
 
     Args:
         value: JSON with the guest's tags for tuples, sets, dicts, bytes and complex numbers.
         expected: a plain Python value.
         lists_for_tuples: whether a list and a tuple may be equal.
-        depth: of the values in those that are compared.
     """
-
-    def same(v: Any, e: Any) -> bool:
-        return equals(v, e, lists_for_tuples=lists_for_tuples, depth=depth + 1)
-
-    if depth > MAX_DEPTH:
+    try:
+        found, wanted = (_canonical(v, lists_for_tuples, depth=0) for v in (value, encode(expected)))
+    except (ValueError, TypeError):
         return False
-    match expected:
-        case None | bool() | int() | float() | str():
-            is_plain = value is None or isinstance(value, bool | int | float | str)
-            return is_plain and bool(value == expected)
-        case list() | tuple():
-            tag = "t" if isinstance(expected, tuple) else None
-            items = _items(value, tag)
-            if items is None and lists_for_tuples:
-                items = _items(value, None if tag else "t")
-            return items is not None and len(items) == len(expected) and all(map(same, items, expected))
-        case set() | frozenset():
-            items = _items(value, "s")
-            if items is None or len(items) != len(expected):
-                return False
-            keys = [_key(item) for item in items]
-            return None not in keys and sorted(map(str, keys)) == sorted(map(_expected_key, expected))
-        case dict():
-            items = _items(value, "d")
-            if items is None or len(items) != len(expected):
-                return False
-            if not all(isinstance(item, list) and len(item) == 2 for item in items):
-                return False
-            found = {_key(k): v for k, v in items}
-            wanted = {_expected_key(k): e for k, e in expected.items()}
-            return found.keys() == wanted.keys() and all(same(found[k], e) for k, e in wanted.items())
-        case bytes():
-            return isinstance(value, dict) and value.get("b") == expected.hex()
-        case complex():
-            return isinstance(value, dict) and value.get("c") == [expected.real, expected.imag]
-        case _:
-            return False
+    return bool(found == wanted)
 
 
-def _items(value: Any, tag: str | None) -> list[Any] | None:
-    """Return the items of a list, or of an encoded collection with this tag."""
-    items = value if tag is None else value.get(tag) if isinstance(value, dict) and len(value) == 1 else None
-    return items if isinstance(items, list) else None
+def _canonical(value: Any, lists_for_tuples: bool, depth: int = 0) -> Any:
+    """Return texts, and lists of them, that are equal for equal values such as 1, 1.0 and True.
 
-
-def _key(value: Any, depth: int = 0) -> str | None:
-    """Return a text that is that of `_expected_key` for an equal item of a set or key; None for what cannot be one."""
-    if isinstance(value, str | int | float | None):  # bool is an int
-        return _plain_key(value) if value == value else None  # NaN equals nothing
-    if not isinstance(value, dict) or len(value) != 1 or depth >= MAX_DEPTH:
-        return None
-    [(tag, content)] = value.items()
-    if tag in ("t", "s") and isinstance(content, list):
-        items = [_key(item, depth + 1) for item in content]
-        return None if None in items else _collection_key(tag, map(str, items))
-    if tag == "b" and isinstance(content, str):
-        return f"b{content}"
-    if tag == "c" and isinstance(content, list) and len(content) == 2:
-        is_complex = all(isinstance(part, float) and part == part for part in content)
-        return _collection_key("c", map(_plain_key, content)) if is_complex else None
-    return None
-
-
-def _expected_key(value: Any) -> str:
-    match value:
-        case tuple():
-            return _collection_key("t", map(_expected_key, value))
-        case frozenset():
-            return _collection_key("s", map(_expected_key, value))
-        case bytes():
-            return f"b{value.hex()}"
-        case complex():
-            return _collection_key("c", map(_plain_key, (value.real, value.imag)))
-        case _:
-            return _plain_key(value)
-
-
-def _plain_key(value: str | int | float | None) -> str:
-    """Return a text that equal values share, such as 1, 1.0 and True."""
+    Raises:
+        ValueError, TypeError: it holds NaN, which equals nothing, is nested too deep, or the guest did not encode it.
+    """
     if isinstance(value, str):
         return f"'{value}"
-    if isinstance(value, float) and (not math.isfinite(value) or not value.is_integer()):
-        return value.hex()
-    return "None" if value is None else hex(int(value))
-
-
-def _collection_key(tag: str, items: Iterable[str]) -> str:
-    """Join the texts of items, each with its length, in their order or that of a set."""
-    parts = sorted(items) if tag == "s" else items
-    return tag + "".join(f"{len(part)}:{part}" for part in parts)
+    if value is None:
+        return "None"
+    if isinstance(value, (int, float)):
+        if value != value:
+            raise ValueError("NaN equals nothing")
+        return hex(int(value)) if isinstance(value, int) or value.is_integer() else value.hex()
+    [(tag, content)] = [("l", value)] if isinstance(value, list) else value.items()
+    if tag == "b" and isinstance(content, str):
+        return [tag, content]
+    if depth > MAX_DEPTH or not isinstance(content, list):
+        raise ValueError("not a value of the guest")
+    if tag == "d":
+        items = [[_canonical(part, lists_for_tuples, depth + 1) for part in pair] for pair in content]
+    else:
+        items = [_canonical(item, lists_for_tuples, depth + 1) for item in content]
+    if tag in ("s", "d"):
+        items.sort(key=repr)
+    return ["l" if tag == "t" and lists_for_tuples else tag, *items]
 
 
 def same_output(output: str, expected: str) -> bool:
