@@ -126,9 +126,9 @@ class Campaign:
     def look_for_orphans(self, run: Path) -> None:
         """Look for processes of a run that was killed, until there are none, or five seconds have passed."""
         deadline = time.monotonic() + ORPHANS_S
-        while found := [process.cmdline() for process in psutil.process_iter() if is_child_of(run, process)]:
+        while found := [process for process in psutil.process_iter() if is_child_of(run, process)]:
             if time.monotonic() > deadline:
-                self.lost.append(f"{run.name}: processes were left: {found}")
+                self.lost.append(f"{run.name}: processes were left: {', '.join(map(str, found))}")
                 return
             time.sleep(0.1)
 
