@@ -30,20 +30,7 @@ def math_reward():
 
 
 CASES = [
-    ("42", "The answer is 42.", "correct"),
-    ("42", r"so \boxed{42}", "correct"),
-    ("42", r"so $\boxed{41}$, not 42", "wrong"),
     ("42", "I do not know", "answer_unparsable"),
-    ("1/2", r"$\frac{1}{2}$", "correct"),
-    (r"\frac{1}{3}", r"\boxed{\frac{2}{6}}", "correct"),
-    (r"$\frac{1}{3}$", r"\boxed{0.5}", "wrong"),
-    ("1,000", r"\boxed{1000}", "correct"),
-    ("1e3", "1000", "correct"),
-    ("(1, 2)", "2", "wrong"),
-    ("(1, 2)", r"\boxed{(1,2)}", "correct"),
-    ("x^2 + 1", "$1 + x^2$", "correct"),
-    ("2", r"<think>\boxed{1}</think> \boxed{2}", "correct"),
-    ("The answer is 7.", r"\boxed{7}", "correct"),
     ("who knows", r"\boxed{7}", "gold_unparsable"),
     ("7", "12 345 " * 20_000 + "\n7", "correct"),
     ("7", r"\boxed{7} " + "so it is. " * 5_000, "correct"),

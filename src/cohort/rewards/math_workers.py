@@ -63,6 +63,9 @@ class MathWorkers:
                 child = self._children[place]
                 if child is None or not child.is_alive:
                     child = self._children[place] = self._start()
+                if self._num_closed != num_closed:  # while it started
+                    child.kill()
+                    break
                 try:
                     verdict: Grade = child.call({"gold": gold, "text": text, "grader": grader}, deadline_s)
                     return verdict

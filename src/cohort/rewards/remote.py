@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx2
 
 from cohort.config.rewards import ServerSettings
-from cohort.errors import UserError
+from cohort.errors import UserError, describe_error
 from cohort.rewards.function import require_package
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ class RemoteClient:
                     return str(client.get(url, cast_to=str, options=self._request(retries=0)))
                 return str(client.post(url, cast_to=str, body=_sendable(body), options=self._request(retries=0)))
             except openai.APIConnectionError as error:
-                raise ValueError(f"url: {url} does not answer ({_cause(error)}); start the server first") from error
+                raise ValueError(
+                    f"url: {url} does not answer ({describe_error(error.__cause__ or error)}); start the server first"
+                ) from error
 
     async def post_all(
         self,
@@ -227,7 +229,7 @@ class RemoteClient:
         if isinstance(error, openai.APITimeoutError):
             return Failure("timeout", f"{self.url}: no answer within {self._settings.request_timeout_s:g} s")
         if not isinstance(error, openai.APIStatusError):
-            return Failure("connection", f"{self.url}: {_cause(error)}")
+            return Failure("connection", f"{self.url}: {describe_error(error.__cause__ or error)}")
         status = error.status_code
         if status in _MISCONFIGURED:
             return Failure(f"http_{status}", f"{self.url} answers {self._said(error)}")
@@ -297,12 +299,6 @@ def _read_key(variable: str | None) -> str:
 def _sendable(body: Any) -> Any:
     """Return JSON without lone surrogates, for which UTF-8 has no form."""
     return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
-
-
-def _cause(error: BaseException) -> str:
-    """Describe the error of the connection below one of the SDK."""
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
 
 
 def _short(text: str) -> str:

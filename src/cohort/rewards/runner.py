@@ -430,10 +430,11 @@ class RewardRunner:
         }
         parameters = self._parameters[reward.name]
         if isinstance(reward.function, BuiltinReward):
-            given = {name: of_rollout for name, of_rollout in _OF_BUILTIN.items() if name in parameters.names}
-            arguments: dict[str, Any] = {name: [of_one(*p) for p in samples] for name, of_one in given.items()}
-            return arguments | ({"columns": columns} if "columns" in parameters.names else {})
-        arguments = {name: v for name, v in columns.items() if parameters.accepts(name, unless=_ONE_EACH)}
+            names = parameters.names
+            return {n: columns if n == "columns" else [_OF_BUILTIN[n](*p) for p in samples] for n in names}
+        arguments: dict[str, Any] = {
+            name: v for name, v in columns.items() if parameters.accepts(name, unless=_ONE_EACH)
+        }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
                 arguments[name] = [of_rollout(*p) for p in samples]
