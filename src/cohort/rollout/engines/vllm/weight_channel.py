@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -352,19 +353,14 @@ class WeightChannel:
         return ServerError(f"{self.url}: {what}: {describe_error(error, 300)}")
 
 
+@dataclass(slots=True, eq=False)
 class AdapterChannel:
     """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
 
-    def __init__(self, api: VllmApi, *, keeps_base: bool = False):
-        """Create a channel that closes `api` when it is closed.
-
-        Args:
-            api: endpoints of the server.
-            keeps_base: whether the server keeps its base model, which never changes, on the GPU while it sleeps.
-        """
-        self._api = api
-        self._keeps_base = keeps_base
-        self._asleep = False
+    api: VllmApi  # endpoints of the server; closed with the channel
+    _: KW_ONLY
+    keeps_base: bool = False  # whether the server keeps its base model, which never changes, on the GPU while it sleeps
+    _asleep: bool = field(default=False, init=False)
 
     def load(self, folder: Path, version: int) -> None:
         """Have the server sample with the adapter in `folder`, which it must see under the same path.
@@ -374,15 +370,15 @@ class AdapterChannel:
         Raises:
             ServerError: it failed. Requests stay paused until an adapter is loaded.
         """
-        self._api.pause()
+        self.api.pause()
         if self._asleep:
             # vLLM wakes nothing at all if one of these was not asleep
-            self._api.wake_up(["kv_cache"] if self._keeps_base else ["weights", "kv_cache"])
+            self.api.wake_up(["kv_cache"] if self.keeps_base else ["weights", "kv_cache"])
             self._asleep = False
-        self._api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
-        self._api.set_weight_version(version)
-        self._api.reset_prefix_cache()
-        self._api.resume()
+        self.api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
+        self.api.set_weight_version(version)
+        self.api.reset_prefix_cache()
+        self.api.resume()
 
     def sleep(self) -> None:
         """Have a server that shares its GPU free its KV cache, and offload its base model, until the next adapter.
@@ -390,16 +386,16 @@ class AdapterChannel:
         Raises:
             ServerError: the server did not go to sleep.
         """
-        if self._keeps_base:
-            self._api.pause()
-            self._api.release_kv_cache()
+        if self.keeps_base:
+            self.api.pause()
+            self.api.release_kv_cache()
         else:
-            self._api.sleep(1)
+            self.api.sleep(1)
         self._asleep = True
 
     def close(self) -> None:
         """Close the connections."""
-        self._api.close()
+        self.api.close()
 
 
 def send_adapter(
