@@ -52,44 +52,29 @@ _ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
 _RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
 
 
+@dataclass(eq=False)
 class WeightChannel:
     """Sends weights to one server. Not thread-safe; every failure is a `ServerError` and aborts the update."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        secret: Secret | None,
-        device: torch.device,
-        num_workers: int,
-        timeout_s: float,
-        sleeps: bool = False,
-        ipc_gpus: Collection[str] = (),
-    ):
-        """Create a channel without connecting.
+    url: str  # address of the server
+    _: KW_ONLY
+    secret: Secret | None  # sent with every request; None for a server without a secret
+    device: torch.device  # this process's GPU with its index, or the CPU
+    num_workers: int  # of the server, one per GPU
+    timeout_s: float  # maximum time per call and per tensor
+    sleeps: bool = False  # whether the server sleeps during training, and wakes to receive weights
+    ipc_gpus: Collection[str] = ()  # UUIDs of the training ranks' GPUs, which share memory with a sleeping server there
 
-        Args:
-            url: address of the server.
-            secret: sent with every request; None for a server without a secret.
-            device: this process's GPU with its index, or the CPU.
-            num_workers: number of the server's workers, one per GPU.
-            timeout_s: maximum time per call and per tensor.
-            sleeps: whether the server sleeps during training, and wakes to receive weights.
-            ipc_gpus: UUIDs of the training ranks' GPUs. Their memory is shared with a sleeping server on the same GPUs.
-        """
-        self.url = url
+    def __post_init__(self) -> None:
+        """Connect nothing yet."""
         self.version: int | None = None  # last version committed by this channel
         self.notes: list[str] = []  # messages for the user; cleared once they are shown
         self._last_note = ""  # last note of `choose_transport`
-        self._new_api = partial(VllmApi, url, secret=secret)
-        self._api = self._new_api(timeout_s=timeout_s)
-        self._device = device
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
-        self._meet_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
-        self._abort_timeout_s = min(timeout_s, _ABORT_TIMEOUT_S)
-        self._sleeps = sleeps
-        self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
+        self._new_api = partial(VllmApi, self.url, secret=self.secret)
+        self._api = self._new_api(timeout_s=self.timeout_s)
+        self._meet_timeout_s = min(self.timeout_s, _RENDEZVOUS_TIMEOUT_S)
+        self._abort_timeout_s = min(self.timeout_s, _ABORT_TIMEOUT_S)
+        self._ipc_gpus = frozenset(self.ipc_gpus) if self.sleeps else frozenset()
         self._ipc_opened = False  # the server has opened the shared buffers before
         self._nccl_connected = False  # NCCL has connected to this server before
         self._excludes_nccl = False  # NCCL cannot connect to it
@@ -145,7 +130,7 @@ class WeightChannel:
             transfer = self._prepare_transfer(handles or {})
             self._unsent = iter(specs)
             self._api.pause()
-            if self._sleeps:
+            if self.sleeps:
                 self._api.wake_up(["weights"])
             try:
                 self._api.start_weight_update()
@@ -193,7 +178,7 @@ class WeightChannel:
             assert self._transfer is not None
             self._transfer.finish()
             self._api.finish_weight_update(version)
-            if self._sleeps:
+            if self.sleeps:
                 self._api.wake_up(["kv_cache"])
             self._api.reset_prefix_cache()
             self._api.resume()
@@ -209,7 +194,7 @@ class WeightChannel:
         has_declared, self._unsent, self._has_declared = self._has_declared, None, False
         self._close_transfer()  # so that workers still waiting for tensors stop waiting
         self._discard()
-        if not (self._sleeps or has_declared):
+        if not (self.sleeps or has_declared):
             with suppress(ServerError), closing(self._new_api(timeout_s=self._abort_timeout_s)) as api:
                 api.resume()
 
@@ -233,13 +218,13 @@ class WeightChannel:
         """Collect the workers' GPUs in a store, then broadcast the chosen transport through it."""
         server = urlsplit(self.url)
         host = own_address(str(server.hostname), server.port or 80, _ABORT_TIMEOUT_S)
-        size = 1 + self._num_workers
+        size = 1 + self.num_workers
         store = dist.TCPStore(
             host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
         )
         address = {"host": host, "port": store.port, "world_size": size}
         # while the trainer waits for another, hung server, these workers wait for their next tensor
-        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self._timeout_s
+        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self.timeout_s
         deadlines = {"timeout_s": worker_timeout_s, "rendezvous_timeout_s": self._meet_timeout_s}
         api = self._new_api(timeout_s=self._meet_timeout_s)
         joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
@@ -248,7 +233,7 @@ class WeightChannel:
         ranks = [f"here/{rank}" for rank in range(1, size)]
         self._wait_for_workers(lambda: store.check(ranks), joined)
         transport, note = choose_transport(
-            describe_device(self._device),
+            describe_device(self.device),
             [json.loads(store.get(rank)) for rank in ranks],
             ipc_gpus=self._ipc_gpus,
         )
@@ -264,7 +249,7 @@ class WeightChannel:
                 load=lambda offsets: self._api.update_weights({"step": "load", "offsets": offsets}),
             )
         else:
-            device = self._device if transport == "nccl" else torch.device("cpu")
+            device = self.device if transport == "nccl" else torch.device("cpu")
             longest_s = max(worker_timeout_s, self._meet_timeout_s)
             group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
             receiving = self._new_api(timeout_s=None)
@@ -274,7 +259,7 @@ class WeightChannel:
                 url=receiving.url,
                 receive=partial(receiving.update_weights, {"step": "receive"}),
                 hang_up=receiving.close,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
             )
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
