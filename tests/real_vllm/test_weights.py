@@ -138,7 +138,7 @@ def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
     untied.channel.begin(specs)
     stream = stream_weights(policy_of(new), FP32)
     send(untied.channel, *next(stream))
-    until(lambda: untied.channel._transfer._received.done())
+    until(lambda: untied.channel._transfer.received.done())
     with pytest.raises(ServerError, match="/update_weights: "):  # whichever deadline is first
         for name, tensor in stream:
             send(untied.channel, name, tensor)

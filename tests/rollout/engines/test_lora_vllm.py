@@ -40,16 +40,31 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "message"),
+    ("sections", "message"),
     [
-        ({"dora": True}, r"adapter.dora: true: vLLM supports plain LoRA only; use dora: false, or rollout.engine"),
-        ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM supports adapters inside layers"),
-        ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM supports"),
+        (
+            {"model": {"adapter": {"rank": 4, "dora": True}}},
+            "adapter.dora: true: vLLM supports plain LoRA only; use dora",
+        ),
+        (
+            {"model": {"adapter": {"rank": 4, "targets": ["q_proj", "lm_head"]}}},
+            "adapter.targets: lm_head: vLLM supports adapters inside layers",
+        ),
+        (
+            {"model": {"adapter": {"rank": 4, "targets": ["embed_tokens"]}}},
+            "adapter.targets: model.embed_tokens: vLLM supports",
+        ),
+        ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 .* 0.01 or more"),
+        ({"eval": {"temperature": 0.001}}, "eval.temperature: 0.001 .* 0.01 or more"),
     ],
 )
-def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, adapter: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
-        find(rank=4, **adapter)
+def test_what_vllm_does_not_serve_is_refused_before_servers_start(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+    config = config_from_dict(changed(raw, **sections))
+    with pytest.raises(UserError, match=rf"{message}.*, or rollout\.engine: local"):
+        open_engine(config, build_inputs(config))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +97,6 @@ def test_what_is_refused_with_vllm_has_auto_take_the_local_engine(
     auto = config_from_dict(changed(MINIMAL, **sections), base_dir=tmp_path)
     planned, why = plan_engine(auto)
     assert planned.rollout.engine == "local" and str(why).startswith(reason)
-
-
-@pytest.mark.parametrize("section", ["rollout", "eval"])
-def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path: Path, section: str) -> None:
-    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
-    config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
-    with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
-        open_engine(config, build_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):

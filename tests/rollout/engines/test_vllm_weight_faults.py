@@ -261,9 +261,9 @@ def test_a_call_that_the_server_never_answers_ends_with_the_transfer(place: Plac
     try:
         transfer.begin(SPECS)
         until(lambda: server.calls["/update_weights"] == 1)
-        assert transfer._received is not None and not transfer._received.done()
+        assert transfer.received is not None and not transfer.received.done()
         channel.close()
-        assert isinstance(transfer._received.exception(PATIENCE_S), ServerError)
+        assert isinstance(transfer.received.exception(PATIENCE_S), ServerError)
     finally:
         released.set()
 

@@ -1,6 +1,7 @@
 """The tool `python`: what the model sees, state by trajectory, and that nothing escapes or outlives it."""
 
 import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,20 @@ LIMITS = Limits.of(SandboxConfig(wall_s=20.0, memory="300MB", max_output="1KB"))
 
 def unconfined() -> Sandbox:
     return Sandbox(backend=Unconfined(find_interpreter((), new_folder())), limits=LIMITS, max_concurrent=2)
+
+
+@pytest.fixture
+def stateful() -> Iterator[Callable[..., StatefulPythonTool]]:
+    """Makes tools whose trajectories end with the test."""
+    made: list[StatefulPythonTool] = []
+
+    def make(sandbox: Sandbox | None = None) -> StatefulPythonTool:
+        made.append(StatefulPythonTool(sandbox or unconfined()))
+        return made[-1]
+
+    yield make
+    for tool in made:
+        tool.end_trajectory()
 
 
 def run(tool: PythonTool, *codes: str, timeout_s: float = 20.0) -> list[str]:
@@ -59,13 +74,9 @@ CELLS = {
 }
 
 
-def test_what_the_model_sees():
+def test_what_the_model_sees(stateful):
     codes = [code for code in CELLS if "os.system" not in code]
-    tool = StatefulPythonTool(unconfined())
-    try:
-        assert dict(zip(codes, run(tool, *codes), strict=True)) == {code: CELLS[code] for code in codes}
-    finally:
-        tool.end_trajectory()
+    assert dict(zip(codes, run(stateful(), *codes), strict=True)) == {code: CELLS[code] for code in codes}
 
 
 def test_calls_are_fresh_without_state():
@@ -87,23 +98,19 @@ def test_state_is_kept_in_a_trajectory_and_not_across(tmp_path):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @slow("starts sandboxes")
-def test_every_backend_holds_a_session_and_what_it_runs(backend, tmp_path):
+def test_every_backend_holds_a_session_and_what_it_runs(stateful, backend, tmp_path):
     sandbox = sandbox_or_skip(backend)
     tmp_path.chmod(0o777)
     (tmp_path / "secret").write_text("57005")
     path = str(tmp_path / "secret")
     escapes = [f"open({path!r}).read()", f"open({path!r}, 'w').write('x')", "import os; os.kill(os.getppid(), 9)"]
-    for tool in (PythonTool(sandbox), StatefulPythonTool(sandbox)):
-        try:
-            assert run(tool, "x = 2\nx + 1") == ["3\n"]
-            assert "57005" not in "".join(run(tool, *escapes))
-            assert (tmp_path / "secret").read_text() == "57005"
-            (hang,) = run(tool, "while True: pass", timeout_s=1.0)
-            assert hang.startswith("Error: the code did not finish within 1 s") or "stopped" in hang
-            assert run(tool, "1 + 1") == ["2\n"]
-        finally:
-            if isinstance(tool, StatefulPythonTool):
-                tool.end_trajectory()
+    for tool in (PythonTool(sandbox), stateful(sandbox)):
+        assert run(tool, "x = 2\nx + 1") == ["3\n"]
+        assert "57005" not in "".join(run(tool, *escapes))
+        assert (tmp_path / "secret").read_text() == "57005"
+        (hang,) = run(tool, "while True: pass", timeout_s=1.0)
+        assert hang.startswith("Error: the code did not finish within 1 s") or "stopped" in hang
+        assert run(tool, "1 + 1") == ["2\n"]
 
 
 @slow("starts sandboxes")
@@ -124,12 +131,8 @@ def test_the_process_is_gone_after_the_trajectory(backend):
         assert not canaries.was_outlived()
 
 
-def test_a_hang_ends_the_process_and_loses_the_state():
-    tool = StatefulPythonTool(unconfined())
-    try:
-        results = run(tool, "x = 1", "while True: pass", "x", timeout_s=0.5)
-    finally:
-        tool.end_trajectory()
+def test_a_hang_ends_the_process_and_loses_the_state(stateful):
+    results = run(stateful(), "x = 1", "while True: pass", "x", timeout_s=0.5)
     assert results[:2] == ["", "Error: the code did not finish within 0.5 s; all variables are lost"]
     assert results[2].endswith("NameError: name 'x' is not defined\n")
 
@@ -141,50 +144,37 @@ FORGE = (
 
 
 @pytest.mark.parametrize("number", ["", '"call": 0, ', '"call": 1, '])
-def test_a_forged_answer_never_becomes_that_of_a_later_call(number):
-    tool = StatefulPythonTool(unconfined())
-    try:
-        _, *later = run(tool, FORGE % number, "print('second')", "print('third')")
-    finally:
-        tool.end_trajectory()
+def test_a_forged_answer_never_becomes_that_of_a_later_call(stateful, number):
+    _, *later = run(stateful(), FORGE % number, "print('second')", "print('third')")
     lost = "Error: the code was stopped: the process ended; all variables are lost"
     assert later in (["second\n", "third\n"], [lost, "third\n"])
 
 
-def test_nothing_runs_between_calls(tmp_path):
-    tool = StatefulPythonTool(unconfined())
+def test_nothing_runs_between_calls(stateful):
+    tool = stateful()
     count = "import threading, time\nn = 0\ndef add():\n    global n\n    while True:\n        n += 1\n"
     count += "        time.sleep(0.001)\nthreading.Thread(target=add, daemon=True).start()"
-    try:
-        assert run(tool, count, "import os; os.getpid()")[0] == ""
-        (pid,) = run(tool, "os.getpid()")
-        until(lambda: Path(f"/proc/{pid.strip()}/stat").read_text().split()[2] == "T")  # once its threads have seen it
-        assert run(tool, "n > 0") == ["True\n"]
-    finally:
-        tool.end_trajectory()
+    assert run(tool, count, "import os; os.getpid()")[0] == ""
+    (pid,) = run(tool, "os.getpid()")
+    until(lambda: Path(f"/proc/{pid.strip()}/stat").read_text().split()[2] == "T")  # once its threads have seen it
+    assert run(tool, "n > 0") == ["True\n"]
 
 
-def test_the_memory_of_a_session_is_limited_while_it_prints():
-    tool = StatefulPythonTool(replace(unconfined(), limits=replace(LIMITS, max_output_bytes=100_000_000)))
+def test_the_memory_of_a_session_is_limited_while_it_prints(stateful):
+    tool = stateful(replace(unconfined(), limits=replace(LIMITS, max_output_bytes=100_000_000)))
     code = (
         "import mmap, os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        held = mmap.mmap(-1, 150_000_000)\n"
         "        for i in range(0, 150_000_000, 4096):\n            held[i] = 1\n        time.sleep(60)\n"
         "while True:\n    os.write(3, b' ' * 10)\n    time.sleep(0.001)"
     )
-    try:
-        (result,) = run(tool, code, timeout_s=10.0)
-    finally:
-        tool.end_trajectory()
+    (result,) = run(tool, code, timeout_s=10.0)
     assert result == "Error: the code was stopped: exceeded its memory; all variables are lost"
 
 
-def test_code_that_ends_its_process():
-    tool = StatefulPythonTool(unconfined())
-    try:
-        stopped = run(tool, "import os; os._exit(0)")
-    finally:
-        tool.end_trajectory()
-    assert stopped == ["Error: the code was stopped: the process ended; all variables are lost"]
+def test_code_that_ends_its_process(stateful):
+    assert run(stateful(), "import os; os._exit(0)") == [
+        "Error: the code was stopped: the process ended; all variables are lost"
+    ]
     assert run(PythonTool(unconfined()), "import os; os._exit(0)") == ["Error: the code was stopped: the process ended"]
 
 
@@ -227,7 +217,7 @@ def test_a_trajectory_that_is_cancelled_ends_its_process():
     assert run(tool, "1") == ["Error: the code was stopped: the session is closed; all variables are lost"]
 
 
-def test_a_sandbox_that_does_not_start_says_why():
+def test_a_sandbox_that_does_not_start_says_why(stateful):
     interpreter = replace(find_interpreter((), new_folder()), guest="/no/guest.pyc")
-    tool = StatefulPythonTool(replace(unconfined(), backend=Unconfined(interpreter)))
+    tool = stateful(replace(unconfined(), backend=Unconfined(interpreter)))
     assert "can't open file '/no/guest.pyc'" in run(tool, "1")[0]

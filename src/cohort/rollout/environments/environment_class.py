@@ -79,24 +79,17 @@ class EnvironmentInterface:
         return arguments
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Environment:
     """One instance of an environment class, for one trajectory. Every problem is an `EnvironmentFailure`."""
 
-    def __init__(self, handle: EnvironmentHandle, interface: EnvironmentInterface, *, timeout_s: float):
-        """Create the environment of an instance.
-
-        Args:
-            handle: calls the instance's methods.
-            interface: of its class.
-            timeout_s: deadline of every call.
-        """
-        self.handle = handle
-        self.interface = interface
-        self._timeout_s = timeout_s
+    handle: EnvironmentHandle  # calls the instance's methods
+    interface: EnvironmentInterface  # of its class
+    timeout_s: float  # deadline of every call
 
     async def reset(self, arguments: Mapping[str, Any], key: CallKey) -> str | None:
         """Start a trajectory and return the first observation, if there is one."""
-        reset = self.handle.call("reset", arguments, timeout_s=self._timeout_s, seed=reset_seed(key))
+        reset = self.handle.call("reset", arguments, timeout_s=self.timeout_s, seed=reset_seed(key))
         observation = await self._await("reset", reset)
         if observation is None or isinstance(observation, str):
             return observation
@@ -122,11 +115,11 @@ class Environment:
 
     async def instance(self) -> Any:
         """Return the instance for reward functions."""
-        await self._await("attributes", self.handle.refresh(timeout_s=self._timeout_s))
+        await self._await("attributes", self.handle.refresh(timeout_s=self.timeout_s))
         return self.handle.instance
 
     async def _call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._await(method, self.handle.call(method, arguments, timeout_s=self._timeout_s))
+        return await self._await(method, self.handle.call(method, arguments, timeout_s=self.timeout_s))
 
     async def _await(self, method: str, result: Awaitable[Any]) -> Any:
         where = f"{self.interface.name}.{method}"

@@ -22,7 +22,7 @@ class DeadlineMissed(Exception):  # noqa: N818
 
 
 class EnvironmentHandle:
-    """User code whose functions can be called: an environment instance, or the tools of a run, which have no state."""
+    """User code whose functions can be called: an environment instance, or the tools of a run."""
 
     instance: Any = None  # the environment instance for reward functions
 
@@ -80,9 +80,6 @@ class ToolHandle(EnvironmentHandle):
             thread.close()
 
 
-H = TypeVar("H", bound=EnvironmentHandle)
-
-
 class InstanceHandle(EnvironmentHandle):
     """An instance in this process. Its synchronous methods, and its constructor, run in a thread of its own.
 
@@ -124,6 +121,9 @@ class InstanceHandle(EnvironmentHandle):
     def join(self, timeout_s: float) -> None:
         """Wait until `close` is done, but not longer than `timeout_s`."""
         self._thread.join(timeout_s)
+
+
+H = TypeVar("H", bound=EnvironmentHandle)
 
 
 class HandlePool(Generic[H]):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from cohort.chat import Reply, append_observation, prompt_messages
@@ -16,40 +16,21 @@ from cohort.rollout.environments.tools import Tool, ToolExecutor
 from cohort.rollout.environments.trajectory import Outcome, Row
 
 
+@dataclass(slots=True, eq=False)
 class ToolLoop:
     """A program that lets the model call tools until it answers without a call."""
 
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        *,
-        executor: ToolExecutor,
-        prompt_column: str,
-        system_prompt: str | None = None,
-        interface: EnvironmentInterface | None = None,
-        pool: HandlePool[Any] | None = None,
-    ):
-        """Create the program.
-
-        Args:
-            tools: plain functions.
-            executor: executes tool calls.
-            prompt_column: name of the prompt column in rows.
-            system_prompt: system message for prompts that have none.
-            interface: of the environment class; its methods are tools too.
-            pool: instances of that class.
-        """
-        assert (interface is None) == (pool is None)
-        self._tools = tools
-        self._executor = executor
-        self._prompt_column = prompt_column
-        self._system_prompt = system_prompt
-        self._interface = interface
-        self._pool = pool
+    tools: Sequence[Tool]  # plain functions
+    _: KW_ONLY
+    executor: ToolExecutor
+    prompt_column: str  # name of the prompt column in rows
+    system_prompt: str | None = None  # system message for prompts that have none
+    interface: EnvironmentInterface | None = None  # of the environment class; its methods are tools too
+    pool: HandlePool[Any] | None = None  # of instances of that class
 
     async def run(self, row: Row, model: RolloutModel) -> Outcome:
         """Play one row. A trajectory that reaches a limit is scored as well."""
-        tools = [replace(tool, handle=tool.handle.for_trajectory()) for tool in self._tools]
+        tools = [replace(tool, handle=tool.handle.for_trajectory()) for tool in self.tools]
         try:
             return await self._play(row, model, tools)
         finally:
@@ -57,41 +38,41 @@ class ToolLoop:
                 tool.handle.end_trajectory()
 
     async def _play(self, row: Row, model: RolloutModel, tools: Sequence[Tool]) -> Outcome:
-        if self._interface is None or self._pool is None:
-            return await _Play(self._executor, tools, None, model).run(self._messages(row, ""))
+        if self.interface is None or self.pool is None:
+            return await _Play(self.executor, tools, None, model).run(self._messages(row, ""))
         try:
-            handle = await self._pool.acquire()
+            handle = await self.pool.acquire()
         except Exception as error:
-            raise EnvironmentFailure(f"{self._interface.name} could not be created: {describe_error(error)}") from error
-        environment = Environment(handle, self._interface, timeout_s=self._executor.timeout_s)
-        methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self._interface.schemas]
+            raise EnvironmentFailure(f"{self.interface.name} could not be created: {describe_error(error)}") from error
+        environment = Environment(handle=handle, interface=self.interface, timeout_s=self.executor.timeout_s)
+        methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self.interface.schemas]
         try:
-            observation = await environment.reset(self._interface.reset_arguments(row, model.key), model.key) or ""
-            play = _Play(self._executor, [*tools, *methods], environment, model)
+            observation = await environment.reset(self.interface.reset_arguments(row, model.key), model.key) or ""
+            play = _Play(self.executor, [*tools, *methods], environment, model)
             outcome = await play.run(self._messages(row, observation))
             return replace(outcome, observation=observation)
         except BaseException:  # whatever broke the trajectory may have broken the instance
-            self._pool.discard(handle)
+            self.pool.discard(handle)
             raise
 
     def release(self, trajectory: Trajectory) -> None:
         """Reuse the environment of a trajectory."""
-        if self._pool is not None:
-            self._pool.release(trajectory.environment)
+        if self.pool is not None:
+            self.pool.release(trajectory.environment)
 
     def close(self) -> None:
         """Close all environments, and the processes of tools."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool.join(CLOSE_TIMEOUT_S)
-        for handle in {tool.handle for tool in self._tools}:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool.join(CLOSE_TIMEOUT_S)
+        for handle in {tool.handle for tool in self.tools}:
             handle.close()
             handle.join(CLOSE_TIMEOUT_S)
 
     def _messages(self, row: Row, observation: str) -> list[Message]:
         """First messages: the system prompt and the row's prompt, with the observation after its last user message."""
-        content = row.get(self._prompt_column) or []
-        return prompt_messages(append_observation(content, observation), self._system_prompt)
+        content = row.get(self.prompt_column) or []
+        return prompt_messages(append_observation(content, observation), self.system_prompt)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ import copy
 import math
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from cohort.chat import ChatTemplate, ResponseParser
@@ -56,38 +56,18 @@ class Program(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class TrajectoryRunner:
     """Runs a program for one trajectory of a group: the rollout function for several turns."""
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        template: ChatTemplate | None,
-        parser: ResponseParser,
-        limits: TurnLimits,
-        prompt_column: str,
-        retries: int,
-        step_rewards_per_token: bool = False,
-    ):
-        """Create a runner.
-
-        Args:
-            program: plays the trajectories.
-            template: renders messages; None if the tokenizer has no chat template.
-            parser: parses replies.
-            limits: limits of every trajectory.
-            prompt_column: name of the prompt column in rows.
-            retries: times that a trajectory is repeated after its environment failed.
-            step_rewards_per_token: credit step rewards to their turns, not only to the trajectory.
-        """
-        self.program = program
-        self._template = template
-        self._parser = parser
-        self._limits = limits
-        self._prompt_column = prompt_column
-        self._retries = retries
-        self._per_token = step_rewards_per_token
+    program: Program  # plays the trajectories
+    _: KW_ONLY
+    template: ChatTemplate | None  # renders messages; None if the tokenizer has no chat template
+    parser: ResponseParser  # parses replies
+    limits: TurnLimits  # of every trajectory
+    prompt_column: str  # name of the prompt column in rows
+    retries: int  # times that a trajectory is repeated after its environment failed
+    step_rewards_per_token: bool = False  # credit step rewards to their turns, not only to the trajectory
 
     async def __call__(
         self, generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
@@ -99,23 +79,23 @@ class TrajectoryRunner:
             attempts += 1
             model = RolloutModel(
                 generate,
-                template=self._template,
-                parser=self._parser,
+                template=self.template,
+                parser=self.parser,
                 tokenizer=tokenizer,
                 prompt=prompt,
                 sampling=sampling,
                 key=key,
-                limits=self._limits,
+                limits=self.limits,
             )
             try:
                 outcome, error = await self._attempt(model)
             finally:
                 model.close()
-            if outcome.end != "environment_error" or attempts > self._retries:
+            if outcome.end != "environment_error" or attempts > self.retries:
                 break
         seconds = asyncio.get_running_loop().time() - start
         trajectory = _trajectory(model, outcome, error, tokenizer, attempts=attempts, seconds=seconds)
-        return trajectory if self._per_token else replace(trajectory, step_rewards=())
+        return trajectory if self.step_rewards_per_token else replace(trajectory, step_rewards=())
 
     def release(self, trajectory: Trajectory) -> None:
         """Reuse or close the trajectory's environment."""
@@ -128,9 +108,9 @@ class TrajectoryRunner:
     async def _attempt(self, model: RolloutModel) -> tuple[Outcome, str | None]:
         """Run the program once and return its outcome, with the error of a broken trajectory."""
         content = model.prompt.content
-        row = {**model.prompt.columns, **({self._prompt_column: content} if content else {})}
+        row = {**model.prompt.columns, **({self.prompt_column: content} if content else {})}
         row = copy.deepcopy(row)  # trajectories of a group must not see each other's changes
-        deadline = asyncio.timeout(self._limits.timeout_s)
+        deadline = asyncio.timeout(self.limits.timeout_s)
         try:
             async with deadline:
                 outcome = await self.program.run(row, model)
@@ -140,7 +120,7 @@ class TrajectoryRunner:
                 raise model.engine_error from None
             end = limit_behind(error)
             if end is None and deadline.expired():
-                seconds = f"rollout.trajectory_timeout_s: {self._limits.timeout_s:g}"
+                seconds = f"rollout.trajectory_timeout_s: {self.limits.timeout_s:g}"
                 return Outcome(end="timeout"), f"the trajectory did not end within {seconds} seconds"
             if end is None or isinstance(error, EnvironmentFailure):
                 return Outcome(end="environment_error"), _describe(error)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any, TypeVar
 
@@ -39,35 +40,20 @@ _CLOSE_TIMEOUT_S = 60.0
 _CLOSED = "the rollout engine was closed before this was sampled"
 
 
+@dataclass(eq=False)
 class Fleet:
     """Leases requests to servers and keeps the servers running. Call it from the training thread only."""
 
-    def __init__(
-        self,
-        handles: Sequence[ServerHandle],
-        client: Callable[[], Client],
-        limits: FleetLimits,
-        *,
-        server_name: str,
-        find_cause: Callable[[str], str | None] = lambda log: None,
-        failures_pause_starts: bool = False,
-    ):
-        """Start the servers without waiting for them.
+    handles: Sequence[ServerHandle]  # of the servers
+    client: Callable[[], Client]  # creates the client; called in the fleet's thread
+    limits: FleetLimits  # timeouts and allowed failures
+    _: KW_ONLY
+    server_name: str  # what messages call a server, such as "vLLM server"
+    find_cause: Callable[[str], str | None] = lambda log: None  # why a server failed, from its log; None if unknown
+    failures_pause_starts: bool = False  # whether a failed server restarts only after `pause_starts(False)`
 
-        Args:
-            handles: handles of the servers.
-            client: creates the client; called in the fleet's thread.
-            limits: timeouts and allowed failures.
-            server_name: what messages call a server, such as "vLLM server".
-            find_cause: extracts why a server failed from its log; None if the log does not say.
-            failures_pause_starts: whether a failed server restarts only after `pause_starts(False)`.
-        """
-        self.limits = limits
-        self.server_name = server_name
-        self._find_cause = find_cause
-        self._failures_pause_starts = failures_pause_starts
-        self._make_client = client
-        self._handles = handles
+    def __post_init__(self) -> None:
+        """Start the servers without waiting for them."""
         self._servers: list[Server] = []
         self._queue: list[Job] = []  # sorted
         self._unfinished: set[Job] = set()
@@ -83,7 +69,7 @@ class Fleet:
         self._thread.start()
         if not self._started.wait(_CALL_TIMEOUT_S):
             raise TrainingError(
-                f"the thread that manages the {server_name}s did not start within {_CALL_TIMEOUT_S:g} s"
+                f"the thread that manages the {self.server_name}s did not start within {_CALL_TIMEOUT_S:g} s"
             )
         self.check()
 
@@ -239,14 +225,14 @@ class Fleet:
         self._closing = asyncio.Event()
         self._servers = [
             Server(index=i, name=f"{self.server_name} {i}", handle=handle, failure=self._loop.create_future())
-            for i, handle in enumerate(self._handles)
+            for i, handle in enumerate(self.handles)
         ]
-        async with self._make_client() as self._client:
+        async with self.client() as self._client:
             self._supervisor = Supervisor(
                 client=self._client,
                 limits=self.limits,
-                find_cause=self._find_cause,
-                failures_pause_starts=self._failures_pause_starts,
+                find_cause=self.find_cause,
+                failures_pause_starts=self.failures_pause_starts,
                 notify=self._notify,
                 on_up=self._signal_change,
                 on_down=self._release,

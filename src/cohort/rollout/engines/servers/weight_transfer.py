@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
 from typing import Any, Literal, Protocol
 
@@ -53,91 +54,67 @@ class WeightTransfer(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class GroupTransfer:
     """Broadcasts in a process group (gloo or NCCL) with the server's workers, which receive in one HTTP call."""
 
-    def __init__(
-        self,
-        transport: Literal["gloo", "nccl"],
-        group: WeightGroup,
-        *,
-        url: str,
-        receive: Callable[[], None],
-        hang_up: Callable[[], None],
-        timeout_s: float,
-    ):
-        """Create a transfer over a connected group.
-
-        Args:
-            transport: the group's.
-            group: connects this process with the workers.
-            url: address of the server, for messages.
-            receive: has the workers receive, and returns once they have all tensors. It needs no timeout: a hung server
-                is noticed at its next tensor.
-            hang_up: ends `receive`, which runs in another thread.
-            timeout_s: maximum time per tensor.
-        """
-        self.transport: Transport = transport
-        self._group = group
-        self._url = url
-        self._receive = receive
-        self._hang_up = hang_up
-        self._timeout_s = timeout_s
-        self._received: Future[None] | None = None
-        self._sent: Future[None] | None = None
+    transport: Transport
+    group: WeightGroup  # connects this process with the workers
+    _: KW_ONLY
+    url: str  # address of the server, for messages
+    # has the workers receive, and returns once they have all tensors; without a timeout, since a hung server is noticed
+    # at its next tensor
+    receive: Callable[[], None]
+    hang_up: Callable[[], None]  # ends `receive`, which runs in another thread
+    timeout_s: float  # maximum time per tensor
+    received: "Future[None] | None" = field(default=None, init=False)
+    _sent: "Future[None] | None" = field(default=None, init=False)
 
     def prepare(self, handles: Mapping[str, IpcHandle]) -> None:
         """Do nothing: the group was tested when it was connected."""
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         """Have the workers start to receive."""
-        self._received = in_thread(self._receive)
+        self.received = in_thread(self.receive)
 
     def post(self, name: str, tensor: Tensor) -> None:
         """Start a broadcast."""
-        self._sent = self._group.broadcast(tensor.to(self._group.device).contiguous())
+        self._sent = self.group.broadcast(tensor.to(self.group.device).contiguous())
 
     def flush(self) -> None:
         """Wait for the broadcast, a failure of the server's call, or the timeout."""
         sent, self._sent = self._sent, None
         if sent is not None:
-            assert self._received is not None, "begin comes first"
-            wait_for_both(sent, self._received, self._timeout_s, self._url)
+            assert self.received is not None, "begin comes first"
+            wait_for_both(sent, self.received, self.timeout_s, self.url)
 
     def finish(self) -> None:
         """Wait for the server's call to succeed."""
-        assert self._received is not None, "begin comes first"
-        result_within(self._received, self._timeout_s, f"{self._url}: receiving the last weights")
+        assert self.received is not None, "begin comes first"
+        result_within(self.received, self.timeout_s, f"{self.url}: receiving the last weights")
 
     def close(self) -> None:
         """Leave the group and end the HTTP call."""
-        self._group.abort()
-        self._hang_up()
+        self.group.abort()
+        self.hang_up()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class IpcTransfer:
     """Has the workers read tensors from the memory of the rank on their GPU (CUDA IPC). Not tested on a GPU yet."""
 
-    transport: Transport = "ipc"
-
-    def __init__(
-        self, *, open_buffers: Callable[[Mapping[str, IpcHandle]], None], load: Callable[[list[tuple[str, int]]], None]
-    ):
-        """Create a transfer that calls the server.
-
-        Args:
-            open_buffers: has the workers open the ranks' buffers, given their handles by GPU.
-            load: has the workers load tensors, given their names and offsets in the buffers.
-        """
-        self._open_buffers = open_buffers
-        self._load = load
-        self._buckets: deque[Bucket] = deque()
-        self._posted: Bucket = {}
-        self._read: Future[None] | None = None
+    open_buffers: Callable[[Mapping[str, IpcHandle]], None]  # has the workers open the ranks' buffers, by GPU
+    load: Callable[
+        [list[tuple[str, int]]], None
+    ]  # has the workers load tensors, given names and offsets in the buffers
+    transport: Transport = field(default="ipc", init=False)
+    _buckets: deque[Bucket] = field(default_factory=deque, init=False)
+    _posted: Bucket = field(default_factory=dict, init=False)
+    _read: "Future[None] | None" = field(default=None, init=False)
 
     def prepare(self, handles: Mapping[str, IpcHandle]) -> None:
         """Have the workers open the shared buffers and compare their first bytes."""
-        self._open_buffers(handles)
+        self.open_buffers(handles)
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         """Compute the buffer's layout, which is the same on all ranks."""
@@ -150,7 +127,7 @@ class IpcTransfer:
         if len(self._posted) == len(bucket):
             offsets = list(self._buckets.popleft().items())
             self._posted = {}
-            self._read = in_thread(self._load, offsets)
+            self._read = in_thread(self.load, offsets)
 
     def flush(self) -> None:
         """Wait until the workers have read the bucket."""

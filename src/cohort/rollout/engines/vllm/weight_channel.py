@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,44 +52,29 @@ _ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
 _RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
 
 
+@dataclass(eq=False)
 class WeightChannel:
     """Sends weights to one server. Not thread-safe; every failure is a `ServerError` and aborts the update."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        secret: Secret | None,
-        device: torch.device,
-        num_workers: int,
-        timeout_s: float,
-        sleeps: bool = False,
-        ipc_gpus: Collection[str] = (),
-    ):
-        """Create a channel without connecting.
+    url: str  # address of the server
+    _: KW_ONLY
+    secret: Secret | None  # sent with every request; None for a server without a secret
+    device: torch.device  # this process's GPU with its index, or the CPU
+    num_workers: int  # of the server, one per GPU
+    timeout_s: float  # maximum time per call and per tensor
+    sleeps: bool = False  # whether the server sleeps during training, and wakes to receive weights
+    ipc_gpus: Collection[str] = ()  # UUIDs of the training ranks' GPUs, which share memory with a sleeping server there
 
-        Args:
-            url: address of the server.
-            secret: sent with every request; None for a server without a secret.
-            device: this process's GPU with its index, or the CPU.
-            num_workers: number of the server's workers, one per GPU.
-            timeout_s: maximum time per call and per tensor.
-            sleeps: whether the server sleeps during training, and wakes to receive weights.
-            ipc_gpus: UUIDs of the training ranks' GPUs. Their memory is shared with a sleeping server on the same GPUs.
-        """
-        self.url = url
+    def __post_init__(self) -> None:
+        """Connect nothing yet."""
         self.version: int | None = None  # last version committed by this channel
         self.notes: list[str] = []  # messages for the user; cleared once they are shown
         self._last_note = ""  # last note of `choose_transport`
-        self._new_api = partial(VllmApi, url, secret=secret)
-        self._api = self._new_api(timeout_s=timeout_s)
-        self._device = device
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
-        self._meet_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
-        self._abort_timeout_s = min(timeout_s, _ABORT_TIMEOUT_S)
-        self._sleeps = sleeps
-        self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
+        self._new_api = partial(VllmApi, self.url, secret=self.secret)
+        self._api = self._new_api(timeout_s=self.timeout_s)
+        self._meet_timeout_s = min(self.timeout_s, _RENDEZVOUS_TIMEOUT_S)
+        self._abort_timeout_s = min(self.timeout_s, _ABORT_TIMEOUT_S)
+        self._ipc_gpus = frozenset(self.ipc_gpus) if self.sleeps else frozenset()
         self._ipc_opened = False  # the server has opened the shared buffers before
         self._nccl_connected = False  # NCCL has connected to this server before
         self._excludes_nccl = False  # NCCL cannot connect to it
@@ -144,7 +130,7 @@ class WeightChannel:
             transfer = self._prepare_transfer(handles or {})
             self._unsent = iter(specs)
             self._api.pause()
-            if self._sleeps:
+            if self.sleeps:
                 self._api.wake_up(["weights"])
             try:
                 self._api.start_weight_update()
@@ -192,7 +178,7 @@ class WeightChannel:
             assert self._transfer is not None
             self._transfer.finish()
             self._api.finish_weight_update(version)
-            if self._sleeps:
+            if self.sleeps:
                 self._api.wake_up(["kv_cache"])
             self._api.reset_prefix_cache()
             self._api.resume()
@@ -208,7 +194,7 @@ class WeightChannel:
         has_declared, self._unsent, self._has_declared = self._has_declared, None, False
         self._close_transfer()  # so that workers still waiting for tensors stop waiting
         self._discard()
-        if not (self._sleeps or has_declared):
+        if not (self.sleeps or has_declared):
             with suppress(ServerError), closing(self._new_api(timeout_s=self._abort_timeout_s)) as api:
                 api.resume()
 
@@ -232,13 +218,13 @@ class WeightChannel:
         """Collect the workers' GPUs in a store, then broadcast the chosen transport through it."""
         server = urlsplit(self.url)
         host = own_address(str(server.hostname), server.port or 80, _ABORT_TIMEOUT_S)
-        size = 1 + self._num_workers
+        size = 1 + self.num_workers
         store = dist.TCPStore(
             host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
         )
         address = {"host": host, "port": store.port, "world_size": size}
         # while the trainer waits for another, hung server, these workers wait for their next tensor
-        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self._timeout_s
+        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self.timeout_s
         deadlines = {"timeout_s": worker_timeout_s, "rendezvous_timeout_s": self._meet_timeout_s}
         api = self._new_api(timeout_s=self._meet_timeout_s)
         joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
@@ -247,7 +233,7 @@ class WeightChannel:
         ranks = [f"here/{rank}" for rank in range(1, size)]
         self._wait_for_workers(lambda: store.check(ranks), joined)
         transport, note = choose_transport(
-            describe_device(self._device),
+            describe_device(self.device),
             [json.loads(store.get(rank)) for rank in ranks],
             ipc_gpus=self._ipc_gpus,
         )
@@ -263,7 +249,7 @@ class WeightChannel:
                 load=lambda offsets: self._api.update_weights({"step": "load", "offsets": offsets}),
             )
         else:
-            device = self._device if transport == "nccl" else torch.device("cpu")
+            device = self.device if transport == "nccl" else torch.device("cpu")
             longest_s = max(worker_timeout_s, self._meet_timeout_s)
             group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
             receiving = self._new_api(timeout_s=None)
@@ -273,7 +259,7 @@ class WeightChannel:
                 url=receiving.url,
                 receive=partial(receiving.update_weights, {"step": "receive"}),
                 hang_up=receiving.close,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
             )
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
@@ -352,19 +338,14 @@ class WeightChannel:
         return ServerError(f"{self.url}: {what}: {describe_error(error, 300)}")
 
 
+@dataclass(slots=True, eq=False)
 class AdapterChannel:
     """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
 
-    def __init__(self, api: VllmApi, *, keeps_base: bool = False):
-        """Create a channel that closes `api` when it is closed.
-
-        Args:
-            api: endpoints of the server.
-            keeps_base: whether the server keeps its base model, which never changes, on the GPU while it sleeps.
-        """
-        self._api = api
-        self._keeps_base = keeps_base
-        self._asleep = False
+    api: VllmApi  # endpoints of the server; closed with the channel
+    _: KW_ONLY
+    keeps_base: bool = False  # whether the server keeps its base model, which never changes, on the GPU while it sleeps
+    _asleep: bool = field(default=False, init=False)
 
     def load(self, folder: Path, version: int) -> None:
         """Have the server sample with the adapter in `folder`, which it must see under the same path.
@@ -374,15 +355,15 @@ class AdapterChannel:
         Raises:
             ServerError: it failed. Requests stay paused until an adapter is loaded.
         """
-        self._api.pause()
+        self.api.pause()
         if self._asleep:
             # vLLM wakes nothing at all if one of these was not asleep
-            self._api.wake_up(["kv_cache"] if self._keeps_base else ["weights", "kv_cache"])
+            self.api.wake_up(["kv_cache"] if self.keeps_base else ["weights", "kv_cache"])
             self._asleep = False
-        self._api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
-        self._api.set_weight_version(version)
-        self._api.reset_prefix_cache()
-        self._api.resume()
+        self.api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
+        self.api.set_weight_version(version)
+        self.api.reset_prefix_cache()
+        self.api.resume()
 
     def sleep(self) -> None:
         """Have a server that shares its GPU free its KV cache, and offload its base model, until the next adapter.
@@ -390,16 +371,16 @@ class AdapterChannel:
         Raises:
             ServerError: the server did not go to sleep.
         """
-        if self._keeps_base:
-            self._api.pause()
-            self._api.release_kv_cache()
+        if self.keeps_base:
+            self.api.pause()
+            self.api.release_kv_cache()
         else:
-            self._api.sleep(1)
+            self.api.sleep(1)
         self._asleep = True
 
     def close(self) -> None:
         """Close the connections."""
-        self._api.close()
+        self.api.close()
 
 
 def send_adapter(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,39 +67,22 @@ class _NoWatchdog:
 _no_watchdog = _NoWatchdog()
 
 
+@dataclass(eq=False)
 class WeightGroup:
     """A process group in which rank 0, the trainer, broadcasts to the workers of one server."""
 
-    def __init__(
-        self,
-        transport: Literal["gloo", "nccl"],
-        store: Any,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        host: str,
-        timeout_s: float,
-    ):
-        """Create a group without connecting.
+    transport: str  # gloo (through host memory) or nccl (from GPU to GPU)
+    store: Any  # for the rendezvous
+    _: KW_ONLY
+    rank: int  # of this process
+    size: int  # number of processes
+    device: torch.device  # of the tensors: the CPU for gloo, this process's GPU with its index for nccl
+    host: str  # this machine's address on the network that reaches the others
+    timeout_s: float  # after which an abandoned thread ends; callers have their own timeouts
 
-        Args:
-            transport: gloo (through host memory) or nccl (from GPU to GPU).
-            store: store for the rendezvous.
-            rank: rank of this process.
-            size: number of processes.
-            device: device of the tensors: the CPU for gloo, this process's GPU with its index for nccl.
-            host: this machine's address on the network that reaches the others.
-            timeout_s: time after which an abandoned thread ends. Callers have their own timeouts.
-        """
-        assert transport == "gloo" or device.index is not None, "threads need the index of this process's GPU"
-        self.device = device
-        self._transport = transport
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._host = host
-        self._timeout = timedelta(seconds=timeout_s)
+    def __post_init__(self) -> None:
+        """Connect nothing yet."""
+        assert self.transport == "gloo" or self.device.index is not None, "threads need the index of this process's GPU"
         self._group: Any = None
         self._aborted = False
 
@@ -107,7 +91,7 @@ class WeightGroup:
 
         NCCL creates its communicator in the first collective: here, and not during a weight update.
         """
-        if self._transport == "nccl":
+        if self.transport == "nccl":
             _no_watchdog.begin(self)
         return in_thread(self._connect)
 
@@ -121,7 +105,7 @@ class WeightGroup:
         self._aborted = True
         _no_watchdog.end(self)  # if its creation hangs
         group, self._group = self._group, None
-        if group is not None and self._transport == "nccl":  # a gloo group ends with its last reference
+        if group is not None and self.transport == "nccl":  # a gloo group ends with its last reference
             with suppress(Exception):
                 in_thread(self._abort, group).result(_ABORT_TIMEOUT_S)
 
@@ -138,22 +122,22 @@ class WeightGroup:
             if self._aborted:  # before the group existed
                 self.abort()
                 return
-            numbers = torch.full((_TEST_NUMEL,), self._rank + 1, dtype=torch.int32, device=self.device)
+            numbers = torch.full((_TEST_NUMEL,), self.rank + 1, dtype=torch.int32, device=self.device)
             group.allreduce(numbers).wait()
-            expected = self._size * (self._size + 1) // 2
+            expected = self.size * (self.size + 1) // 2
             if not bool((numbers == expected).all()):
-                raise RuntimeError(f"{self._transport} returns wrong sums between trainer and server")
+                raise RuntimeError(f"{self.transport} returns wrong sums between trainer and server")
 
     def _make(self) -> Any:
         options: Any
-        if self._transport == "gloo":
+        if self.transport == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            return dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+            options._timeout = timedelta(seconds=self.timeout_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
+            return dist.ProcessGroupGloo(self.store, self.rank, self.size, options)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
+        options._timeout = timedelta(seconds=self.timeout_s)
+        return dist.ProcessGroupNCCL(self.store, self.rank, self.size, options)
 
     def _broadcast(self, data: Tensor, stream: Any) -> None:
         with _use_device(self.device, stream):

@@ -276,11 +276,6 @@ def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int]
         raise ValueError(f"the update does not match the server's model: {'; '.join(wrong[:3])}{more}")
 
 
-def num_bytes(spec: dict[str, Any]) -> int:
-    """Size of a declared tensor."""
-    return int(torch.Size(spec["shape"]).numel()) * getattr(torch, spec["dtype"]).itemsize
-
-
 def repack_tied_head(model: Any) -> None:
     """Repack a head that is tied to the embedding.
 
@@ -335,7 +330,8 @@ def open_ipc_buffer(handles: dict[str, Any], device: torch.device) -> Tensor:
 
 def tensor_view(buffer: Tensor, spec: dict[str, Any], offset: int) -> Tensor:
     """Return a tensor as a view of the shared buffer."""
-    return buffer[offset : offset + num_bytes(spec)].view(getattr(torch, spec["dtype"])).view(spec["shape"])
+    shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
+    return buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 WeightTransferEngineFactory.register_engine("cohort", CohortWeightTransferEngine)
