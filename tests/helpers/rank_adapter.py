@@ -14,7 +14,6 @@ import test_laws
 from adapters import KINDS
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.learner import TrainEngine
-from cohort.models.loading import load_weights
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.ranks.collectives import Ranks
 from cohort.records import Prompt
@@ -30,7 +29,6 @@ from rank_engine import (
     save_engine,
     step_sequences,
 )
-from rank_loading import bytes_read
 from test_laws import old_logprobs_of
 
 BUDGETS = (20, 10_000)
@@ -146,16 +144,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[str, Any]:
     """Another way to compute or to load, with two updates: gradients, dtypes, and whether the base is as it was."""
-    read: list[int] = []
-    arrive = load_weights._read_tensors
-
-    def count(places: Any, rows: Any) -> None:
-        before = bytes_read()
-        arrive(places, rows)
-        read[:] = [bytes_read() - before]  # of the last, after the look at the first layers
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.models.loading.load_weights._read_tensors", count)
         if way == "whole":  # as if the files had to be converted
             patch.setattr("cohort.models.loading.load_model.match_weights", lambda *_: None)
         engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], **MODES[way])
@@ -174,7 +163,6 @@ def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[st
         "adapter": {t.dtype for t in engine.policy.adapter.tensors().values()},
         "states": {s["exp_avg"].dtype for s in state.values()},
         "num_states": len(state),
-        "num_bytes": ranks.gather(sum(read)),  # of the base, by this rank
     }
 
 

@@ -42,10 +42,10 @@ def bytes_read() -> int:
 
 
 def run_loading(ranks: Ranks, dtype: str, *paths: str) -> dict[str, Any]:
-    """Each model loaded in parts and broadcast by rank 0: what differs anywhere, and who has read how much."""
+    """Each model loaded in parts and broadcast by rank 0: what differs anywhere."""
     results = {}
     for path in paths:
-        (policy, num_bytes), (expected, _) = (counted_load(ranks, path, dtype, whole=whole) for whole in (False, True))
+        (policy, _), (expected, _) = (counted_load(ranks, path, dtype, whole=whole) for whole in (False, True))
         differ = []
         for name, tensor in expected.model.state_dict().items() | dict(expected.model.named_buffers()).items():
             own = dict(policy.model.named_buffers()).get(name, policy.model.state_dict().get(name))
@@ -54,7 +54,6 @@ def run_loading(ranks: Ranks, dtype: str, *paths: str) -> dict[str, Any]:
                 differ.append(name)
         results[path] = {
             "differ": ranks.gather(differ),
-            "num_bytes": ranks.gather(num_bytes),
             "same": policy.traits == expected.traits and policy.model.config == expected.model.config,
             "weights": dict(stream_weights(policy)),
         }
