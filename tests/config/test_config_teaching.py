@@ -35,9 +35,10 @@ def test_a_step_of_one_completion_has_nothing_to_compare(name: str):
     config(algorithm={"name": name}, rollout={"num_generations": 2}, train={"prompts_per_step": 1})
 
 
-def test_a_name_in_capitals_is_told_the_nearest():
-    with pytest.raises(UserError, match=r"algorithm.name: 'GRPO': is not one of .*; did you mean grpo\?"):
-        config(algorithm={"name": "GRPO"})
+@pytest.mark.parametrize("name", ["GRPO", "gpro"])  # swapped letters are nearer than gspo
+def test_a_name_in_capitals_or_misspelt_is_told_the_nearest(name: str):
+    with pytest.raises(UserError, match=rf"algorithm.name: '{name}': is not one of .*; did you mean grpo\?"):
+        config(algorithm={"name": name})
 
 
 def test_groups_of_a_step_are_of_one_size():

@@ -51,3 +51,10 @@ def test_what_is_shown_is_what_is_printed(command: str, tmp_path: Path, monkeypa
     done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "400"})
     printed = [" ".join(line.split()) for line in done.output.splitlines()]
     assert differences(COMMANDS[command], printed) == []
+
+
+def test_a_line_that_is_not_printed_is_found() -> None:
+    printed = ["a 1", "b 2 and more", "c 3"]
+    assert differences(["a 1", "b 2 ..."], printed) == []
+    assert differences(["a 2", "c 3"], printed) == ["a 2", "c 3"]
+    assert differences(["b 2"], printed) == ["b 2"]

@@ -78,7 +78,9 @@ def test_the_last_steps_are_kept_within_a_size(tmp_path: Path):
 def write(folder: Path, steps: Iterable[int], *, max_bytes: int, max_recent: int | None = None) -> None:
     records = TokenRecords(folder, max_bytes=max_bytes, max_recent=max_recent)
     for step in steps:
-        records.write(step, num_trajectories=2, sequences=[TWO_TURNS], outputs=ForwardOnlyOutputs(), with_context=True)
+        outputs, file = ForwardOnlyOutputs(), records.file(step)
+        write_tokens_file(file, num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True)
+        records.add(step)
 
 
 def steps_in(folder: Path) -> list[int]:

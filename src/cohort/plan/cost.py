@@ -5,7 +5,7 @@ Good enough to see which phase dominates and what a change is worth; trust a run
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cohort.config import Config
 from cohort.plan.backward import offloaded_bytes_per_token
@@ -17,6 +17,13 @@ from cohort.plan.timing import BUS_BANDWIDTH, Rate, compute_rate, memory_rate, s
 from cohort.plan.workload import Workload
 
 Origin = Literal["measured", "assumed", "derived"]
+
+
+class Source(NamedTuple):
+    """Origin of a number, and how it was found."""
+
+    origin: Origin
+    how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, SamplingConfig
-from cohort.plan.cost import PlannedValue, plan_timing
+from cohort.plan.cost import PlannedValue, Source, plan_timing
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
@@ -88,16 +88,13 @@ class Plan:
         return tuple(notes)
 
     @property
-    def memory_origins(self) -> dict[str, PlannedValue]:
-        """Origin and largest size of each part of the memory table, and of the available memory (`there`)."""
-        parts: dict[str, int] = {}
-        for phase in self.memory.phases.values():
-            for part, size in phase.items():
-                parts[part] = max(size, parts.get(part, 0))
-        return {
-            **{part: part_origin(part, size, self.workload, self.hardware) for part, size in parts.items()},
-            "there": _memory_origin(self.hardware),
-        }
+    def memory_origins(self) -> dict[str, Source]:
+        """Origin of each part of the memory table, and of the available memory (`there`)."""
+        parts = dict.fromkeys(part for phase in self.memory.phases.values() for part in phase)
+        there = Source("assumed", "as given, or typical of this GPU")
+        if self.hardware.memory_is_measured:
+            there = Source("measured", "this machine's, per process")
+        return {**{part: _part_origin(part, self.workload, self.hardware) for part in parts}, "there": there}
 
     @property
     def completions_per_step(self) -> int:
@@ -150,7 +147,7 @@ class Plan:
                 "num_updates": self.num_updates,
             },
             "memory": {
-                "origins": {part: {"origin": n.origin, "how": n.how} for part, n in self.memory_origins.items()},
+                "origins": {part: source._asdict() for part, source in self.memory_origins.items()},
                 "phases": {
                     phase: {"total": self.memory.total(phase), "parts": dict(parts)}
                     for phase, parts in self.memory.phases.items()
@@ -244,17 +241,16 @@ def largest_number(fits: Callable[[int], bool], low: int, high: int, *, toleranc
     return low
 
 
-def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) -> PlannedValue:
+def _part_origin(part: str, workload: Workload, hardware: Hardware) -> Source:
     """Origin of a part of the memory table."""
     if part == "rollout server's share":
-        return PlannedValue(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
+        return Source("derived", "rollout.gpu_memory_utilization of the memory")
+    if part == "activations":
+        return Source("derived", "what layers keep for backward")
     if part != "framework":
-        how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
-        return PlannedValue(value=size, origin="derived", how=how)
+        return Source("derived", "bytes of tensors, in closed form")
     if hardware.resident_bytes is not None:
-        return PlannedValue(
-            value=size, origin="measured", how="resident memory of this process before loading the model"
-        )
+        return Source("measured", "resident memory of this process before loading the model")
     assumed = [
         f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
         for what, bytes_, is_there in (
@@ -265,14 +261,7 @@ def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) ->
         )
         if is_there
     ]
-    return PlannedValue(value=size, origin="assumed", how=", ".join(assumed))
-
-
-def _memory_origin(hardware: Hardware) -> PlannedValue:
-    size = hardware.gpu_memory_bytes
-    if hardware.memory_is_measured:
-        return PlannedValue(value=size, origin="measured", how="this machine's, per process")
-    return PlannedValue(value=size, origin="assumed", how="as given, or typical of this GPU")
+    return Source("assumed", ", ".join(assumed))
 
 
 def _turns_note(rollout: SamplingConfig) -> str:

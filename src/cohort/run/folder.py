@@ -30,7 +30,7 @@ from cohort.run.files import (
     read_metrics,
     read_summary,
 )
-from cohort.run.tokens import TokenRecords
+from cohort.run.tokens import TokenRecords, write_tokens_file
 
 # Keys that may change when a run resumes, beside those that the rollout engine names: they affect neither what is
 # learned nor in which order.
@@ -198,13 +198,14 @@ class RunFolder:
             TrainingError: the disk is full, or the folder was deleted.
         """
         self.check_is_there()
-        self._tokens.write(
-            step,
+        write_tokens_file(
+            self._tokens.file(step),
             num_trajectories=sum(len(group.trajectories) for group in groups),
             sequences=sequences,
             outputs=outputs,
             with_context=not are_single_turn(groups),
         )
+        self._tokens.add(step)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, which marks the run as finished."""

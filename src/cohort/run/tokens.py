@@ -32,25 +32,13 @@ class TokenRecords:
             int(file.stem.removeprefix("step-")): file.stat().st_size for file in folder.glob("step-[0-9]*.parquet")
         }
 
-    def write(
-        self,
-        step: int,
-        *,
-        num_trajectories: int,
-        sequences: Sequence[TrainSequence],
-        outputs: ForwardOnlyOutputs,
-        with_context: bool,
-    ) -> None:
-        """Write a step's file, and delete others if it takes more room than there is; see `write_tokens_file`.
+    def file(self, step: int) -> Path:
+        """File of a step."""
+        return self._folder / f"step-{step:06d}.parquet"
 
-        Raises:
-            TrainingError: the disk is full.
-        """
-        file = self._file(step)
-        write_tokens_file(
-            file, num_trajectories=num_trajectories, sequences=sequences, outputs=outputs, with_context=with_context
-        )
-        self._sizes[step] = file.stat().st_size
+    def add(self, step: int) -> None:
+        """Count a step's file, which has been written, and delete others if they take more room than there is."""
+        self._sizes[step] = self.file(step).stat().st_size
         while self._sizes and (
             sum(self._sizes.values()) > self._max_bytes
             or (self._max_recent is not None and len(self._sizes) > self._max_recent)
@@ -65,10 +53,7 @@ class TokenRecords:
 
     def _delete(self, step: int) -> None:
         del self._sizes[step]
-        self._file(step).unlink(missing_ok=True)
-
-    def _file(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.parquet"
+        self.file(step).unlink(missing_ok=True)
 
 
 def write_tokens_file(
