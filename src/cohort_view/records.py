@@ -56,6 +56,7 @@ __all__ = [
     "Machine",
     "Mark",
     "MarkKind",
+    "Measured",
     "MemoryPart",
     "MemorySeries",
     "MemorySummary",
@@ -178,12 +179,23 @@ class RunMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A metric's first and last value of a run so far, the steps that they are of, and its curve."""
+
+    first: float | None
+    first_step: int | None
+    last: float | None
+    last_step: int | None
+    spark: FloatArray  # at most 120 points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
     """Where a run stands."""
 
     id: str
     state: RunState
-    stopped: str | None  # why the run stopped, and what to do
+    stopped: str | None  # how a user stopped the run, and what to do; that it died is a banner
     step: int | None
     steps: int | None
     phase: str | None
@@ -192,17 +204,11 @@ class Now:
     seconds_left: float | None
     seconds_per_step: float | None
     elapsed_s: float | None
-    reward: float | None  # of the last step
-    reward_before: float | None  # mean of the first 5 steps
-    reward_recent: float | None  # mean of the last 5 steps
-    accuracy: float | None
-    accuracy_before: float | None
-    accuracy_step: int | None
+    numbers: Mapping[str, Measured]  # by metric
     tokens_per_second: float | None
     memory: MemorySummary
     banners: Sequence[Finding]
     warnings: Sequence[RunMessage]  # notes are left out
-    spark: Mapping[str, FloatArray]  # by metric, at most 120 points
     problems: Sequence[str]
 
 
@@ -308,7 +314,7 @@ class Machine:
     phases: Sequence[str]
     x: IntArray  # steps
     seconds: Mapping[str, FloatArray]  # by phase
-    totals: Mapping[str, float]  # seconds by phase, over all steps and not only those in `x`
+    totals: Mapping[str, float]  # seconds of all steps by phase, of evaluations, checkpoints, and other; the run's time
     num_steps: int
     step_time: FloatArray  # sum of the phases
     memory: MemorySeries

@@ -198,6 +198,7 @@ class HeldoutQuestion:
 
     prompt_id: Any
     prompt: str
+    kind: str  # "never" right, "lost": right before and wrong now, "gained": wrong before and right now, or "always"
     right: Sequence[bool | None]
 
 
@@ -211,5 +212,5 @@ class Heldout:
     points: Sequence[AccuracyPoint]
     flips: Sequence[Flips]
     questions: Sequence[HeldoutQuestion]
-    num_questions: int  # also those that are not listed
+    num_questions: Mapping[str, int]  # by kind, also those that are not listed
     problems: Sequence[str]

@@ -72,15 +72,16 @@ def test_accuracy_and_flips_of_a_run(tmp_path):
         (0, 5, [2], [3], 1, 1),
         (5, 10, [], [2], 0, 1),
     ]
-    assert [(q.prompt_id, q.right) for q in found.questions] == [
-        (2, [False, True, False]),
-        (3, [True, False, None]),
-        (1, [True, True, True]),
-        (4, [False, False, None]),
-        (5, [None, None, True]),
+    assert [(q.prompt_id, q.kind, q.right) for q in found.questions] == [
+        (4, "never", [False, False, None]),
+        (2, "lost", [False, True, False]),
+        (3, "lost", [True, False, None]),
+        (1, "always", [True, True, True]),
+        (5, "always", [None, None, True]),
     ]
     assert (found.success_reward, found.num_samples, found.problems) == ("right", 1, ())
-    assert (found.questions[0].prompt, found.num_questions) == ("Question 2?", 5)
+    assert found.questions[1].prompt == "Question 2?"
+    assert found.num_questions == {"never": 1, "lost": 2, "gained": 0, "always": 2}
 
 
 def test_several_completions_per_question(tmp_path):
@@ -89,7 +90,7 @@ def test_several_completions_per_question(tmp_path):
     (point,) = found.points
     assert (point.accuracy, point.num, point.num_questions) == (0.375, 8, 2)
     assert point.pass_at == pytest.approx({"1": 0.375, "2": (1 - 1 / 6 + 0.5) / 2, "4": 1.0})
-    assert [q.right for q in found.questions] == [[True], [False]]  # right: at least half
+    assert [q.right for q in found.questions] == [[False], [True]]  # right: at least half
 
 
 def test_success_is_what_the_configuration_says_and_broken_completions_do_not_count(tmp_path):
@@ -108,10 +109,13 @@ def test_success_is_what_the_configuration_says_and_broken_completions_do_not_co
     assert missing.problems[0].startswith("completions/eval-000000.parquet has no column 'rewards/other': success is ")
 
 
-def test_more_questions_than_are_listed(tmp_path):
-    write_evaluation(tmp_path, 0, {i: [1.0] for i in range(heldout.QUESTIONS_SHOWN + 3)})
+def test_all_questions_count_also_those_that_are_not_listed(tmp_path):
+    shown = heldout.QUESTIONS_SHOWN
+    for step, right in ((0, 0.0), (5, 1.0), (10, 0.0)):
+        write_evaluation(tmp_path, step, {i: [right * (i >= 17)] for i in range(17 + shown + 3)})
     found = heldout.heldout(RunFolder(tmp_path))
-    assert (len(found.questions), found.num_questions) == (heldout.QUESTIONS_SHOWN, heldout.QUESTIONS_SHOWN + 3)
+    assert found.num_questions == {"never": 17, "lost": shown + 3, "gained": 0, "always": 0}
+    assert [q.kind for q in found.questions] == ["never"] * 17 + ["lost"] * shown
 
 
 def test_only_new_files_are_read(tmp_path, monkeypatch):

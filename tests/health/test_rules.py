@@ -84,6 +84,20 @@ FIRES = [
     ("no_progress", "info", {"num": 60}),
     ("no_progress", "warning", {"num": 100}),
     ("reward_falls", "bad", {"num": 80, "reward": np.r_[flat(0.8), ramp(0.8, 0.2, 40)] + noise(80)}),
+    (
+        "reward_falls",
+        "bad",
+        {"num": 8, "reward": np.r_[0.2, 0.3, 0.25, flat(0, 5)], "reward_std": np.r_[flat(0.4, 3), flat(0, 5)]},
+    ),
+    (
+        "objective_falls",
+        "bad",
+        {
+            "num": 80,
+            "rewards__exact__mean": np.r_[flat(0.8), ramp(0.8, 0.1, 40)] + noise(80),
+            "rewards__right__mean": np.r_[flat(0.1), ramp(0.1, 0.9, 40)],
+        },
+    ),
     ("overfitting", "warning", {"reward": RISING, "accuracy": np.array([301, 701, 690, 500, 480]) / 1000}),
     (
         "all_zero",
@@ -142,6 +156,19 @@ IS_QUIET = [
     ("no_progress", {"num": 49}),
     ("no_progress", {"num": 100, "reward": ramp(0.2, 0.7, 100) + noise(100)}),
     ("reward_falls", {"num": 80, "reward": 0.5 + noise(80, scale=0.2)}),
+    (
+        "reward_falls",
+        {"num": 7, "reward": np.r_[0.2, 0.3, 0.25, flat(0, 4)], "reward_std": np.r_[flat(0.4, 3), flat(0, 4)]},
+    ),
+    ("reward_falls", {"reward": np.r_[0.2, 0, 0.1, flat(0, 37)], "reward_std": np.r_[flat(0.1, 3), flat(0, 37)]}),
+    (
+        "objective_falls",  # and the other does not make up for it
+        {
+            "num": 80,
+            "rewards__exact__mean": np.r_[flat(0.8), ramp(0.8, 0.1, 40)] + noise(80),
+            "rewards__right__mean": flat(0.1, 80),
+        },
+    ),
     ("overfitting", {"reward": RISING, "accuracy": np.array([301, 701, 690, 660, 670]) / 1000}),
     ("overfitting", {"reward": ramp(0.7, 0.2, 40), "accuracy": np.array([301, 701, 690, 500, 480]) / 1000}),
     ("all_zero", {"num": 2, "reward": flat(0, 2), **equal(2)}),
@@ -176,7 +203,7 @@ IS_QUIET = [
     ("out_of_memory", {"out_of_memory": np.r_[2, flat(0, 39)]}),
     ("no_progress", {"num": 100, "reward": flat(0.97, 100)}),  # explained by `solved`
 ]
-CONFIG = {"train": {"prompts_per_step": 16}}
+CONFIG = {"train": {"prompts_per_step": 16}, "eval": {"success_reward": "exact"}}
 
 
 @pytest.mark.parametrize(("rule", "level", "curves"), FIRES)
@@ -251,7 +278,7 @@ def test_a_maximum_with_penalties():
 
 def test_sentences_and_evidence():
     run = table(num=60, entropy=np.r_[flat(0.5, 40), flat(0.03, 20)], frac_reward_zero_std=flat(0.92, 60))
-    no_signal, collapsed = found(run)
+    collapsed, no_signal = found(run)
     assert no_signal.text == "No signal: 92% of groups have equal rewards"
     assert collapsed.text == "Entropy collapsed at step 41: from 0.5 to 0.03 nats per token"
     assert (collapsed.step, no_signal.step) == (41, 60)
@@ -387,7 +414,7 @@ def test_a_reward_that_applies_to_some_steps_only():
     assert "of the last 10 steps that it scored, so" in constant.text
     rises = form(EVERY_OTHER * ramp(0.2, 0.9, 40), 0.2 * EVERY_OTHER)
     hacked = the("reward_hacking", table(**rises, completions__mean_length=np.r_[flat(100, 20), flat(20, 20)]))
-    assert hacked.text == "Reward 'form' went from 0.379 to 0.738 while completions shrank from 100 to 20 tokens"
+    assert hacked.text == "Reward 'form' went from 0.254 to 0.738 while completions shrank from 100 to 20 tokens"
     assert hacked.evidence == ("rewards/form/mean", "completions/mean_length")
     falls = {"rewards": [{"use": "regex", "name": "form", "weight": -1.0}]}
     shrinking = table(**rises, completions__mean_length=np.r_[flat(100, 20), flat(20, 20)])

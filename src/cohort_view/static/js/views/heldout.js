@@ -146,23 +146,28 @@ function signed(value) {
 
 const MARKS = { true: ["right", "■"], false: ["wrong", "□"], null: ["not asked", "–"] };
 
-/** Questions by evaluations: right or wrong, most flips first. */
-function matrix({ points, questions, num_questions: total }, id) {
+const FILTERS = {
+  all: "All",
+  never: "Never right",
+  lost: "Right before, wrong now",
+  gained: "Wrong before, right now",
+  always: "Always right",
+};
+
+/** Questions by evaluations: right or wrong. The counts are of all questions, the list has the first of each kind. */
+function matrix({ points, questions, num_questions: totals }, id) {
   if (!questions?.length) return null;
   const state = { filter: "all", shown: 50 };
+  const all = Object.values(totals).reduce((sum, num) => sum + num, 0);
+  const numOf = (filter) => (filter === "all" ? all : totals[filter]);
   const holder = h("div.stack", null);
-  const filters = {
-    all: [total > questions.length ? "All listed" : "All", () => true],
-    never: ["Never right", (question) => !question.right.includes(true)],
-    lost: ["Right before, wrong now", (question) => question.right.at(-1) === false && question.right.includes(true)],
-    gained: ["Wrong before, right now", (question) => question.right.at(-1) === true && question.right.includes(false)],
-  };
   const show = () => {
-    const kept = questions.filter(filters[state.filter][1]);
+    const kept = questions.filter(({ kind }) => state.filter === "all" || state.filter === kind);
+    const left = numOf(state.filter) - kept.length;
     const rows = kept.slice(0, state.shown);
     replace(
       holder,
-      rows.length ? grid(points, rows, id) : h("p.muted", null, "No such question among these."),
+      rows.length ? grid(points, rows, id) : h("p.muted", null, "No such question."),
       kept.length > state.shown &&
         h(
           "p",
@@ -173,14 +178,13 @@ function matrix({ points, questions, num_questions: total }, id) {
             `Show the other ${count(kept.length - state.shown)}`,
           ),
         ),
+      left > 0 && kept.length <= state.shown && h("p.muted", null, `${count(left)} more are not listed.`),
     );
   };
   const select = h(
     "select.select",
     { on: { change: () => ((state.filter = select.value), show()) } },
-    Object.entries(filters).map(([name, [label, keep]]) =>
-      h("option", { value: name }, `${label} (${count(questions.filter(keep).length)})`),
-    ),
+    Object.entries(FILTERS).map(([name, label]) => h("option", { value: name }, `${label} (${count(numOf(name))})`)),
   );
   show();
   return card(
@@ -188,13 +192,7 @@ function matrix({ points, questions, num_questions: total }, id) {
     h(
       "div.row.spread",
       null,
-      h(
-        "p.muted",
-        null,
-        total > questions.length
-          ? `The ${count(questions.length)} of ${count(total)} questions that changed most, these first.`
-          : "The questions that changed most come first.",
-      ),
+      h("p.muted", null, "Never right ones come first, then those that became wrong, became right, or were always right."),
       h("label.field", null, "Show ", select),
     ),
     h(

@@ -17,7 +17,9 @@ const PHASES = {
   optim: "Optimizer",
   publish: "Publishing weights",
   evaluation: "Evaluation",
-  checkpoint: "Checkpoint",
+  checkpoint: "Checkpoints",
+  other: "Other (start, files)",
+  run: "The whole run",
 };
 // In the order of colors: the two long phases first
 const COLORED = ["rollout", "train", "reward", "forward_only", "pack", "optim", "publish", "evaluation", "checkpoint"];
@@ -62,7 +64,7 @@ function time({ phases, x, seconds: spent, totals: exact, num_steps: steps }, ev
   const used = (phases ?? []).filter((phase) => spent[phase]?.some((value) => value > 0));
   if (!x?.length || !used.length)
     return card("Time by phase", empty("No step is complete yet.", "Times appear after the first step."));
-  const totals = used.map((phase) => [phase, exact[phase]]);
+  const totals = Object.entries(exact).filter(([, total]) => total > 0);
   const all = totals.reduce((sum, [, total]) => sum + total, 0);
   const colorOf = (phase) => (COLORED.indexOf(phase) + 8) % 8; // the same in every run
   const chart = stackedChart({
@@ -78,13 +80,13 @@ function time({ phases, x, seconds: spent, totals: exact, num_steps: steps }, ev
     {
       label: "Phase",
       class: "nowrap",
-      value: ([phase]) => [h(`span.swatch.${seriesClass(colorOf(phase))}`), phaseName(phase)],
+      value: ([phase]) => [used.includes(phase) && h(`span.swatch.${seriesClass(colorOf(phase))}`), phaseName(phase)],
     },
     { label: "Per step", align: "right", value: ([, total]) => seconds(total / steps) },
     { label: "Total", align: "right", value: ([, total]) => seconds(total) },
     { label: "Share", align: "right", value: ([, total]) => percent(total / all) },
   ];
-  const rows = [...totals].sort((a, b) => b[1] - a[1]);
+  const rows = [...totals.sort((a, b) => b[1] - a[1]), ["run", all]];
   return card(
     "Time by phase",
     h("div.chart-and-table", null, show(chart), table(columns, rows, { caption: "Time by phase" })),

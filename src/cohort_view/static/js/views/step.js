@@ -310,9 +310,9 @@ class StepView {
 function explanation(data) {
   if (!data) return null;
   return h(
-    `div.banner.large.level-${data.learned ? "good" : "warning"}`,
+    `div.banner.large.level-${data.level}`,
     null,
-    levelIcon(data.learned ? "good" : "warning"),
+    levelIcon(data.level),
     h(
       "div.banner-body",
       null,
