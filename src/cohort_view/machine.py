@@ -12,7 +12,7 @@ from cohort.health.findings import Finding
 from cohort.health.metrics_table import MetricsTable
 from cohort.health.rules import judge
 from cohort.run.files import resume_hint
-from cohort_view.heldout import heldout
+from cohort_view.evaluations import evaluations
 from cohort_view.records import (
     FloatArray,
     IntArray,
@@ -307,7 +307,7 @@ def _accuracies(run: ViewedRun) -> tuple[IntArray, FloatArray]:
     table = run.metrics.eval
     steps, values = table.steps, table.column("eval/accuracy")
     if not np.isfinite(values).any():
-        known = [(point.step, point.accuracy) for point in heldout(run).points if point.accuracy is not None]
+        known = [(point.step, point.accuracy) for point in evaluations(run).points if point.accuracy is not None]
         steps = np.array([step for step, _ in known], dtype=np.int64)
         values = np.array([accuracy for _, accuracy in known], dtype=np.float64)
     return steps[np.isfinite(values)], values[np.isfinite(values)]

@@ -193,7 +193,7 @@ class Flips:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldoutQuestion:
+class EvalQuestion:
     """A held-out question, and whether it was answered right at each evaluation."""
 
     prompt_id: Any
@@ -203,7 +203,7 @@ class HeldoutQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heldout:
+class Evaluations:
     """Held-out accuracy over the run."""
 
     success_reward: str | None
@@ -211,6 +211,6 @@ class Heldout:
     num_samples: int | None  # completions per question
     points: Sequence[AccuracyPoint]
     flips: Sequence[Flips]
-    questions: Sequence[HeldoutQuestion]
+    questions: Sequence[EvalQuestion]
     num_questions: Mapping[str, int]  # by kind, also those that are not listed
     problems: Sequence[str]

@@ -32,7 +32,7 @@ VIEWS = {
     "/step/3/group/0": "Prompt",
     "/step/3/completion/0": "Probability",
     "/search?where=reward+%3E%3D+0": "matches",
-    "/heldout": "Accuracy after step 6",
+    "/eval": "Accuracy after step 6",
     "/machine": "Time by phase",
     "/config": "Changed from the defaults",
 }
@@ -207,7 +207,7 @@ def test_the_page_follows_a_training_process(open_page, tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize(("view", "place"), [("machine", 0.4), ("heldout", 0.5)])
+@pytest.mark.parametrize(("view", "place"), [("machine", 0.4), ("eval", 0.5)])
 def test_a_restart_is_marked_on_charts(open_page, runs, tmp_path, view, place):
     run = shutil.copytree(runs / "learns", tmp_path / "restarted")
     with (run / "events.jsonl").open("a") as events:
@@ -223,7 +223,7 @@ def test_a_restart_is_marked_on_charts(open_page, runs, tmp_path, view, place):
 
 
 def test_charts_beside_tables_are_saved_as_csv(open_page, address):
-    for view, first in (("machine", '"Step","Rollout","Reward"'), ("heldout", '"Step","Accuracy"')):
+    for view, first in (("machine", '"Step","Rollout","Reward"'), ("eval", '"Step","Accuracy"')):
         page = open_page(address, run_view("learns", f"/{view}"))
         chart = page.locator(".band-chart").first
         chart.hover()
@@ -303,7 +303,7 @@ def test_every_view_says_that_the_folder_is_gone(open_page, runs: Path, tmp_path
     run = tmp_path / "gone"
     shutil.copytree(runs / "learns", run)
     with served(run) as address:
-        page = open_page(address, run_view("gone", "/heldout"), allowed="404")
+        page = open_page(address, run_view("gone", "/eval"), allowed="404")
         page.get_by_text("Accuracy by step").wait_for()
         shutil.rmtree(run)
         said = page.locator("main").get_by_text(f"The folder {run} is gone")
@@ -358,7 +358,7 @@ def test_an_export_opens_from_disk(open_page, runs: Path, tmp_path, cohort):
     assert file.stat().st_size < 5_000_000
     page = open_page(file.as_uri())
     page.get_by_text(f"Step {STEPS}", exact=False).first.wait_for()
-    for view in ("/curves", "/heldout", "/machine", "/config"):
+    for view in ("/curves", "/eval", "/machine", "/config"):
         page.goto(f"{file.as_uri()}#/run/learns{view}")
         page.get_by_text(VIEWS[view]).first.wait_for()
     page.goto(f"{file.as_uri()}#/run/learns/step/{STEPS}")
@@ -388,8 +388,8 @@ def test_an_export_links_only_to_what_it_has(open_page, runs: Path, tmp_path, mo
     page.goto(f"{address}#/run/learns/step/1")
     page.locator(".strip a").first.wait_for()
     assert page.locator(".strip a[href]").count() == 1
-    page.goto(f"{address}#/run/learns/heldout")
-    page.get_by_text(VIEWS["/heldout"]).first.wait_for()
+    page.goto(f"{address}#/run/learns/eval")
+    page.get_by_text(VIEWS["/eval"]).first.wait_for()
     assert page.locator("th a[href]").count() == 0
     page.goto(f"{address}#/run/learns/step/1/completion/5")
     page.get_by_text("not part of the exported report").wait_for()

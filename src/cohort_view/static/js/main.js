@@ -207,7 +207,7 @@ function addKeys() {
     "Everywhere",
   );
   keys.add("Escape", "Leave a field, close a dialog", () => document.activeElement?.blur(), "Everywhere");
-  const go = { n: "now", c: "curves", s: "step", f: "search", h: "heldout", m: "machine", i: "config" };
+  const go = { n: "now", c: "curves", s: "step", f: "search", h: "eval", m: "machine", i: "config" };
   for (const [key, view] of Object.entries(go)) {
     const id = () => current.route?.params.id ?? runs[0]?.id;
     keys.add(`g ${key}`, header.labels[view], () => id() && navigate(link.view(id(), view)), "Go to");

@@ -14,7 +14,7 @@ export async function render(root, params, context) {
   let charts = [];
   context.setTitle("Held-out");
   const load = async () => {
-    const data = await api.get(api.runPath(params.id, "heldout"), { signal });
+    const data = await api.get(api.runPath(params.id, "eval"), { signal });
     charts.forEach((chart) => chart.destroy());
     charts = [];
     if (!data.points.length) {

@@ -25,7 +25,7 @@ from cohort_view.completions import (
     texts,
 )
 from cohort_view.groups import RunFiles
-from cohort_view.records import AccuracyPoint, BoolArray, Flips, Heldout, HeldoutQuestion, IntArray
+from cohort_view.records import AccuracyPoint, BoolArray, EvalQuestion, Evaluations, Flips, IntArray
 from cohort_view.values import number, text
 
 QUESTIONS_SHOWN = 200  # of each kind
@@ -56,7 +56,7 @@ _EVALUATIONS: FileCache[EvaluationFile] = FileCache(_CACHE_FILES)
 _PROMPTS: FileCache[dict[int, str]] = FileCache(8)
 
 
-def heldout(run: RunFiles) -> Heldout:
+def evaluations(run: RunFiles) -> Evaluations:
     """Return the accuracy of each evaluation and what changed between them.
 
     A completion succeeds if the reward `eval.success_reward` (by default the first) is at least
@@ -74,7 +74,7 @@ def heldout(run: RunFiles) -> Heldout:
     points = {step: _point(step, file) for step, file in files.items()}
     points |= _points_without_files(run, points)
     first = next(iter(files.values()), None)
-    return Heldout(
+    return Evaluations(
         success_reward=wanted if first is None or wanted is not None else first.reward,
         success_threshold=threshold,
         num_samples=group_size(run.config, "eval") or (None if first is None else int(first.num.max())),
@@ -248,7 +248,7 @@ def _questions(run_path: Path, steps: Sequence[int], files: Mapping[int, Evaluat
     prompts = _prompts(run_path, list(files)[-1])
     as_json = {1: True, 0: False, -1: None}
     questions = [
-        HeldoutQuestion(
+        EvalQuestion(
             prompt_id=int(ids[q]),
             prompt=prompts.get(int(ids[q]), ""),
             kind=kind,
