@@ -1,7 +1,6 @@
 """The page of `cohort view` in a real browser: every view, live updates, hostile and damaged runs, keyboard, phones."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -140,11 +139,13 @@ def test_tokens_have_colors_numbers_and_copies(open_page, address):
     go(page, address, run_view("learns", f"/step/3/completion/{trained}"))
     tokens = page.locator(".token-sequences .token")
     tokens.first.wait_for()
-    for quantity in ("ratio", "entropy", "push", "probability"):
+    assert page.locator("[data-value=ratio]").count() == 0  # trainer and sampler agree
+    for quantity in ("entropy", "push", "probability"):
         page.locator(f"[data-value={quantity}]").click()
         assert page.locator(".legend-bar .token").count() >= 9, quantity
     page.locator("[data-value=push]").click()
-    assert re.search(r"\bq8\b", tokens.first.get_attribute("class"))  # the advantage is positive
+    assert page.locator(".token-sequences .token.q8").count() >= 1  # the advantage is positive
+    assert len({*page.locator(".token-sequences .token").evaluate_all("(all) => all.map((one) => one.className)")}) > 2
     color = "(node) => getComputedStyle(node).color"
     text_color = page.locator("body").evaluate(color)
     for sign in (".token.special", ".token i"):
@@ -385,9 +386,6 @@ def test_an_export_links_only_to_what_it_has(open_page, runs: Path, tmp_path, mo
     page.locator(".completion-foot a").click()
     page.locator(".token-sequences .token").first.wait_for()
     assert page.locator(".step-nav a.button").count() == 0
-    page.goto(f"{address}#/run/learns/step/1")
-    page.locator(".strip a").first.wait_for()
-    assert page.locator(".strip a[href]").count() == 1
     page.goto(f"{address}#/run/learns/eval")
     page.get_by_text(VIEWS["/eval"]).first.wait_for()
     assert page.locator("th a[href]").count() == 0

@@ -12,9 +12,16 @@ import { visibleLine } from "../visible.js";
 export async function render(root, params, context) {
   const { api, signal, theme } = context;
   let charts = [];
+  let shown = null;
   context.setTitle("Held-out");
   const load = async () => {
     const data = await api.get(api.runPath(params.id, "eval"), { signal });
+    const { marks } = data.points.length
+      ? await api.get(api.path("/api/curves", { runs: [params.id], points: 4 }), { signal })
+      : {};
+    const state = JSON.stringify([data, marks]);
+    if (state === shown) return; // steps of training change nothing here
+    shown = state;
     charts.forEach((chart) => chart.destroy());
     charts = [];
     if (!data.points.length) {
@@ -29,7 +36,6 @@ export async function render(root, params, context) {
       );
       return;
     }
-    const { marks } = await api.get(api.path("/api/curves", { runs: [params.id], points: 4 }), { signal });
     const chart = accuracyChart(data.points, troubles(marks[params.id]), theme);
     charts = [chart];
     replace(
@@ -43,7 +49,7 @@ export async function render(root, params, context) {
         h("p.muted.small", null, bandText(data.points)),
       ),
       flips(data.flips),
-      matrix(data, params.id),
+      matrix(data, params, context),
     );
   };
   await load();
@@ -155,9 +161,9 @@ const FILTERS = {
 };
 
 /** Questions by evaluations: right or wrong. The counts are of all questions, the list has the first of each kind. */
-function matrix({ points, questions, num_questions: totals }, id) {
+function matrix({ points, questions, num_questions: totals }, { id, query }, context) {
   if (!questions?.length) return null;
-  const state = { filter: "all", shown: 50 };
+  const state = { filter: query.show in FILTERS ? query.show : "all", shown: 50 };
   const all = Object.values(totals).reduce((sum, num) => sum + num, 0);
   const numOf = (filter) => (filter === "all" ? all : totals[filter]);
   const holder = h("div.stack", null);
@@ -181,9 +187,14 @@ function matrix({ points, questions, num_questions: totals }, id) {
       left > 0 && kept.length <= state.shown && h("p.muted", null, `${count(left)} more are not listed.`),
     );
   };
+  const choose = (filter) => {
+    state.filter = filter;
+    context.setQuery({ show: filter === "all" ? null : filter });
+    show();
+  };
   const select = h(
     "select.select",
-    { on: { change: () => ((state.filter = select.value), show()) } },
+    { value: state.filter, on: { change: () => choose(select.value) } },
     Object.entries(FILTERS).map(([name, label]) => h("option", { value: name }, `${label} (${count(numOf(name))})`)),
   );
   show();

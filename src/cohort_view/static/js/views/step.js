@@ -4,7 +4,7 @@ import { hasStep } from "../api.js";
 import { h, replace } from "../dom.js";
 import { count, isNumber, number, percent, plural, seconds } from "../format.js";
 import { rewardRange, rewardStrip } from "../rewards.js";
-import { link } from "../router.js";
+import { link, parse, splitList } from "../router.js";
 import { stepStrip } from "../step_strip.js";
 import { breadcrumbs, empty, levelIcon, problems, segmented, stat, title } from "../ui.js";
 import { visibleLine } from "../visible.js";
@@ -24,7 +24,13 @@ const KINDS = { step: "Trained", replaced: "Replaced", dropped: "Dropped", eval:
 // [metric, label, format, metric shown below, its text]
 const KEY_METRICS = [
   ["reward", "Reward", number, "reward_std", (value) => `± ${number(value)} in a group`],
-  ["frac_reward_zero_std", "Equal groups", percent],
+  [
+    "frac_reward_zero_std",
+    "Equal groups",
+    percent,
+    "frac_all_right",
+    (right, metrics) => `${percent(right)} all right, ${percent(metrics.frac_all_wrong)} all wrong`,
+  ],
   ["completions/trained_ratio", "Trained", percent],
   [
     "completions/mean_length",
@@ -260,17 +266,14 @@ class StepView {
         "summary.group-row",
         null,
         h("span.group-prompt", { dir: "auto" }, visibleLine(oneLine(group.prompt))),
-        rewardStrip(group.rows, range, (item) =>
-          hasStep(this.id, this.step, { kind, row: item.row })
-            ? link.completion(this.id, this.step, item.row, { kind })
-            : null,
-        ),
+        rewardStrip(group.rows, range),
         h("span.group-numbers", null, groupNumbers(group)),
         h("span.group-flags", null, groupFlags(group)),
       ),
       body,
     );
     row.addEventListener("toggle", async () => {
+      this.remember(group.index, row.open);
       if (!row.open || body.hasChildNodes()) return;
       replace(body, h("p.muted", null, "Loading…"));
       try {
@@ -292,7 +295,18 @@ class StepView {
         replace(body, empty(error.message));
       }
     });
+    row.open = this.opened().includes(String(group.index));
     return row;
+  }
+
+  /** Groups that are open, as the address says. */
+  opened() {
+    return splitList(parse(location.hash).params.query.open);
+  }
+
+  remember(index, isOpen) {
+    const others = this.opened().filter((one) => one !== String(index));
+    this.context.setQuery({ open: isOpen ? [...others, String(index)] : others });
   }
 
   async update(change) {
@@ -332,7 +346,7 @@ function metricTiles(metrics) {
   const shown = KEY_METRICS.filter(([name]) => isNumber(metrics?.[name]));
   if (!shown.length) return null;
   const tiles = shown.map(([name, label, format, below, belowText]) =>
-    stat(label, format(metrics[name]), isNumber(metrics[below]) ? belowText(metrics[below]) : null, {
+    stat(label, format(metrics[name]), isNumber(metrics[below]) ? belowText(metrics[below], metrics) : null, {
       title: `Metric ${name}`,
     }),
   );
