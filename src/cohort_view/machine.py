@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from cohort_view.records import (
     PublishTimes,
     RunEntry,
     RunList,
+    RunMessage,
 )
 from cohort_view.run import ViewedRun
 from cohort_view.series import SIGNAL, WallTime, downsample, marks, messages
@@ -155,9 +157,19 @@ def now(run: ViewedRun) -> Now:
         tokens_per_second=table.last("tokens_per_second"),
         memory=memory_summary(run),
         banners=_findings(run),
-        warnings=[message for message in messages(run) if message.level != "note"][-_MAX_WARNINGS:],
+        warnings=_warnings(run),
         problems=run.problems,
     )
+
+
+def _warnings(run: ViewedRun) -> list[RunMessage]:
+    """Return the last warnings, equal ones once."""
+    found: dict[str, RunMessage] = {}
+    for message in messages(run):
+        if message.level != "note":
+            earlier = found.pop(message.text, None)
+            found[message.text] = replace(message, num=1 if earlier is None else earlier.num + 1)
+    return list(found.values())[-_MAX_WARNINGS:]
 
 
 def runs(runs: Sequence[ViewedRun], root: Path | None = None) -> RunList:

@@ -176,6 +176,7 @@ class RunMessage:
     step: int | None
     level: MessageLevel
     text: str
+    num: int = 1  # how often it was shown; step and time are of the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

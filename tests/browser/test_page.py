@@ -113,7 +113,20 @@ def test_groups_open_in_place_and_sort(open_page, address):
     assert sum(sizes) + cards.count() - len(sizes) == 8  # identical completions share a card
     page.reload()
     page.locator("summary.group-row").first.wait_for()
-    assert page.locator("label", has_text="Sort by").locator("select").input_value() == "length"
+    assert page.locator(".step-controls label", has_text="Sort by").locator("select").input_value() == "length"
+
+
+def test_back_returns_to_the_same_place(open_page, address):
+    page = open_page(address, run_view("learns", "/step/3"), viewport={"width": 1280, "height": 300})
+    page.locator(".group-prompt").first.click()
+    page.locator(".completion-card").first.wait_for()
+    page.evaluate("scrollTo(0, 400)")
+    page.wait_for_function("() => history.state?.top === 400")
+    page.locator(".completion-foot a").first.evaluate("(link) => link.click()")
+    page.locator(".token-view").wait_for()
+    page.go_back()
+    page.locator("details.group[open] .completion-card").first.wait_for()
+    page.wait_for_function("() => scrollY === 400")
 
 
 def test_completions_are_compared_word_by_word(open_page, address):

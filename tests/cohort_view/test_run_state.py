@@ -187,6 +187,7 @@ def test_now_of_a_running_run(tmp_path: Path):
     events = [
         {"timestamp": start + shift, "step": 0, "event": "start", "steps_done": 0},
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "warning: rewards are equal"},
+        {"timestamp": start + shift + 1, "step": 3, "event": "warning", "text": "warning: rewards are equal"},
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "verifying step-1 (3 GB)"},
     ]
     run = write(
@@ -208,7 +209,7 @@ def test_now_of_a_running_run(tmp_path: Path):
     assert values_of(answer, "completions/mean_length") == (None, None, None, None)
     assert answer.progress is not None
     assert (answer.progress.done, answer.progress.total, answer.tokens_per_second) == (3, 10, 7)
-    assert [(message.level, message.text) for message in answer.warnings] == [("warning", "rewards are equal")]
+    assert [(w.level, w.text, w.step, w.num) for w in answer.warnings] == [("warning", "rewards are equal", 3, 2)]
     assert len(answer.numbers["reward"].spark) == 40
 
 

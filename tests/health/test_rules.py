@@ -268,6 +268,41 @@ def test_rules_that_read_the_configuration():
     assert "max_turns: 5" in the("max_turns", table(ends__max_turns=flat(0.7)), {"rollout": {"max_turns": 5}}).text
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "advice"),
+    [
+        (0.74, 0.01, "74% of the groups are all right: use harder prompts"),
+        (0.1, 0.65, "65% of the groups are all wrong: use easier prompts"),
+        (0.0, 1.0, "Use easier or harder prompts"),  # the reward may define no success
+        (NAN, NAN, "Use easier or harder prompts"),  # of a version without these metrics
+    ],
+)
+def test_what_equal_groups_need(right, wrong, advice):
+    shares = {"frac_all_right": flat(right), "frac_all_wrong": flat(wrong), "frac_reward_zero_std": flat(0.75)}
+    assert the("no_signal", table(**shares)).advice.startswith(advice)
+
+
+def test_a_cause_mutes_its_symptoms_and_all_that_is_good():
+    fell = np.r_[0.2, 0.3, 0.25, flat(0)]
+    run = table(
+        43,
+        reward=fell,
+        reward_std=0.4 * (fell > 0),
+        frac_reward_zero_std=flat(1, 43),
+        completions__clipped_ratio=flat(1, 43),
+        rewards__right__std=0.4 * (fell > 0),
+        accuracy=[0.2, 0.5, 0.8],
+        out_of_memory=flat(1, 43),
+    )
+    assert [finding.rule for finding in found(run)] == ["reward_falls", "out_of_memory"]
+
+
+def test_a_run_that_is_done_is_not_learning_any_more():
+    said = {steps: found(table(reward=RISING), {"train": {"steps": steps}})[0].text for steps in (40, 41)}
+    assert said[41].startswith("Learning: the reward rose")
+    assert said[40] == said[41].replace("Learning", "Learned")
+
+
 def test_a_maximum_with_penalties():
     """A penalty that only shapes adds nothing to the largest reward, and reaches below 0."""
     columns = {"reward": flat(0.97), "rewards__right__std": flat(0.1), "reward_min": flat(-0.5)}

@@ -60,8 +60,8 @@ RULES = {
     "reward_falls": Rule(
         condition=progress.reward_falls,
         text="The reward fell from {before} to {now}, around step {around}{since}",
-        advice="Go back to a checkpoint before step {around} with a lower train.learning_rate (it was up to {rate}), "
-        "or with algorithm.beta above 0; see docs/resuming.md and docs/algorithms.md#notes",
+        advice="Start again, or from a checkpoint before step {around}, with a lower train.learning_rate (it was up to "
+        "{rate}), or with algorithm.beta above 0; see docs/resuming.md and docs/algorithms.md#notes",
         evidence=("reward", "entropy", "grad_norm"),
         is_cause=True,
         explains=_SYMPTOMS,
@@ -70,8 +70,8 @@ RULES = {
         condition=progress.objective_falls,
         text="Reward hacking: {gamed!r} rose from {was} to {became} while {objective!r}, which defines success, fell "
         "from {before} to {now}, around step {around}{accuracy}",
-        advice="Go back to a checkpoint before step {around}, and lower the weight of {gamed!r}, cap it, or give it "
-        "only where {objective!r} is earned; see docs/rewards.md#reward-hacking",
+        advice="Start again from a checkpoint before step {around}, and lower the weight of {gamed!r}, cap it, or give "
+        "it only where {objective!r} is earned; see docs/rewards.md#reward-hacking",
         evidence=("rewards/{objective}/mean", "rewards/{gamed}/mean", "eval/accuracy"),
         is_cause=True,
         explains=(*_SYMPTOMS, "entropy_collapsed", "overfitting"),

@@ -2,7 +2,7 @@
 
 import { lineChart, stackedChart } from "../bands.js";
 import { h, replace } from "../dom.js";
-import { bytes, count, dateTime, isNumber, percent, seconds } from "../format.js";
+import { bytes, count, dateTime, isNumber, percent, plural, seconds } from "../format.js";
 import { troubles } from "../marks.js";
 import { partClass } from "../memory_bar.js";
 import { empty, problems, stepLink, table, title } from "../ui.js";
@@ -239,6 +239,6 @@ function marks(list, id) {
     told.length
       ? table(columns, [...told].reverse(), { caption: "Restarts, faults and messages" })
       : h("p.muted", null, "No restarts, faults or warnings."),
-    checkpoints ? h("p.muted", null, `${count(checkpoints)} checkpoints were saved.`) : null,
+    checkpoints ? h("p.muted", null, `${plural(checkpoints, "checkpoint")} saved.`) : null,
   );
 }

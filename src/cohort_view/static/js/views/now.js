@@ -200,7 +200,7 @@ function memory(data) {
   if (!sizes || !(isNumber(sizes.peak_bytes) || isNumber(sizes.predicted_bytes))) return null;
   const facts = [
     isNumber(sizes.peak_bytes) ? `Measured peak ${bytes(sizes.peak_bytes)}` : "Not measured yet",
-    isNumber(sizes.predicted_bytes) && `the plan predicts ${bytes(sizes.predicted_bytes)}`,
+    isNumber(sizes.predicted_bytes) && `${ofThePlan(sizes)}${bytes(sizes.predicted_bytes)}`,
     isNumber(sizes.capacity_bytes) && `${bytes(sizes.capacity_bytes)} available`,
   ].filter(Boolean);
   return h(
@@ -217,13 +217,21 @@ function memory(data) {
   );
 }
 
+/** How the measured peak compares with what the plan predicts. */
+function ofThePlan({ peak_bytes: peak, predicted_bytes: predicted }) {
+  const more = peak / predicted - 1;
+  if (!isNumber(peak) || !isNumber(more)) return "the plan predicts ";
+  if (Math.abs(more) < 0.005) return "as the plan predicts: ";
+  return `${percent(Math.abs(more), 0)} ${more > 0 ? "more" : "less"} than the plan predicts: `;
+}
+
 function warnings(data, id) {
   const all = [...(data.warnings ?? [])].reverse();
   const item = (one) =>
     h(
       "li",
       null,
-      h("p", null, linkify(one.text)),
+      h("p", null, linkify(one.text), one.num > 1 && h("span.chip", null, `× ${count(one.num)}`)),
       h(
         "p.small.muted",
         null,

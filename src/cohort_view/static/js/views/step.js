@@ -56,8 +56,8 @@ export async function render(root, params, context) {
       root,
       title("Steps"),
       empty(
-        "This run has no completions yet.",
-        "They appear after its first step. If they never do, check run.completions_every.",
+        "This run has no completions.",
+        "They appear after its first step, unless run.completions_every is 0 or their files were deleted.",
       ),
     );
     return {
@@ -141,7 +141,7 @@ class StepView {
         ? h("span.button.disabled", { "aria-hidden": "true" }, text)
         : h("a.button", { href: this.link(step), "aria-label": `${label}: ${step}`, title: `${label}: ${step}` }, text);
     const { steps: of, step: done } = this.context.run ?? {};
-    replace(this.heading, title(`Step ${this.step}`, of ? h("span.muted", null, `of ${count(of)}`) : null));
+    replace(this.heading, title(`Step ${count(this.step)}`, of ? h("span.muted", null, `of ${count(of)}`) : null));
     replace(this.arrows, arrow(this.previous, "←", "Previous step"), arrow(this.next, "→", "Next step"));
     this.field.min = this.state.kind === "eval" ? 0 : 1;
     this.field.max = Math.max(list.last ?? 0, done ?? 0, this.step);
