@@ -1,4 +1,4 @@
-"""Where a run stands, and what it asks of its machine: time per phase, memory against the plan, publishing."""
+"""Where a run stands, and what it asks of its machine: time per phase, memory against the plan."""
 
 import time
 from collections.abc import Sequence
@@ -20,12 +20,11 @@ from cohort_view.records import (
     Machine,
     Measured,
     MemoryPart,
-    MemorySeries,
+    MemoryPeaks,
     MemorySummary,
     Now,
     PlannedPhase,
     Progress,
-    PublishTimes,
     RunEntry,
     RunList,
     RunMessage,
@@ -50,19 +49,14 @@ def machine(run: ViewedRun) -> Machine:
     rows = downsample(table.column("step_time"), _POINTS)
     phases = [name[len("time/") : -len("_s")] for name in table.names if name.startswith("time/")]
     phases = [phase for phase in phases if phase not in _WITHIN_OTHERS]
-    steps = table.steps[rows]
     return Machine(
         phases=phases,
-        x=steps,
+        x=table.steps[rows],
         seconds={phase: table.column(f"time/{phase}_s")[rows] for phase in phases},
         totals=_totals(run, phases),
         num_steps=len(table.steps),
-        step_time=table.column("step_time")[rows],
-        memory=_memory_series(run),
+        memory=_memory_peaks(run),
         servers=[message for message in messages(run) if "server" in message.text],
-        publish=PublishTimes(x=steps, seconds=table.column("time/publish_s")[rows]),
-        hardware=dict(mapping(run.plan, "hardware")),
-        layout=dict(mapping(run.plan, "layout")),
         marks=marks(run, "step"),
         problems=run.problems,
     )
@@ -108,23 +102,13 @@ def planned_phases(run: ViewedRun) -> list[PlannedPhase]:
     return found
 
 
-def _memory_series(run: ViewedRun) -> MemorySeries:
-    table = run.metrics
-    columns = {name: table.column(f"memory/{name}_peak_bytes") for name in ("rollout", "train", "optim")}
-    rows = downsample(_largest(list(columns.values())), _POINTS)
-    return MemorySeries(
-        x=table.steps[rows],
-        rollout=columns["rollout"][rows],
-        train=columns["train"][rows],
-        optim=columns["optim"][rows],
+def _memory_peaks(run: ViewedRun) -> MemoryPeaks:
+    columns = {name: _finite(run.metrics.column(f"memory/{name}_peak_bytes")) for name in ("rollout", "train", "optim")}
+    return MemoryPeaks(
+        peaks={name: float(values.max()) for name, values in columns.items() if len(values)},
         plan=planned_phases(run),
         capacity_bytes=number(run.plan, "hardware", "gpu_memory_bytes"),
     )
-
-
-def _largest(columns: list[FloatArray]) -> FloatArray:
-    """[rows] largest of several columns; NaN where all are missing."""
-    return np.fmax.reduce(columns)
 
 
 _RECENT = 20  # steps and evaluations whose median time predicts the rest
@@ -225,7 +209,7 @@ def _end(run: ViewedRun) -> Finding | None:
     That it died is a problem, that a user stopped it is not.
     """
     ends = [event for event in run.events if event.event in ("start", "stop", "end")]
-    if run.state != "stopped" or not ends:
+    if run.state != "stopped" or not ends or ends[-1].event == "end":
         return None
     step, reason, is_death = _step(run) or 0, str(ends[-1].values.get("reason") or "no reason given"), True
     if ends[-1].event != "stop":

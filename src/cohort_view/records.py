@@ -58,7 +58,7 @@ __all__ = [
     "MarkKind",
     "Measured",
     "MemoryPart",
-    "MemorySeries",
+    "MemoryPeaks",
     "MemorySummary",
     "MessageLevel",
     "MetricInfo",
@@ -66,7 +66,6 @@ __all__ = [
     "Now",
     "PlannedPhase",
     "Progress",
-    "PublishTimes",
     "RunEntry",
     "RunFile",
     "RunList",
@@ -283,29 +282,18 @@ class PlannedPhase:
     """The plan's memory prediction for a phase."""
 
     phase: str
-    measured: str | None  # the phase of MemorySeries that covers it
+    measured: str | None  # the phase of MemoryPeaks that covers it
     parts: Sequence[MemoryPart]  # largest first
     total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySeries:
-    """Peak memory by phase, in bytes per process, with the plan's prediction."""
+class MemoryPeaks:
+    """Peak memory by phase in bytes per process, and what the plan predicts."""
 
-    x: IntArray  # steps
-    rollout: FloatArray
-    train: FloatArray
-    optim: FloatArray
+    peaks: Mapping[str, float]  # by measured phase
     plan: Sequence[PlannedPhase]
     capacity_bytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds to hand new weights to the sampler."""
-
-    x: IntArray  # steps
-    seconds: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,12 +305,8 @@ class Machine:
     seconds: Mapping[str, FloatArray]  # by phase
     totals: Mapping[str, float]  # seconds of all steps by phase, of evaluations, checkpoints, and other; the run's time
     num_steps: int
-    step_time: FloatArray  # sum of the phases
-    memory: MemorySeries
+    memory: MemoryPeaks
     servers: Sequence[RunMessage]  # messages about servers
-    publish: PublishTimes
-    hardware: Mapping[str, Any]  # of the plan
-    layout: Mapping[str, Any]  # of the plan
     marks: Sequence[Mark]
     problems: Sequence[str]
 

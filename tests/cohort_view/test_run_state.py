@@ -309,7 +309,6 @@ def test_seconds_by_phase(tmp_path: Path):
     assert list(answer.phases) == ["rollout", "publish"]
     assert answer.totals == {"rollout": 6.0, "publish": 1.0, "evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
     assert answer.seconds["rollout"].tolist() == [3.0, 3.0]
-    assert answer.publish.seconds.tolist() == [0.5, 0.5]
 
 
 def test_phases_add_up_to_the_time_of_the_run(tmp_path: Path):

@@ -1,6 +1,6 @@
-// Where time and memory go: phases of a step, memory against the plan, publishing, servers and what went wrong.
+// Where time and memory go: phases of a step, memory against the plan, servers and what went wrong.
 
-import { lineChart, stackedChart } from "../bands.js";
+import { stackedChart } from "../bands.js";
 import { h, replace } from "../dom.js";
 import { bytes, count, dateTime, isNumber, percent, plural, seconds } from "../format.js";
 import { troubles } from "../marks.js";
@@ -42,8 +42,7 @@ export async function render(root, params, context) {
       title("Machine"),
       problems(data.problems),
       time(data, events, show, theme),
-      memory(data.memory, events, show, theme),
-      publish(data.publish, events, show, theme),
+      memory(data.memory),
       servers(data.servers),
       marks(data.marks, params.id),
     );
@@ -93,16 +92,12 @@ function time({ phases, x, seconds: spent, totals: exact, num_steps: steps }, ev
   );
 }
 
-// Names of the plan's phases, and of the phases whose memory the run measures
+// Names of the plan's phases
 const PLANNED = { sampling: "Rollout", logprobs: "Forward only", backward: "Training", optimizer: "Optimizer" };
-const MEASURED = { rollout: "Rollout", train: "Training", optim: "Optimizer" };
 
 /** Per phase: the plan's parts as one stacked bar, and a line at the measured peak. */
-function memory(data, events, show, theme) {
-  const plan = data?.plan ?? [];
-  const measured = Object.keys(MEASURED).filter((phase) => data?.[phase]?.some(isNumber));
-  if (!plan.length && !measured.length) return null;
-  const peaks = Object.fromEntries(measured.map((phase) => [phase, Math.max(...data[phase].filter(isNumber))]));
+function memory({ plan, peaks, capacity_bytes: capacity }) {
+  if (!plan.length) return null;
   const most = 1.02 * Math.max(1, ...plan.map(({ total }) => total), ...Object.values(peaks));
   const parts = [
     ...new Set(
@@ -144,22 +139,9 @@ function memory(data, events, show, theme) {
       ),
     );
   };
-  const chart =
-    measured.length && data.x?.length > 1
-      ? lineChart({
-          name: "measured-memory",
-          x: data.x,
-          theme,
-          format: bytes,
-          xLabel: "Step",
-          marks: events,
-          range: [0, null],
-          lines: measured.map((phase) => ({ label: MEASURED[phase], values: data[phase] })),
-        })
-      : null;
   return card(
     "Memory per process",
-    isNumber(data.capacity_bytes) && h("p.muted", null, `The device has ${bytes(data.capacity_bytes)}.`),
+    isNumber(capacity) && h("p.muted", null, `The device has ${bytes(capacity)}.`),
     shownPhases.length
       ? [
           h("div.plan-bars", null, shownPhases.map(bar)),
@@ -171,27 +153,6 @@ function memory(data, events, show, theme) {
           ),
         ]
       : null,
-    chart && [h("h3", null, "Measured peak by step"), show(chart)],
-  );
-}
-
-function publish(data, events, show, theme) {
-  const known = data?.seconds?.filter(isNumber) ?? [];
-  if (!known.length || Math.max(...known) < 1e-3) return null;
-  return card(
-    "Publishing weights",
-    show(
-      lineChart({
-        name: "publish-times",
-        x: data.x,
-        theme,
-        format: seconds,
-        xLabel: "Step",
-        marks: events,
-        range: [0, null],
-        lines: [{ label: "Time", values: data.seconds }],
-      }),
-    ),
   );
 }
 
