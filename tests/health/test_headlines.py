@@ -50,7 +50,8 @@ HEADLINES = {
     "hack2": (  # which first learns to be right, then that length pays more
         "Reward hacking: 'long' rose from 0.586 to 0.995 while 'right', which defines success, fell from 0.195 to 0, "
         "around step 18; held-out accuracy fell from 92% to 0%. Start again from a checkpoint before step 18, and "
-        "lower the weight of 'long', cap it, or give it only where 'right' is earned; see docs/rewards.md#reward-hacking",
+        "lower the weight of 'long', cap it, or give it only where 'right' is earned; see "
+        "docs/rewards.md#reward-hacking",
         ["objective_falls"],
     ),
     "collapse": (  # whose reward is 1 / (1 + length): all completions are equal now
