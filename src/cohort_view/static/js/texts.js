@@ -1,7 +1,7 @@
 // Blocks of text that a model wrote: long ones with their middle left out, a shared beginning dimmed, differences marked.
 
 import { h, replace } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 
 const FIRST = 1500; // characters shown at once; each click shows ten times as many
 const HEAD = 2 / 3; // of them before those that are left out
@@ -11,7 +11,10 @@ const HEAD = 2 / 3; // of them before those that are left out
  * the end. `same`: length of a beginning to dim; `cut`: the server left out the rest.
  */
 export function textBlock(text, { same = 0, cut = false } = {}) {
-  if (!text) return h("div.text-block", null, h("span.muted", null, "(empty)"));
+  if (!text?.trim()) {
+    const what = text ? `(only white space: ${plural(text.length, "character")})` : "(empty)";
+    return h("div.text-block", null, h("span.muted", null, what));
+  }
   const block = h("div.text-block", { dir: "auto" });
   const show = (shown) => {
     const isWhole = text.length <= shown;

@@ -253,8 +253,10 @@ function missing(quantity, data, isKnown) {
   }
   if (quantity.name === "probability") return "This completion has no logprobs.";
   if (data.kind !== "step") return `${quantity.label} is recorded only of completions that are trained on.`;
-  if (!data.recorded)
-    return `${quantity.label} was not recorded for this step. Set run.record_tokens: true to record it.`;
+  if (!data.recorded) {
+    const isExplained = data.problems.some((text) => text.includes("run.record_tokens"));
+    return `${quantity.label} was not recorded for this step.${isExplained ? "" : " Set run.record_tokens: true to record it."}`;
+  }
   if (data.advantage === 0) return "Not computed: this completion's advantage is 0, so it was not trained on.";
   if (data.trained === false) return "Not computed: the loss leaves this completion out.";
   return `${quantity.label} is missing for this completion. Older steps are thinned out to stay below run.record_tokens_max_size.`;

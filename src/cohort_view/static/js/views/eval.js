@@ -1,6 +1,6 @@
 // Held-out questions over the run: accuracy with its confidence interval, pass@k, flips, and every question's answers.
 
-import { hasStep } from "../api.js";
+import { hasStep, isExport } from "../api.js";
 import { lineChart } from "../bands.js";
 import { h, replace } from "../dom.js";
 import { count, isNumber, percent, plural } from "../format.js";
@@ -259,7 +259,11 @@ function grid(points, rows, id) {
             h(
               "th.question",
               { scope: "row", dir: "auto", title: visibleLine(String(question.prompt)) },
-              visibleLine(String(question.prompt).slice(0, 160)),
+              h(
+                "a",
+                { href: isExport ? null : link.search(id, { where: `kind == "eval" and prompt_id == ${question.prompt_id}` }) },
+                visibleLine(String(question.prompt).slice(0, 160)),
+              ),
             ),
             cells(question),
           ),

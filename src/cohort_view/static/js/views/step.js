@@ -221,7 +221,7 @@ class StepView {
 
   nothing() {
     if (this.data.problems?.length) {
-      return empty(`The completions of step ${this.step} cannot be read.`, "What the metrics say of the step is above.");
+      return empty(`There are no completions of step ${this.step} to show.`, "What the metrics say of the step is above.");
     }
     const file = `completions/${this.state.kind}-${String(this.step).padStart(6, "0")}.parquet`;
     return empty(
