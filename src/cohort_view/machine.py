@@ -56,7 +56,6 @@ def machine(run: ViewedRun) -> Machine:
         totals=_totals(run, phases),
         num_steps=len(table.steps),
         memory=_memory_peaks(run),
-        servers=[message for message in messages(run) if "server" in message.text],
         marks=marks(run, "step"),
         problems=run.problems,
     )

@@ -306,7 +306,6 @@ class Machine:
     totals: Mapping[str, float]  # seconds of all steps by phase, of evaluations, checkpoints, and other; the run's time
     num_steps: int
     memory: MemoryPeaks
-    servers: Sequence[RunMessage]  # messages about servers
     marks: Sequence[Mark]
     problems: Sequence[str]
 

@@ -107,16 +107,20 @@ def objective_falls(h: History) -> Iterator[Sign]:
     if found is None:
         return
     step, before, now = found
-    around = slice(*np.searchsorted(h.steps, (step - WINDOW, step)))
-    was, became = (
-        {n: float(np.nanmean(h.column(f"rewards/{n}/mean")[rows])) for n in others}
-        for rows in (around, slice(-WINDOW, None))
-    )
-    gamed = max(others, key=lambda name: np.nan_to_num(others[name] * (became[name] - was[name])))
-    if others[gamed] * (became[gamed] - was[gamed]) > h.weights[objective] * (before - now) / 2:
-        values = {"before": number_text(before), "now": number_text(now), "gamed": gamed, "accuracy": _accuracy_fell(h)}
-        values |= {"was": number_text(was[gamed]), "became": number_text(became[gamed])}
-        yield Sign("bad", step=step, around=step, objective=objective, **values)
+    start = int(np.searchsorted(h.steps, step))
+    moves, gains = {}, {}
+    for name, weight in others.items():
+        values = h.column(f"rewards/{name}/mean")
+        around, recent = finite(values[max(0, start - WINDOW) : start]), finite(values[-WINDOW:])
+        if len(around) and len(recent):
+            moves[name] = float(around.mean()), float(recent.mean())
+            gains[name] = weight * (moves[name][1] - moves[name][0])
+    gamed = max(gains, key=gains.__getitem__, default="")
+    if gamed and gains[gamed] > h.weights[objective] * (before - now) / 2:
+        was, became = map(number_text, moves[gamed])
+        said = {"gamed": gamed, "was": was, "became": became, "accuracy": _accuracy_fell(h)}
+        said |= {"objective": objective, "before": number_text(before), "now": number_text(now)}
+        yield Sign("bad", step=step, around=step, **said)
 
 
 def _fall(h: History, name: str) -> tuple[int, float, float] | None:

@@ -1,8 +1,8 @@
-// Where time and memory go: phases of a step, memory against the plan, servers and what went wrong.
+// Where time and memory go: phases of a step, memory against the plan, and what went wrong.
 
 import { stackedChart } from "../bands.js";
 import { h, replace } from "../dom.js";
-import { bytes, count, dateTime, isNumber, percent, plural, seconds } from "../format.js";
+import { bytes, count, isNumber, percent, plural, seconds } from "../format.js";
 import { troubles } from "../marks.js";
 import { partClass } from "../memory_bar.js";
 import { empty, problems, stepLink, table, title } from "../ui.js";
@@ -43,7 +43,6 @@ export async function render(root, params, context) {
       problems(data.problems),
       time(data, events, show, theme),
       memory(data.memory),
-      servers(data.servers),
       marks(data.marks, params.id),
     );
   };
@@ -154,16 +153,6 @@ function memory({ plan, peaks, capacity_bytes: capacity }) {
         ]
       : null,
   );
-}
-
-function servers(messages) {
-  if (!messages?.length) return null;
-  const columns = [
-    { label: "When", value: (message) => dateTime(message.timestamp) },
-    { label: "Step", align: "right", value: (message) => count(message.step) },
-    { label: "Message", class: "wrap", value: (message) => visibleLine(message.text) },
-  ];
-  return card("Servers", table(columns, [...messages].reverse(), { caption: "Messages about servers" }));
 }
 
 const KINDS = {
