@@ -129,6 +129,28 @@ def test_back_returns_to_the_same_place(open_page, address):
     page.wait_for_function("() => scrollY === 400")
 
 
+def test_held_out_questions_are_filtered_and_lead_to_their_answers(open_page, address):
+    page = open_page(address, run_view("learns", "/eval"))
+    show = page.locator("label", has_text="Show").locator("select")
+    show.select_option("never")
+    page.wait_for_url("**/eval?show=never")
+    page.reload()
+    show.wait_for()
+    assert show.input_value() == "never"
+    show.select_option("all")
+    page.locator("th.question a").first.click()
+    page.get_by_text("3 matches in").wait_for()  # one of each evaluation
+
+
+def test_a_list_of_runs_shows_its_first_run(open_page, runs, tmp_path):
+    with served("--list", tmp_path) as address:
+        page = open_page(address)
+        page.get_by_text("There are no runs in this folder yet").wait_for()
+        shutil.copytree(runs / "learns", tmp_path / "learns")
+        page.locator("a.run-link").wait_for()
+        page.close()
+
+
 def test_completions_are_compared_word_by_word(open_page, address):
     page = open_page(address, run_view("learns", "/step/3/group/0"))
     page.locator(".completion-card").first.wait_for()
