@@ -125,6 +125,11 @@ def test_facts_have_values_and_lead_to_the_evidence():
     assert norm.link == "#/run/demo/curves?names=grad_norm"
 
 
+def test_the_fact_on_equal_groups_says_how_many_are_right_and_wrong():
+    found = explain_step(HEALTHY | {"frac_all_right": 0.1875, "frac_all_wrong": 0.0625}, None, 12)
+    assert found.facts[0].text == "25% of the groups have equal rewards (19% are all right, 6% all wrong)"
+
+
 def test_steps_of_which_little_is_known():
     assert explain_step({}, None, 3) is None
     assert explain_step({}, groups(num_equal=16, high=0.0), 3).text.startswith(

@@ -160,6 +160,7 @@ IS_QUIET = [
         "reward_falls",
         {"num": 7, "reward": np.r_[0.2, 0.3, 0.25, flat(0, 4)], "reward_std": np.r_[flat(0.4, 3), flat(0, 4)]},
     ),
+    ("reward_falls", {"num": 6, "reward": np.r_[0.06, flat(0, 5)], "reward_std": np.r_[0.25, flat(0, 5)]}),  # by chance
     ("reward_falls", {"reward": np.r_[0.2, 0, 0.1, flat(0, 37)], "reward_std": np.r_[flat(0.1, 3), flat(0, 37)]}),
     (
         "objective_falls",  # and the other does not make up for it

@@ -134,6 +134,9 @@ class _Step:
         text = "It is not known how many groups have equal rewards"
         if not math.isnan(share):
             text = f"{share:.0%} of the groups have equal rewards"
+        right, wrong = self.get("frac_all_right"), self.get("frac_all_wrong")
+        if not math.isnan(right):
+            text += f" ({right:.0%} are all right, {wrong:.0%} all wrong)"
         return self.fact(text, "frac_reward_zero_std", sort="equal")
 
     def zero_facts(self) -> list[Fact]:

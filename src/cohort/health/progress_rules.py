@@ -146,15 +146,19 @@ def _fall(h: History, name: str) -> tuple[int, float, float] | None:
 def _drop(h: History) -> tuple[int, float, float] | None:
     """Return from which step on, from where and to where the reward fell for good; None if it did not.
 
-    All completions of at least 5 last steps have the same reward, and the 10 steps before them all had a higher one.
+    All completions of at least 5 last steps have the same reward, and the 10 steps before them all had a higher mean,
+    by a tenth of the way to their best completion: rare successes may stay away by chance.
     """
     reward = h.column("reward")
     is_last = (np.abs(reward - reward[-1]) <= _TOLERANCE) & (h.column("reward_std") <= _TOLERANCE)
     start = len(reward) - int(np.argmin(is_last[::-1])) if not is_last.all() else 0
-    before = reward[max(0, start - WINDOW) : start]
-    if len(reward) - start < _ENDS or not len(before) or not before.min() > reward[-1] + _TOLERANCE:
+    rows = slice(max(0, start - WINDOW), start)
+    before, best, now = reward[rows], finite(h.column("reward_max")[rows]), float(reward[-1])
+    if len(reward) - start < _ENDS or not len(before) or not before.min() > now + _TOLERANCE:
         return None
-    return int(h.steps[start]), float(before.mean()), float(reward[-1])
+    if before.mean() - now < RISE * (best.max(initial=now) - now):
+        return None
+    return int(h.steps[start]), float(before.mean()), now
 
 
 def overfitting(h: History) -> Iterator[Sign]:
