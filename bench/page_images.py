@@ -38,7 +38,7 @@ PICTURES = (
     Picture(name="page-curves", view="/curves", size=(1280, 960)),
     Picture(name="page-step", view=f"/step/{STEP}", size=(1280, 960), before=OPEN_GROUP),
     Picture(name="page-completion", view="/step/3/completion/74", size=(1280, 880), before=FOCUS_TOKEN),
-    Picture(name="page-heldout", view="/heldout", size=(1280, 960)),
+    Picture(name="page-eval", view="/eval", size=(1280, 960)),
     Picture(name="page-machine", view="/machine", size=(1280, 960)),
     Picture(name="page-config", view="/config", size=(1280, 960)),
     Picture(name="page-search", view="/search?where=reward+%3C+0.2+and+length+%3E+25"),

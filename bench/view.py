@@ -212,7 +212,7 @@ def views(run_id: str, steps: int, rows: int, rng: np.random.Generator, repeats:
         "a step": [f"{run}/steps/{a}?sort={sorts[b % 5]}" for a, b, _ in several],
         "a group": [f"{run}/steps/{a}/groups/{b % (rows // GENERATIONS)}" for a, b, _ in several],
         "a completion": [f"{run}/steps/{a}/completions/{b % rows}" for a, b, _ in several],
-        "held-out": [f"{run}/heldout"] * repeats,
+        "held-out": [f"{run}/eval"] * repeats,
         "machine": [f"{run}/machine"] * repeats,
         "config": [f"{run}/config"] * repeats,
     }

@@ -199,7 +199,7 @@ _NUM_STEPS = 60
 _NUM_TOKEN_VIEWS = 3_000  # at most: bounds the time
 _VIEWS_PER_STEP = 10  # take about as long as a step's groups
 _DIGITS = 6  # significant digits of numbers
-_WHOLE = ("/api/runs", *(f"/api/runs/{{id}}/{name}" for name in ("now", "metrics", "config", "machine", "heldout")))
+_WHOLE = ("/api/runs", *(f"/api/runs/{{id}}/{name}" for name in ("now", "metrics", "config", "machine", "eval")))
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^/@\s\"\\]{1,200}@", re.IGNORECASE)
 
 

@@ -1,7 +1,8 @@
-"""Where a run stands, and what it asks of its machine: time per phase, memory against the plan, publishing."""
+"""Where a run stands, and what it asks of its machine: time per phase, memory against the plan."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from weakref import WeakKeyDictionary
 
@@ -12,23 +13,24 @@ from cohort.health.findings import Finding
 from cohort.health.metrics_table import MetricsTable
 from cohort.health.rules import judge
 from cohort.run.files import resume_hint
-from cohort_view.heldout import heldout
+from cohort_view.evaluations import evaluations
 from cohort_view.records import (
     FloatArray,
     IntArray,
     Machine,
+    Measured,
     MemoryPart,
-    MemorySeries,
+    MemoryPeaks,
     MemorySummary,
     Now,
     PlannedPhase,
     Progress,
-    PublishTimes,
     RunEntry,
     RunList,
+    RunMessage,
 )
 from cohort_view.run import ViewedRun
-from cohort_view.series import WallTime, downsample, marks, messages
+from cohort_view.series import SIGNAL, WallTime, downsample, marks, messages
 from cohort_view.values import integer, mapping, number, text
 
 _POINTS = 800
@@ -47,22 +49,26 @@ def machine(run: ViewedRun) -> Machine:
     rows = downsample(table.column("step_time"), _POINTS)
     phases = [name[len("time/") : -len("_s")] for name in table.names if name.startswith("time/")]
     phases = [phase for phase in phases if phase not in _WITHIN_OTHERS]
-    steps = table.steps[rows]
     return Machine(
         phases=phases,
-        x=steps,
+        x=table.steps[rows],
         seconds={phase: table.column(f"time/{phase}_s")[rows] for phase in phases},
-        totals={phase: float(np.nansum(table.column(f"time/{phase}_s"))) for phase in phases},
+        totals=_totals(run, phases),
         num_steps=len(table.steps),
-        step_time=table.column("step_time")[rows],
-        memory=_memory_series(run),
-        servers=[message for message in messages(run) if "server" in message.text],
-        publish=PublishTimes(x=steps, seconds=table.column("time/publish_s")[rows]),
-        hardware=dict(mapping(run.plan, "hardware")),
-        layout=dict(mapping(run.plan, "layout")),
+        memory=_memory_peaks(run),
         marks=marks(run, "step"),
         problems=run.problems,
     )
+
+
+def _totals(run: ViewedRun, phases: Sequence[str]) -> dict[str, float]:
+    """Return where the run's seconds went; what no metric or event covers is `other`."""
+    table = run.metrics
+    totals = {phase: float(np.nansum(table.column(f"time/{phase}_s"))) for phase in phases}
+    totals["evaluation"] = float(np.nansum(table.eval.column("eval/time_s")))
+    saves = [number(event.values, "seconds") for event in run.events if event.event == "checkpoint"]
+    totals["checkpoint"] = sum(seconds for seconds in saves if seconds is not None)
+    return totals | {"other": max(0.0, (_elapsed_s(run) or 0.0) - sum(totals.values()))}
 
 
 def memory_summary(run: ViewedRun) -> MemorySummary:
@@ -95,30 +101,19 @@ def planned_phases(run: ViewedRun) -> list[PlannedPhase]:
     return found
 
 
-def _memory_series(run: ViewedRun) -> MemorySeries:
-    table = run.metrics
-    columns = {name: table.column(f"memory/{name}_peak_bytes") for name in ("rollout", "train", "optim")}
-    rows = downsample(_largest(list(columns.values())), _POINTS)
-    return MemorySeries(
-        x=table.steps[rows],
-        rollout=columns["rollout"][rows],
-        train=columns["train"][rows],
-        optim=columns["optim"][rows],
+def _memory_peaks(run: ViewedRun) -> MemoryPeaks:
+    columns = {name: _finite(run.metrics.column(f"memory/{name}_peak_bytes")) for name in ("rollout", "train", "optim")}
+    return MemoryPeaks(
+        peaks={name: float(values.max()) for name, values in columns.items() if len(values)},
         plan=planned_phases(run),
         capacity_bytes=number(run.plan, "hardware", "gpu_memory_bytes"),
     )
 
 
-def _largest(columns: list[FloatArray]) -> FloatArray:
-    """[rows] largest of several columns; NaN where all are missing."""
-    return np.fmax.reduce(columns)
-
-
-_FIRST_STEPS = 5  # whose mean is the reward at the start, and as many at the end
 _RECENT = 20  # steps and evaluations whose median time predicts the rest
 _MAX_WARNINGS = 100
 _SPARK_POINTS = 120
-_SPARK_METRICS = ("reward", "completions/mean_length", "entropy")
+_NUMBERS = ("reward", "completions/mean_length", "entropy")
 # The rules take a while for long runs, and their findings are asked for more often than metrics change.
 _JUDGED: WeakKeyDictionary[ViewedRun, tuple[MetricsTable, object, list[Finding]]] = WeakKeyDictionary()
 
@@ -127,12 +122,11 @@ def now(run: ViewedRun) -> Now:
     """Return where a run stands."""
     table, state = run.metrics, run.state
     live = run.status if state in ("starting", "running") else None
-    rewards, per_step = _finite(table.column("reward")), _seconds_per_step(run)
-    accuracy_steps, accuracies = _accuracies(run)
+    per_step, end = _seconds_per_step(run), _end(run)
     return Now(
         id=run.id,
         state=state,
-        stopped=_why_stopped(run) if state == "stopped" else None,
+        stopped=None if end is None or end.is_warning else end.sentence,
         step=_step(run),
         steps=_steps(run),
         phase=None if live is None else live.phase,
@@ -140,20 +134,25 @@ def now(run: ViewedRun) -> Now:
         progress=None if live is None or live.done is None else Progress(done=live.done, total=live.total),
         seconds_left=None if state != "running" else _seconds_left(run, per_step),
         seconds_per_step=per_step,
-        elapsed_s=_elapsed_s(run, is_running=state in ("starting", "running")),
-        reward=table.last("reward"),
-        reward_before=float(rewards[:_FIRST_STEPS].mean()) if len(rewards) else None,
-        reward_recent=float(rewards[-_FIRST_STEPS:].mean()) if len(rewards) else None,
-        accuracy=float(accuracies[-1]) if len(accuracies) else None,
-        accuracy_before=float(accuracies[0]) if len(accuracies) else None,
-        accuracy_step=int(accuracy_steps[-1]) if len(accuracies) else None,
+        elapsed_s=_elapsed_s(run),
+        numbers={name: _measured(table.steps, table.column(name)) for name in _NUMBERS}
+        | {"eval/accuracy": _measured(*_accuracies(run))},
         tokens_per_second=table.last("tokens_per_second"),
         memory=memory_summary(run),
         banners=_findings(run),
-        warnings=[message for message in messages(run) if message.level != "note"][-_MAX_WARNINGS:],
-        spark={name: _spark(table.column(name)) for name in _SPARK_METRICS} | {"accuracy": _spark(accuracies)},
+        warnings=_warnings(run),
         problems=run.problems,
     )
+
+
+def _warnings(run: ViewedRun) -> list[RunMessage]:
+    """Return the last warnings, equal ones once."""
+    found: dict[str, RunMessage] = {}
+    for message in messages(run):
+        if message.level != "note":
+            earlier = found.pop(message.text, None)
+            found[message.text] = replace(message, num=1 if earlier is None else earlier.num + 1)
+    return list(found.values())[-_MAX_WARNINGS:]
 
 
 def runs(runs: Sequence[ViewedRun], root: Path | None = None) -> RunList:
@@ -203,18 +202,30 @@ def _steps(run: ViewedRun) -> int | None:
     return next((steps for steps in said if steps is not None), None)
 
 
-def _why_stopped(run: ViewedRun) -> str | None:
-    """Say why a run stopped and what to do; None for a run of a version that recorded no events."""
+def _end(run: ViewedRun) -> Finding | None:
+    """Say why a run that did not finish ended, and what to do; None for a version that recorded no events.
+
+    That it died is a problem, that a user stopped it is not.
+    """
     ends = [event for event in run.events if event.event in ("start", "stop", "end")]
-    if not ends:
+    if run.state != "stopped" or not ends or ends[-1].event == "end":
         return None
-    step = _step(run) or 0
-    if ends[-1].event == "stop":
-        why = f"stopped after step {step}: {ends[-1].values.get('reason') or 'no reason given'}."
+    step, reason, is_death = _step(run) or 0, str(ends[-1].values.get("reason") or "no reason given"), True
+    if ends[-1].event != "stop":
+        text = f"Died after step {step} without saying why: its process was killed, or the machine went down"
+    elif is_death := not SIGNAL.fullmatch(reason):
+        text = f"Died after step {step}: {reason.removeprefix('UserError: ').rstrip('.')}"
     else:
-        why = f"ended after step {step} without saying why: its process was killed, or the machine went down."
+        text = f"Stopped after step {step} by {reason}"
     hint = resume_hint(run.path)
-    return f"This run {why} {hint[:1].upper()}{hint[1:]}."
+    return Finding(
+        rule="died" if is_death else "stopped",
+        level="bad" if is_death else "info",
+        text=text,
+        advice=f"{hint[:1].upper()}{hint[1:]}",
+        step=step,
+        evidence=(),
+    )
 
 
 def _seconds_per_step(run: ViewedRun) -> float | None:
@@ -245,19 +256,36 @@ def _seconds_left(run: ViewedRun, per_step: float | None) -> float | None:
     return float(left + evaluations * (np.median(eval_times) if len(eval_times) else 0.0))
 
 
-def _elapsed_s(run: ViewedRun, *, is_running: bool) -> float | None:
-    """Seconds since the run's start, up to now or to its end."""
-    times = WallTime(run)
-    if is_running and times.start is not None:
-        return time.time() - times.start
-    if (seconds := number(run.summary, "seconds")) is not None:
+def _elapsed_s(run: ViewedRun) -> float | None:
+    """Seconds that the run took, up to now or to its end, without pauses between an end and a restart."""
+    is_running = run.state in ("starting", "running")
+    if not is_running and (seconds := number(run.summary, "seconds")) is not None:
         return seconds
-    ends = [float(t[-1]) for t in (times.train, times.eval) if len(t)]
-    return max(ends, default=None)
+    table, times = run.metrics, WallTime(run)
+    starts = [event.timestamp for event in run.events if event.event == "start" and np.isfinite(event.timestamp)]
+    if times.start is None or not times.is_measured:
+        return max((float(t[-1]) for t in (times.train, times.eval) if len(t)), default=None)
+    starts = starts or [times.start]
+    seen = np.concatenate([table.timestamps, table.eval.timestamps, [event.timestamp for event in run.events]])
+    seen = np.append(_finite(seen), [time.time()] if is_running else [])
+    bounds = [-np.inf, *starts[1:], np.inf]
+    total = 0.0
+    for start, low, high in zip(starts, bounds, bounds[1:], strict=False):
+        within = seen[(seen >= max(start, low)) & (seen < high)]
+        total += float(within.max(initial=start)) - start
+    return total
 
 
 def _findings(run: ViewedRun) -> list[Finding]:
-    """Return how the run goes: what it recorded, or what the rules find in the metrics of one that recorded nothing."""
+    """Return how the run goes, most important first: that it died, then what the rules find."""
+    found, end = _judged(run), _end(run)
+    if end is None or not end.is_warning:
+        return found
+    return [end, *(finding for finding in found if finding.is_warning)]
+
+
+def _judged(run: ViewedRun) -> list[Finding]:
+    """Return what the run recorded, or what the rules find in the metrics of one that recorded nothing."""
     if run.findings is not None:
         return run.findings if len(run.last_metrics.steps) else []  # a run that starts over has no metrics yet
     if not run.has_all_metrics:
@@ -274,10 +302,22 @@ def _accuracies(run: ViewedRun) -> tuple[IntArray, FloatArray]:
     table = run.metrics.eval
     steps, values = table.steps, table.column("eval/accuracy")
     if not np.isfinite(values).any():
-        known = [(point.step, point.accuracy) for point in heldout(run).points if point.accuracy is not None]
+        known = [(point.step, point.accuracy) for point in evaluations(run).points if point.accuracy is not None]
         steps = np.array([step for step, _ in known], dtype=np.int64)
         values = np.array([accuracy for _, accuracy in known], dtype=np.float64)
     return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+
+def _measured(steps: IntArray, values: FloatArray) -> Measured:
+    known = np.flatnonzero(np.isfinite(values))
+    first, last = (known[0], known[-1]) if len(known) else (None, None)
+    return Measured(
+        first=None if first is None else float(values[first]),
+        first_step=None if first is None else int(steps[first]),
+        last=None if last is None else float(values[last]),
+        last_step=None if last is None else int(steps[last]),
+        spark=_spark(values),
+    )
 
 
 def _spark(values: FloatArray) -> FloatArray:

@@ -19,12 +19,12 @@ from cohort_view.step_records import (
     AccuracyPoint,
     Completion,
     CompletionRow,
+    EvalQuestion,
+    Evaluations,
     Flips,
     Group,
     GroupCompletion,
     GroupRow,
-    Heldout,
-    HeldoutQuestion,
     ShownTokens,
     Step,
     StepFile,
@@ -44,20 +44,21 @@ __all__ = [
     "Curves",
     "Difference",
     "Differences",
+    "EvalQuestion",
+    "Evaluations",
     "Event",
     "Flips",
     "FloatArray",
     "Group",
     "GroupCompletion",
     "GroupRow",
-    "Heldout",
-    "HeldoutQuestion",
     "IntArray",
     "Machine",
     "Mark",
     "MarkKind",
+    "Measured",
     "MemoryPart",
-    "MemorySeries",
+    "MemoryPeaks",
     "MemorySummary",
     "MessageLevel",
     "MetricInfo",
@@ -65,7 +66,6 @@ __all__ = [
     "Now",
     "PlannedPhase",
     "Progress",
-    "PublishTimes",
     "RunEntry",
     "RunFile",
     "RunList",
@@ -175,6 +175,18 @@ class RunMessage:
     step: int | None
     level: MessageLevel
     text: str
+    num: int = 1  # how often it was shown; step and time are of the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A metric's first and last value of a run so far, the steps that they are of, and its curve."""
+
+    first: float | None
+    first_step: int | None
+    last: float | None
+    last_step: int | None
+    spark: FloatArray  # at most 120 points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +195,7 @@ class Now:
 
     id: str
     state: RunState
-    stopped: str | None  # why the run stopped, and what to do
+    stopped: str | None  # how a user stopped the run, and what to do; that it died is a banner
     step: int | None
     steps: int | None
     phase: str | None
@@ -192,17 +204,11 @@ class Now:
     seconds_left: float | None
     seconds_per_step: float | None
     elapsed_s: float | None
-    reward: float | None  # of the last step
-    reward_before: float | None  # mean of the first 5 steps
-    reward_recent: float | None  # mean of the last 5 steps
-    accuracy: float | None
-    accuracy_before: float | None
-    accuracy_step: int | None
+    numbers: Mapping[str, Measured]  # by metric
     tokens_per_second: float | None
     memory: MemorySummary
     banners: Sequence[Finding]
     warnings: Sequence[RunMessage]  # notes are left out
-    spark: Mapping[str, FloatArray]  # by metric, at most 120 points
     problems: Sequence[str]
 
 
@@ -276,29 +282,18 @@ class PlannedPhase:
     """The plan's memory prediction for a phase."""
 
     phase: str
-    measured: str | None  # the phase of MemorySeries that covers it
+    measured: str | None  # the phase of MemoryPeaks that covers it
     parts: Sequence[MemoryPart]  # largest first
     total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySeries:
-    """Peak memory by phase, in bytes per process, with the plan's prediction."""
+class MemoryPeaks:
+    """Peak memory by phase in bytes per process, and what the plan predicts."""
 
-    x: IntArray  # steps
-    rollout: FloatArray
-    train: FloatArray
-    optim: FloatArray
+    peaks: Mapping[str, float]  # by measured phase
     plan: Sequence[PlannedPhase]
     capacity_bytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds to hand new weights to the sampler."""
-
-    x: IntArray  # steps
-    seconds: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,14 +303,9 @@ class Machine:
     phases: Sequence[str]
     x: IntArray  # steps
     seconds: Mapping[str, FloatArray]  # by phase
-    totals: Mapping[str, float]  # seconds by phase, over all steps and not only those in `x`
+    totals: Mapping[str, float]  # seconds of all steps by phase, of evaluations, checkpoints, and other; the run's time
     num_steps: int
-    step_time: FloatArray  # sum of the phases
-    memory: MemorySeries
-    servers: Sequence[RunMessage]  # messages about servers
-    publish: PublishTimes
-    hardware: Mapping[str, Any]  # of the plan
-    layout: Mapping[str, Any]  # of the plan
+    memory: MemoryPeaks
     marks: Sequence[Mark]
     problems: Sequence[str]
 

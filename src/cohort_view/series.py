@@ -78,7 +78,7 @@ class WallTime:
 Axis = Literal["step", "time"]
 
 _WARNING = "warning: "
-_SIGNAL = re.compile("SIG[A-Z]+")
+SIGNAL = re.compile("SIG[A-Z]+")
 _FAULT = re.compile(
     r"\b(restarting|retrying in|continuing without|failed|crashed|died|exited|lost|damaged|out of memory|stopped by)\b",
     re.IGNORECASE,
@@ -137,7 +137,7 @@ def _mark(event: Event, *, has_started: bool) -> tuple[MarkKind, str] | None:
         return "restart", f"Restarted after step {event.values.get('steps_done', event.step)}"
     if event.event == "stop":
         reason = str(event.values.get("reason") or "no reason given")
-        return ("warning" if _SIGNAL.fullmatch(reason) else "fault"), f"Stopped: {reason}"
+        return ("warning" if SIGNAL.fullmatch(reason) else "fault"), f"Stopped: {reason}"
     if event.event == "checkpoint":
         return "checkpoint", f"Checkpoint after step {event.step}"
     return ("evaluation", "Evaluation") if event.event == "evaluation" else None

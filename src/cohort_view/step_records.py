@@ -193,16 +193,17 @@ class Flips:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldoutQuestion:
+class EvalQuestion:
     """A held-out question, and whether it was answered right at each evaluation."""
 
     prompt_id: Any
     prompt: str
+    kind: str  # "never" right, "lost": right before and wrong now, "gained": wrong before and right now, or "always"
     right: Sequence[bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heldout:
+class Evaluations:
     """Held-out accuracy over the run."""
 
     success_reward: str | None
@@ -210,6 +211,6 @@ class Heldout:
     num_samples: int | None  # completions per question
     points: Sequence[AccuracyPoint]
     flips: Sequence[Flips]
-    questions: Sequence[HeldoutQuestion]
-    num_questions: int  # also those that are not listed
+    questions: Sequence[EvalQuestion]
+    num_questions: Mapping[str, int]  # by kind, also those that are not listed
     problems: Sequence[str]

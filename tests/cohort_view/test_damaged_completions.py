@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cohort_view import groups
 from cohort_view.completions import FileCache
-from cohort_view.heldout import heldout
+from cohort_view.evaluations import evaluations
 from cohort_view.records import to_json
 from cohort_view.tokens import completion
 from completions_files import RunFolder, a_row, as_written_before, write_columns, write_rows
@@ -29,7 +29,7 @@ def read_all(run_path, kind="step"):
         groups.group(run, 5, kind, 2),
         groups.diff(run, 5, kind, 0, 9),
         completion(run, 5, kind, 9),
-        heldout(run),
+        evaluations(run),
     ]
     return [json.loads(to_json(answer)) for answer in answers]
 

@@ -65,7 +65,7 @@ def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_finds_its_answers_by_their_paths(page: str) -> None:
     data = data_of(page)
-    assert {f"/api/runs/run/{name}" for name in ("now", "metrics", "config", "machine", "heldout")} < data.keys()
+    assert {f"/api/runs/run/{name}" for name in ("now", "metrics", "config", "machine", "eval")} < data.keys()
     assert [entry["id"] for entry in data["/api/runs"]["runs"]] == ["run"]
     assert {(c["name"], tuple(c["y"])) for c in data["/api/curves?x=step"]["curves"]} == {
         ("reward", (0.5, None)),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cohort_view.config_info import config_info, differences
 from cohort_view.machine import machine, now, runs
-from cohort_view.records import to_json
+from cohort_view.records import Now, to_json
 from cohort_view.run import ViewedRun
 from cohort_view.series import curves, marks, messages, metrics_list
 from completions_files import a_row, write_rows
@@ -162,6 +162,12 @@ def test_the_list_of_runs_reads_the_end_of_long_runs_only(tmp_path: Path, monkey
     assert run.problems == []
 
 
+def values_of(answer: Now, metric: str) -> tuple[float | None, ...]:
+    """First value of a metric and its step, last value and its step."""
+    found = answer.numbers[metric]
+    return found.first, found.first_step, found.last, found.last_step
+
+
 def test_now_of_a_running_run(tmp_path: Path):
     start = time.time() - 1000
     rows: list[dict[str, Any]] = [
@@ -171,6 +177,7 @@ def test_now_of_a_running_run(tmp_path: Path):
     for step in range(1, 41):
         at += 10.0
         rows.append({"step": step, "kind": "train", "timestamp": at, "reward": step / 100, "tokens_per_second": 7.0})
+        rows[-1] |= {"entropy": 0.5 - step / 10} if step < 3 else {"entropy": None}
         if step % 5 == 0:
             at += 5.0
             accuracy = 0.5 + step / 100
@@ -180,6 +187,7 @@ def test_now_of_a_running_run(tmp_path: Path):
     events = [
         {"timestamp": start + shift, "step": 0, "event": "start", "steps_done": 0},
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "warning: rewards are equal"},
+        {"timestamp": start + shift + 1, "step": 3, "event": "warning", "text": "warning: rewards are equal"},
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "verifying step-1 (3 GB)"},
     ]
     run = write(
@@ -195,12 +203,14 @@ def test_now_of_a_running_run(tmp_path: Path):
     # 10 steps, evaluations after 45 and 50, less the 5 s since step 40 was written
     assert answer.seconds_left == pytest.approx(105.0, abs=2.0)
     assert answer.elapsed_s == pytest.approx(445.0, abs=2.0)
-    assert (answer.reward, answer.reward_before, answer.reward_recent) == pytest.approx((0.40, 0.03, 0.38))
-    assert (answer.accuracy, answer.accuracy_before, answer.accuracy_step) == (0.9, 0.1, 40)
+    assert values_of(answer, "reward") == (0.01, 1, 0.4, 40)
+    assert values_of(answer, "eval/accuracy") == (0.1, 0, 0.9, 40)
+    assert values_of(answer, "entropy") == (0.4, 1, 0.3, 2)  # old: not measured since
+    assert values_of(answer, "completions/mean_length") == (None, None, None, None)
     assert answer.progress is not None
     assert (answer.progress.done, answer.progress.total, answer.tokens_per_second) == (3, 10, 7)
-    assert [(message.level, message.text) for message in answer.warnings] == [("warning", "rewards are equal")]
-    assert len(answer.spark["reward"]) == 40
+    assert [(w.level, w.text, w.step, w.num) for w in answer.warnings] == [("warning", "rewards are equal", 3, 2)]
+    assert len(answer.numbers["reward"].spark) == 40
 
 
 def test_accuracies_that_the_metrics_lack_are_counted(tmp_path: Path):
@@ -208,8 +218,7 @@ def test_accuracies_that_the_metrics_lack_are_counted(tmp_path: Path):
     for step, rewards in ((0, [0.0, 0.0]), (5, [0.0, 1.0])):
         rows = [a_row(number, reward, end="answer") for number, reward in enumerate(rewards)]
         write_rows(tmp_path, rows, kind="eval", step=step)
-    found = now(run)
-    assert (found.accuracy_before, found.accuracy, found.accuracy_step) == (0.0, 0.5, 5)
+    assert values_of(now(run), "eval/accuracy") == (0.0, 0, 0.5, 5)
 
 
 def test_a_pause_between_two_starts_is_no_step(tmp_path: Path):
@@ -241,14 +250,22 @@ def test_why_a_run_stopped(tmp_path: Path):
     events: list[dict[str, Any]] = [{"timestamp": 1.0, "step": 0, "event": "start"}]
     rows = [{"step": step, "kind": "train"} for step in (1, 2)]
     run = write(tmp_path, status_json=status(pid=dead_process()), metrics_jsonl=rows, events_jsonl=events)
-    over = "There is no checkpoint to resume from: the same command starts over."
-    killed = "This run ended after step 2 without saying why: its process was killed, or the machine went down."
-    assert now(run).stopped == f"{killed} {over}"
+    over = "There is no checkpoint to resume from: the same command starts over"
+
+    def said(run: ViewedRun) -> tuple[list[str], str | None]:
+        answer = now(run)
+        return [finding.sentence for finding in answer.banners], answer.stopped
+
+    killed = "Died after step 2 without saying why: its process was killed, or the machine went down"
+    assert said(run) == ([f"{killed}. {over}"], None)
     events.append({"timestamp": 2.0, "step": 2, "event": "stop", "reason": "ValueError: http://me:pw@host is down"})
     run = write(tmp_path, events_jsonl=events)
-    assert now(run).stopped == f"This run stopped after step 2: ValueError: http://***@host is down. {over}"
-    assert now(write(tmp_path, summary_json={"steps": 2})).stopped is None
-    assert now(write(tmp_path / "old", metrics_jsonl=rows)).stopped is None
+    assert said(run) == ([f"Died after step 2: ValueError: http://***@host is down. {over}"], None)
+    events.append({**events.pop(), "reason": "SIGINT"})
+    banners, stopped = said(write(tmp_path, events_jsonl=events))
+    assert (banners[0][:9], stopped) == ("Too early", f"Stopped after step 2 by SIGINT. {over}")
+    assert said(write(tmp_path, summary_json={"steps": 2}))[1] is None
+    assert said(write(tmp_path / "old", metrics_jsonl=rows))[1] is None
 
 
 def test_an_evaluation_done_again_after_a_restart_has_one_mark(tmp_path: Path):
@@ -290,8 +307,29 @@ def test_seconds_by_phase(tmp_path: Path):
     row = {"kind": "train", "time/rollout_s": 3.0, "time/publish_s": 0.5, "time/communication_s": 1.0, "step_time": 3.5}
     answer = machine(write(tmp_path, metrics_jsonl=[{"step": step, **row} for step in (1, 2)]))
     assert list(answer.phases) == ["rollout", "publish"]
+    assert answer.totals == {"rollout": 6.0, "publish": 1.0, "evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
     assert answer.seconds["rollout"].tolist() == [3.0, 3.0]
-    assert answer.publish.seconds.tolist() == [0.5, 0.5]
+
+
+def test_phases_add_up_to_the_time_of_the_run(tmp_path: Path):
+    """Two starts: 13 and 9 seconds, without the pause between them."""
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "kind": "eval", "timestamp": 103.0, "eval/time_s": 2.0},
+        *({"step": s, "kind": "train", "timestamp": at, "time/rollout_s": 3.0} for s, at in ((1, 106.0), (2, 204.0))),
+        {"step": 2, "kind": "eval", "timestamp": 207.0, "eval/time_s": 2.5},
+    ]
+    events = [
+        {"timestamp": 100.0, "step": 0, "event": "start"},
+        {"timestamp": 107.0, "step": 1, "event": "checkpoint", "path": "checkpoints/step-1", "seconds": 0.75},
+        {"timestamp": 113.0, "step": 1, "event": "stop", "reason": "SIGINT"},
+        {"timestamp": 200.0, "step": 1, "event": "start"},
+        {"timestamp": 209.0, "step": 2, "event": "end"},
+    ]
+    run = write(tmp_path, metrics_jsonl=rows, events_jsonl=events, status_json=status(phase="finished"))
+    assert now(run).elapsed_s == 22.0
+    assert machine(run).totals == {"rollout": 6.0, "evaluation": 4.5, "checkpoint": 0.75, "other": 10.75}
+    run = write(tmp_path, summary_json={"steps": 2, "seconds": 20.5})
+    assert sum(machine(run).totals.values()) == now(run).elapsed_s == 20.5
 
 
 def test_provenance_without_secrets(tmp_path: Path):
@@ -382,7 +420,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path):
         "status.json cannot be read: no phase",
         "metrics.jsonl: line 2 cannot be read and left out",
     ]
-    assert '"reward":1.0' in answers(run)[0]
+    assert '"reward":{"first":1.0' in answers(run)[0]
     write(tmp_path, config_yaml=CONFIG, plan_json={}, summary_json={"steps": 2}, metrics_jsonl=[])
     (tmp_path / "status.json").unlink()
     run.refresh()

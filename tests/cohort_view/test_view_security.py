@@ -201,7 +201,7 @@ def test_links_out_of_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     (two / "completions" / "step-000002.parquet").symlink_to("step-000003.parquet")
     with serving(tmp_path / "one", two) as server:
         client = Client(server)
-        paths = ["now", "config", "machine", "heldout", "metrics", "steps", "steps/1", "steps/1/groups/0"]
+        paths = ["now", "config", "machine", "eval", "metrics", "steps", "steps/1", "steps/1/groups/0"]
         for path in [f"/api/runs/{run}/{path}" for run in ("one", "two") for path in (*paths, "steps/1/completions/0")]:
             answer = client.get_in(path)
             assert answer.status in (200, 404)

@@ -118,7 +118,7 @@ def test_odd_values_are_no_error(tmp_path: Path, odd: str) -> None:
     (run / "status.json").write_text(f'{{"phase": "train", "timestamp": {odd}, "pid": {odd}, "step": {odd}}}')
     with serving(run) as server:
         client = Client(server)
-        for path in ("", "/run/now", "/run/metrics", "/run/config", "/run/machine", "/run/heldout", "/run/steps/1"):
+        for path in ("", "/run/now", "/run/metrics", "/run/config", "/run/machine", "/run/eval", "/run/steps/1"):
             answer = client.get_in(f"/api/runs{path}")
             assert (answer.status, "error" in answer.json) == (200, False)
 

@@ -76,7 +76,7 @@ NOTHING = [
 @pytest.mark.parametrize(("changed", "of_groups", "text"), NOTHING)
 def test_a_step_that_learned_nothing(changed, of_groups, text):
     found = explain_step(HEALTHY | changed, of_groups, 12, run_id="a b", max_reward=1.0)
-    assert not found.learned
+    assert found.level == "warning"
     assert found.text.startswith(f"Step 12 learned nothing: {text}")
     assert found.facts
     assert all(fact.link.startswith("#/run/a%20b/") for fact in found.facts)
@@ -93,6 +93,7 @@ def test_a_learning_rate_of_0_is_explained_by_the_warmup_of_the_critic_only_with
 
 
 # Changed metrics, groups, and what the sentence says.
+LITTLE = ("learned little", "learned without")
 SOMETHING = [
     ({}, groups(), "learned from 12 of 16 groups, those with different rewards; the gradient norm is 0.5"),
     ({}, None, "learned from 75% of the groups, those with different rewards; the gradient norm is 0.5"),
@@ -111,7 +112,7 @@ SOMETHING = [
 @pytest.mark.parametrize(("changed", "of_groups", "text"), SOMETHING)
 def test_a_step_that_learned(changed, of_groups, text):
     found = explain_step(HEALTHY | changed, of_groups, 12)
-    assert found.learned
+    assert found.level == ("info" if text.startswith(LITTLE) else "good")
     assert found.text.startswith(f"Step 12 {text}")
 
 
@@ -124,13 +125,19 @@ def test_facts_have_values_and_lead_to_the_evidence():
     assert norm.link == "#/run/demo/curves?names=grad_norm"
 
 
+def test_the_fact_on_equal_groups_says_how_many_are_right_and_wrong():
+    found = explain_step(HEALTHY | {"frac_all_right": 0.1875, "frac_all_wrong": 0.0625}, None, 12)
+    assert found.facts[0].text == "25% of the groups have equal rewards (19% are all right, 6% all wrong)"
+
+
 def test_steps_of_which_little_is_known():
     assert explain_step({}, None, 3) is None
     assert explain_step({}, groups(num_equal=16, high=0.0), 3).text.startswith(
         "Step 3 learned nothing: every completion in all 16 groups"
     )
     assert explain_step({}, groups(), 3).text == "Step 3 learned from 12 of 16 groups, those with different rewards"
-    assert "nothing is known" in explain_step({"step_time": 1.0}, None, 3).text
+    unknown = explain_step({"step_time": 1.0}, None, 3)
+    assert (unknown.level, "nothing is known" in unknown.text) == ("info", True)
 
 
 @pytest.mark.parametrize(

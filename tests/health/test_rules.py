@@ -84,6 +84,20 @@ FIRES = [
     ("no_progress", "info", {"num": 60}),
     ("no_progress", "warning", {"num": 100}),
     ("reward_falls", "bad", {"num": 80, "reward": np.r_[flat(0.8), ramp(0.8, 0.2, 40)] + noise(80)}),
+    (
+        "reward_falls",
+        "bad",
+        {"num": 8, "reward": np.r_[0.2, 0.3, 0.25, flat(0, 5)], "reward_std": np.r_[flat(0.4, 3), flat(0, 5)]},
+    ),
+    (
+        "objective_falls",
+        "bad",
+        {
+            "num": 80,
+            "rewards__exact__mean": np.r_[flat(0.8), ramp(0.8, 0.1, 40)] + noise(80),
+            "rewards__right__mean": np.r_[flat(0.1), ramp(0.1, 0.9, 40)],
+        },
+    ),
     ("overfitting", "warning", {"reward": RISING, "accuracy": np.array([301, 701, 690, 500, 480]) / 1000}),
     (
         "all_zero",
@@ -142,6 +156,20 @@ IS_QUIET = [
     ("no_progress", {"num": 49}),
     ("no_progress", {"num": 100, "reward": ramp(0.2, 0.7, 100) + noise(100)}),
     ("reward_falls", {"num": 80, "reward": 0.5 + noise(80, scale=0.2)}),
+    (
+        "reward_falls",
+        {"num": 7, "reward": np.r_[0.2, 0.3, 0.25, flat(0, 4)], "reward_std": np.r_[flat(0.4, 3), flat(0, 4)]},
+    ),
+    ("reward_falls", {"num": 6, "reward": np.r_[0.06, flat(0, 5)], "reward_std": np.r_[0.25, flat(0, 5)]}),  # by chance
+    ("reward_falls", {"reward": np.r_[0.2, 0, 0.1, flat(0, 37)], "reward_std": np.r_[flat(0.1, 3), flat(0, 37)]}),
+    (
+        "objective_falls",  # and the other does not make up for it
+        {
+            "num": 80,
+            "rewards__exact__mean": np.r_[flat(0.8), ramp(0.8, 0.1, 40)] + noise(80),
+            "rewards__right__mean": flat(0.1, 80),
+        },
+    ),
     ("overfitting", {"reward": RISING, "accuracy": np.array([301, 701, 690, 660, 670]) / 1000}),
     ("overfitting", {"reward": ramp(0.7, 0.2, 40), "accuracy": np.array([301, 701, 690, 500, 480]) / 1000}),
     ("all_zero", {"num": 2, "reward": flat(0, 2), **equal(2)}),
@@ -176,7 +204,7 @@ IS_QUIET = [
     ("out_of_memory", {"out_of_memory": np.r_[2, flat(0, 39)]}),
     ("no_progress", {"num": 100, "reward": flat(0.97, 100)}),  # explained by `solved`
 ]
-CONFIG = {"train": {"prompts_per_step": 16}}
+CONFIG = {"train": {"prompts_per_step": 16}, "eval": {"success_reward": "exact"}}
 
 
 @pytest.mark.parametrize(("rule", "level", "curves"), FIRES)
@@ -241,6 +269,41 @@ def test_rules_that_read_the_configuration():
     assert "max_turns: 5" in the("max_turns", table(ends__max_turns=flat(0.7)), {"rollout": {"max_turns": 5}}).text
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "advice"),
+    [
+        (0.74, 0.01, "74% of the groups are all right: use harder prompts"),
+        (0.1, 0.65, "65% of the groups are all wrong: use easier prompts"),
+        (0.0, 1.0, "Use easier or harder prompts"),  # the reward may define no success
+        (NAN, NAN, "Use easier or harder prompts"),  # of a version without these metrics
+    ],
+)
+def test_what_equal_groups_need(right, wrong, advice):
+    shares = {"frac_all_right": flat(right), "frac_all_wrong": flat(wrong), "frac_reward_zero_std": flat(0.75)}
+    assert the("no_signal", table(**shares)).advice.startswith(advice)
+
+
+def test_a_cause_mutes_its_symptoms_and_all_that_is_good():
+    fell = np.r_[0.2, 0.3, 0.25, flat(0)]
+    run = table(
+        43,
+        reward=fell,
+        reward_std=0.4 * (fell > 0),
+        frac_reward_zero_std=flat(1, 43),
+        completions__clipped_ratio=flat(1, 43),
+        rewards__right__std=0.4 * (fell > 0),
+        accuracy=[0.2, 0.5, 0.8],
+        out_of_memory=flat(1, 43),
+    )
+    assert [finding.rule for finding in found(run)] == ["reward_falls", "out_of_memory"]
+
+
+def test_a_run_that_is_done_is_not_learning_any_more():
+    said = {steps: found(table(reward=RISING), {"train": {"steps": steps}})[0].text for steps in (40, 41)}
+    assert said[41].startswith("Learning: the reward rose")
+    assert said[40] == said[41].replace("Learning", "Learned")
+
+
 def test_a_maximum_with_penalties():
     """A penalty that only shapes adds nothing to the largest reward, and reaches below 0."""
     columns = {"reward": flat(0.97), "rewards__right__std": flat(0.1), "reward_min": flat(-0.5)}
@@ -251,7 +314,7 @@ def test_a_maximum_with_penalties():
 
 def test_sentences_and_evidence():
     run = table(num=60, entropy=np.r_[flat(0.5, 40), flat(0.03, 20)], frac_reward_zero_std=flat(0.92, 60))
-    no_signal, collapsed = found(run)
+    collapsed, no_signal = found(run)
     assert no_signal.text == "No signal: 92% of groups have equal rewards"
     assert collapsed.text == "Entropy collapsed at step 41: from 0.5 to 0.03 nats per token"
     assert (collapsed.step, no_signal.step) == (41, 60)
@@ -387,7 +450,7 @@ def test_a_reward_that_applies_to_some_steps_only():
     assert "of the last 10 steps that it scored, so" in constant.text
     rises = form(EVERY_OTHER * ramp(0.2, 0.9, 40), 0.2 * EVERY_OTHER)
     hacked = the("reward_hacking", table(**rises, completions__mean_length=np.r_[flat(100, 20), flat(20, 20)]))
-    assert hacked.text == "Reward 'form' went from 0.379 to 0.738 while completions shrank from 100 to 20 tokens"
+    assert hacked.text == "Reward 'form' went from 0.254 to 0.738 while completions shrank from 100 to 20 tokens"
     assert hacked.evidence == ("rewards/form/mean", "completions/mean_length")
     falls = {"rewards": [{"use": "regex", "name": "form", "weight": -1.0}]}
     shrinking = table(**rises, completions__mean_length=np.r_[flat(100, 20), flat(20, 20)])

@@ -19,7 +19,7 @@ from cohort.trainer.parts import user_files
 from commands import set_up
 from configs import MINIMAL
 from runs import changed, make_inputs, metric, stop_after, train
-from waiting import until
+from waiting import PATIENCE_S, until
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -54,6 +54,7 @@ def test_what_happens_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert start["pid"] == os.getpid() and {"cohort", "python", "torch", "transformers"} <= start["versions"].keys()
     assert start["command"] == "python -m cohort train 'my run.yaml'"
     assert start["commit"] is None or len(start["commit"]) == 40
+    assert 0 <= others[1].pop("seconds") < PATIENCE_S
     assert [{k: v for k, v in event.items() if k != "timestamp"} for event in others] == [
         {"step": 3, "event": "warning", "text": "before the folder is this run's"},
         {"step": 4, "event": "checkpoint", "path": "checkpoints/step-4"},

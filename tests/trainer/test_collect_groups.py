@@ -340,6 +340,7 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_new_prompts():
     assert places(first.groups) == [0, 1, 3, 5] and places(first.replaced) == [2, 4, 6]
     assert first.metrics["rollout/resampled_ratio"] == 3 / 7
     assert first.metrics["frac_reward_zero_std"] == 4 / 7  # of all that were sampled
+    assert (first.metrics["frac_all_right"], first.metrics["frac_all_wrong"]) == (4 / 7, 0)
     second = group_collector.collect(1, lambda name: nullcontext())
     assert places(second.groups) == [7, 9, 11, 13] and places(second.replaced) == [8, 10, 12]
     everything = GroupCollector(
@@ -347,7 +348,9 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_new_prompts():
         rewards(only_odd_ones_differ),
         prompts_per_step=4,
         max_rounds=0,
+        success_threshold=2.0,
     ).collect(0, lambda name: nullcontext())
+    assert (everything.metrics["frac_all_right"], everything.metrics["frac_all_wrong"]) == (0, 0.5)
     assert places(everything.groups) == [0, 1, 2, 3] and everything.metrics["rollout/resampled_ratio"] == 0
     # what is left in counts as it always does: four groups of four completions
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=6)

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cohort.health.facts import facts_of
-from cohort.health.findings import number_text
+from cohort.health.findings import Level, number_text
 from cohort.health.history import History
 from cohort.health.metrics_table import MetricsTable
 
@@ -30,7 +30,7 @@ class Fact:
 class Explanation:
     """Why a step learned something, or nothing."""
 
-    learned: bool
+    level: Level  # a warning: it learned nothing; information: little, or nothing is known
     text: str
     facts: Sequence[Fact] = ()
 
@@ -84,7 +84,7 @@ def explain_step(
     if reason is None:
         return _learned(seen)
     why, facts = reason
-    return Explanation(learned=False, text=f"Step {step} learned nothing: {why}", facts=facts)
+    return Explanation(level="warning", text=f"Step {step} learned nothing: {why}", facts=facts)
 
 
 _Reason = tuple[str, list[Fact]]  # why, with what shows it
@@ -134,6 +134,9 @@ class _Step:
         text = "It is not known how many groups have equal rewards"
         if not math.isnan(share):
             text = f"{share:.0%} of the groups have equal rewards"
+        right, wrong = self.get("frac_all_right"), self.get("frac_all_wrong")
+        if not math.isnan(right):
+            text += f" ({right:.0%} are all right, {wrong:.0%} all wrong)"
         return self.fact(text, "frac_reward_zero_std", sort="equal")
 
     def zero_facts(self) -> list[Fact]:
@@ -223,10 +226,12 @@ def _no_gradient(s: _Step) -> _Reason | None:
 def _learned(s: _Step) -> Explanation:
     share, norm, trained, rate = 1 - s.equal_share, s.get("grad_norm"), s.get(_TRAINED), s.get("learning_rate")
     if math.isnan(share) and math.isnan(norm):
-        return Explanation(learned=True, text=f"Step {s.number}: its metrics are missing, so nothing is known")
+        return Explanation(level="info", text=f"Step {s.number}: its metrics are missing, so nothing is known")
     num = s.num_groups
     of_groups = f"{round(share * num)} of {num} groups" if num else f"{share:.0%} of the groups"
-    if share <= 0:
+    if math.isnan(share):
+        what = "was trained on"
+    elif share <= 0:
         what = "learned without differences of rewards within groups"
     elif share < _FEW:
         what = f"learned little: only {of_groups} have different rewards"
@@ -240,4 +245,4 @@ def _learned(s: _Step) -> Explanation:
         facts.append(s.fact(f"{trained:.0%} of the completions have a gradient", _TRAINED))
     if rate > 0:
         facts.append(s.fact(f"Learning rate {number_text(rate)}", "learning_rate"))
-    return Explanation(learned=True, text=text, facts=facts)
+    return Explanation(level="good" if share >= _FEW else "info", text=text, facts=facts)

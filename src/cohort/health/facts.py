@@ -13,7 +13,9 @@ _SHAPES = ("overlong", "repetition_penalty")  # endings of the built-in rewards 
 class RunFacts:
     """Facts of a run beside its metrics."""
 
+    num_steps: int = 0  # of the whole run; 0: not known
     weights: Mapping[str, float] = field(default_factory=dict)  # of rewards by name; others weigh 1
+    objective: str = ""  # the reward that defines success in evaluations
     shaping: Collection[str] = ()  # rewards that only shape others and may have no effect for long
     compares_groups: bool = True  # only groups with different rewards have a signal
     adds_rewards: bool = True  # False: the advantage normalizes each reward
@@ -52,6 +54,8 @@ def facts_of(config: Mapping[str, Any] | None) -> RunFacts:
     computes_float32 = setting("model", "compute_dtype", "") == "float32" or setting("hardware", "device", "") == "cpu"
     is_float32 = computes_float32 and setting("model", "dtype", "float32") == "float32"
     return RunFacts(
+        num_steps=setting("train", "steps", 0),
+        objective=setting("eval", "success_reward", "") or next(iter(names), ""),
         weights={n: float(w) for n, w in zip(names, weights, strict=True) if isinstance(w, int | float)},
         shaping={name for name, e in zip(names, entries, strict=True) if str(e.get("use")).endswith(_SHAPES)},
         compares_groups=is_group and advantage is not None and not advantage.learns_from_equal_rewards,

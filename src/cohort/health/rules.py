@@ -27,6 +27,7 @@ class Rule:
     evidence: tuple[str, ...]  # metrics that show it
     advice: str = ""
     explains: tuple[str, ...] = ()  # rules that have nothing to add if this one holds
+    is_cause: bool = False  # whether it comes before all others and leaves nothing good to say
     is_notable: bool = False  # whether console and trackers show it as information, too
 
     def finding(self, name: str, sign: Sign, h: History) -> Finding:
@@ -39,15 +40,73 @@ class Rule:
 
 
 _NOTHING_TO_LEARN = ("no_signal", "no_progress", "unclear", "one_reward_constant", "no_gradient")
+_SYMPTOMS = (  # of a policy that collapsed, or that games a reward
+    *_NOTHING_TO_LEARN,
+    *("all_zero", "all_one", "all_equal", "truncated", "too_early"),
+    *("length_collapses", "length_explodes"),
+)
 _TURNS = "docs/tools.md#when-something-goes-wrong"
 
-# Within a level, earlier rules are more important.
+# Causes come first, in this order; then the others by level, and within a level in this order.
 RULES = {
     "not_finite": Rule(
         condition=policy.not_finite,
         text="The gradient norm is not a number (step {at})",
         advice="Lower train.learning_rate, or train with model.dtype: float32; see docs/memory.md",
         evidence=("grad_norm", "loss"),
+        is_cause=True,
+        explains=("no_gradient", "too_early", "unclear"),
+    ),
+    "reward_falls": Rule(
+        condition=progress.reward_falls,
+        text="The reward fell from {before} to {now}, around step {around}{since}",
+        advice="Start again, or from a checkpoint before step {around}, with a lower train.learning_rate (it was up to "
+        "{rate}), or with algorithm.beta above 0; see docs/resuming.md and docs/algorithms.md#notes",
+        evidence=("reward", "entropy", "grad_norm"),
+        is_cause=True,
+        explains=_SYMPTOMS,
+    ),
+    "objective_falls": Rule(
+        condition=progress.objective_falls,
+        text="Reward hacking: {gamed!r} rose from {was} to {became} while {objective!r}, which defines success, fell "
+        "from {before} to {now}, around step {around}{accuracy}",
+        advice="Start again from a checkpoint before step {around}, and lower the weight of {gamed!r}, cap it, or give "
+        "it only where {objective!r} is earned; see docs/rewards.md#reward-hacking",
+        evidence=("rewards/{objective}/mean", "rewards/{gamed}/mean", "eval/accuracy"),
+        is_cause=True,
+        explains=(*_SYMPTOMS, "entropy_collapsed", "overfitting"),
+    ),
+    "reward_hacking": Rule(
+        condition=signal.reward_hacking,
+        text="Reward {reward!r} went from {before} to {now} while completions shrank from {length_before:.0f} to "
+        "{length:.0f} tokens",
+        advice="Read some completions: it may reward short texts; see docs/rewards.md#reward-hacking",
+        evidence=("rewards/{reward}/mean", "completions/mean_length"),
+        is_cause=True,
+        explains=(*_SYMPTOMS, "entropy_collapsed", "overfitting"),
+    ),
+    "overfitting": Rule(
+        condition=progress.overfitting,
+        text="Held-out accuracy fell from {before:.0%} (step {best}) to {now:.0%} while the training reward did not "
+        "fall",
+        advice="Use the checkpoint closest to step {best}, and read recent completions for reward hacking; see "
+        "docs/rewards.md#reward-hacking",
+        evidence=("eval/accuracy", "reward"),
+        is_cause=True,
+        explains=("no_signal", "no_progress", "unclear", "one_reward_constant"),
+    ),
+    "entropy_explodes": Rule(
+        condition=policy.entropy_explodes,
+        text="Entropy exploded{when}: from {before} to {now} nats per token",
+        advice="Lower train.learning_rate or algorithm.entropy_coef, and read recent completions; see "
+        "docs/algorithms.md#notes",
+        evidence=("entropy", "reward"),
+    ),
+    "entropy_collapsed": Rule(
+        condition=policy.entropy_collapsed,
+        text="Entropy {what}: from {before} to {now} nats per token",
+        advice="{advice}",
+        evidence=("entropy", "frac_reward_zero_std"),
     ),
     "all_zero": Rule(
         condition=signal.all_zero,
@@ -78,14 +137,6 @@ RULES = {
         advice="{advice}; see docs/rollouts.md#dynamic-sampling",
         evidence=("frac_reward_zero_std", "completions/trained_ratio"),
         explains=("no_progress", "unclear", "no_gradient"),
-    ),
-    "reward_falls": Rule(
-        condition=progress.reward_falls,
-        text="The reward fell from {before} to {now}, around step {around}",
-        advice="Go back to an earlier checkpoint with a lower train.learning_rate, or with algorithm.beta above 0; see "
-        "docs/resuming.md and docs/algorithms.md#notes",
-        evidence=("reward", "entropy", "grad_norm"),
-        explains=("learned", "no_progress", "unclear"),
     ),
     "broken": Rule(
         condition=share_above("ends/timeout", "ends/environment_error", warning=0.1, bad=MOST),
@@ -119,35 +170,6 @@ RULES = {
         advice="Raise it, add the reward overlong, which teaches shorter ones, or set "
         "algorithm.mask_truncated_completions; see docs/rewards.md#overlong",
         evidence=("completions/clipped_ratio", "completions/mean_length"),
-    ),
-    "entropy_collapsed": Rule(
-        condition=policy.entropy_collapsed,
-        text="Entropy {what}: from {before} to {now} nats per token",
-        advice="{advice}",
-        evidence=("entropy", "frac_reward_zero_std"),
-    ),
-    "entropy_explodes": Rule(
-        condition=policy.entropy_explodes,
-        text="Entropy exploded{when}: from {before} to {now} nats per token",
-        advice="Lower train.learning_rate or algorithm.entropy_coef, and read recent completions; see "
-        "docs/algorithms.md#notes",
-        evidence=("entropy", "reward"),
-    ),
-    "overfitting": Rule(
-        condition=progress.overfitting,
-        text="Held-out accuracy fell from {before:.0%} (step {best}) to {now:.0%} while the training reward did not "
-        "fall",
-        advice="Use the checkpoint closest to step {best}, and read recent completions for reward hacking; see "
-        "docs/rewards.md#reward-hacking",
-        evidence=("eval/accuracy", "reward"),
-    ),
-    "reward_hacking": Rule(
-        condition=signal.reward_hacking,
-        text="Reward {reward!r} went from {before} to {now} while completions shrank from {length_before:.0f} to "
-        "{length:.0f} tokens",
-        advice="Read some completions: it may reward short texts; see docs/rewards.md#reward-hacking",
-        evidence=("rewards/{reward}/mean", "completions/mean_length"),
-        explains=("length_collapses",),
     ),
     "reward_outweighed": Rule(
         condition=signal.outweighed,
@@ -251,7 +273,7 @@ RULES = {
     ),
     "learned": Rule(
         condition=progress.learned,
-        text="Learned: {what}, and is flat now",
+        text="Learned: {what}{now}",
         evidence=("reward",),
         explains=("too_early", "no_progress", "unclear"),
     ),
@@ -293,5 +315,7 @@ def judge(table: MetricsTable, facts: RunFacts) -> list[Finding]:
     h = History(table, facts)
     with np.errstate(all="ignore"):  # values of a failing run overflow
         found = [rule.finding(name, sign, h) for name, rule in RULES.items() for sign in h.signs(rule.condition)]
-    explained = {name for finding in found for name in RULES[finding.rule].explains}
-    return sorted((f for f in found if f.rule not in explained), key=lambda finding: LEVELS.index(finding.level))
+    muted = {name for finding in found for name in RULES[finding.rule].explains}
+    has_cause = any(RULES[f.rule].is_cause for f in found)
+    kept = (f for f in found if f.rule not in muted and not (has_cause and f.level == "good"))
+    return sorted(kept, key=lambda f: -1 if RULES[f.rule].is_cause else LEVELS.index(f.level))

@@ -45,11 +45,13 @@ def no_signal(h: History) -> Iterator[Sign]:
     share = h.recent_mean("frac_reward_zero_std")
     if not share >= _LITTLE_SIGNAL or not h.facts.compares_groups or len(h.recent("reward")) < FEW_STEPS:
         return
+    right, wrong = (h.recent_mean(f"frac_all_{outcome}") for outcome in ("right", "wrong"))
     advice = "Use easier or harder prompts, more rollout.num_generations, or rollout.resample"
-    if h.maximum_reward is not None:
-        advice = "Most groups are wrong: use easier prompts, more rollout.num_generations, or rollout.resample"
-        if h.recent_mean("reward") >= h.maximum_reward / 2:
-            advice = "Most groups are right: use harder prompts, or rollout.resample"
+    if right >= wrong:
+        advice = f"{right:.0%} of the groups are all right: use harder prompts, or rollout.resample"
+    elif right > 0 or wrong < 1:  # else a reward that defines no success
+        easier = "use easier prompts, more rollout.num_generations, or rollout.resample"
+        advice = f"{wrong:.0%} of the groups are all wrong: {easier}"
     is_bad = share >= _NO_SIGNAL
     yield Sign("bad" if is_bad else "warning", start="No" if is_bad else "Little", share=share, advice=advice)
 
@@ -61,7 +63,7 @@ def reward_hacking(h: History) -> Iterator[Sign]:
         rows, means, stds = h.rows_scored_by(name), h.column(f"rewards/{name}/mean"), h.column(f"rewards/{name}/std")
         if len(rows) < WINDOW:
             continue
-        first, last = rows[:WINDOW], rows[-WINDOW:]
+        first, last = rows[:FEW_STEPS], rows[-WINDOW:]  # a short text is found within few steps
         before, now, length_before, length = (float(v[r].mean()) for v in (means, lengths) for r in (first, last))
         spread = max(np.nan_to_num(stds[first]).mean(), np.nan_to_num(stds[last]).mean())
         gain = (now - before) * np.sign(weight)

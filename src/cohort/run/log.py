@@ -198,7 +198,8 @@ class RunLog(Display):
 
     def saved(self, steps_done: int) -> None:
         """Record the checkpoint."""
-        self._event("checkpoint", path=f"checkpoints/step-{steps_done}")
+        since = _now() if self._status is None else self._status["phase_since"]
+        self._event("checkpoint", path=f"checkpoints/step-{steps_done}", seconds=round(_now() - since, 3))
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Record the evaluation."""

@@ -18,6 +18,7 @@ from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
+from cohort.trainer.evaluation import success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class GroupCollector:
     prompts_per_step: int  # P
     max_rounds: int
     max_failed_ratio: float = 1.0  # of a step's trajectories; above it the run ends
+    success_reward: str | None = None  # the reward that says whether a completion is right; None: the first
+    success_threshold: float = 1.0
     reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
@@ -102,12 +105,19 @@ class GroupCollector:
             metrics={
                 **rollout_metrics(sampled),
                 **reward_health_metrics(sampled),
+                **self._outcomes(sampled),
                 **{f"rewards/{name}": float(count) for name, count in counts.items()},
                 **{f"rewards/{name}/seconds_per_verdict": seconds[name] / number for name, number in judged.items()},
                 **self._metrics(trained, num_replaced=len(replaced)),
                 "rollout/dropped_groups": float(len(dropped)),
             },
         )
+
+    def _outcomes(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Return the shares of groups in which all completions are right, or none is."""
+        right_PG = success(groups, self.success_reward or next(iter(groups[0].reward_parts)), self.success_threshold)
+        shares = {"frac_all_right": right_PG.all(axis=1), "frac_all_wrong": ~right_PG.any(axis=1)}
+        return {name: float(share.mean()) for name, share in shares.items()}
 
     def _check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check how many of a step's trajectories infrastructure broke.
@@ -202,5 +212,7 @@ def build_group_collector(
         prompts_per_step=schedule.prompts_per_step,
         max_rounds=rollout.resample,
         max_failed_ratio=rollout.max_failed_ratio,
+        success_reward=config.eval.success_reward if config.eval else None,
+        success_threshold=config.eval.success_threshold if config.eval else 1.0,
         reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),
     )

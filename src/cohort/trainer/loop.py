@@ -87,6 +87,7 @@ class TrainingLoop:
             config,
             rewards,
             folder=folder,
+            num_steps=self.schedule.num_steps,
             steps_done=self.first_step,
             logprob_tolerance=worker.policy.logprob_tolerance,
             notify=display.notify,

@@ -120,6 +120,7 @@ def health_monitor(
     rewards: RewardRunner,
     *,
     folder: RunFolder,
+    num_steps: int,
     steps_done: int,
     logprob_tolerance: float,
     notify: Callable[[str], None],
@@ -132,6 +133,7 @@ def health_monitor(
         config: the run's configuration.
         rewards: its rewards, which know more of themselves.
         folder: its folder.
+        num_steps: steps of the whole run.
         steps_done: steps after which it starts or resumes.
         logprob_tolerance: largest difference of logprobs that rounding explains, in nats.
         notify: shows a finding on the console.
@@ -144,6 +146,7 @@ def health_monitor(
         limit += f" or {rollout.max_new_tokens_key}: {rollout.max_new_tokens}"
     facts = replace(
         facts_of(config.model_dump(mode="json")),
+        num_steps=num_steps,
         weights=rewards.weights,
         shaping=[f.name for f in rewards.functions if f.shapes],
         token_limit=limit,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cohort.errors import UserError, describe_error
-from cohort_view import config_info, groups, heldout, machine, series, tokens
+from cohort_view import config_info, evaluations, groups, machine, series, tokens
 from cohort_view.completions import KINDS, completions_name, steps_on_disk
 from cohort_view.run import ViewedRun
 from cohort_view.search import search
@@ -235,8 +235,8 @@ def _search_columns(asked: Asked) -> Any:
     return {"columns": search.columns(asked.run())}
 
 
-def _heldout(asked: Asked) -> Any:
-    return heldout.heldout(asked.run())
+def _eval(asked: Asked) -> Any:
+    return evaluations.evaluations(asked.run())
 
 
 def _machine(asked: Asked) -> Any:
@@ -260,7 +260,7 @@ ANSWERS: Mapping[str, Callable[[Asked], Any]] = {
     "/api/runs/{id}/steps/{step}/groups/{index}": _group,
     "/api/runs/{id}/steps/{step}/completions/{row}": _completion,
     "/api/runs/{id}/search/columns": _search_columns,
-    "/api/runs/{id}/heldout": _heldout,
+    "/api/runs/{id}/eval": _eval,
     "/api/runs/{id}/machine": _machine,
     "/api/runs/{id}/config": _config,
 }

@@ -11,6 +11,8 @@ import { findMetrics, groupsOf, overviewOf } from "./metric_choice.js";
 import { splitList } from "./router.js";
 import { empty } from "./ui.js";
 
+const FEW_STEPS = 200; // below, curves are drawn as they are: smoothing would hide a jump
+
 export class CurvesPanel {
   /**
    * @param {HTMLElement} root
@@ -19,13 +21,15 @@ export class CurvesPanel {
    */
   constructor(root, context, { runs, query, hrefOf, beside = null }) {
     Object.assign(this, { root, context, runs, hrefOf, beside, setQuery: (changes) => context.setQuery(changes) });
+    const steps = Math.max(...runs.map((run) => context.runs.find(({ id }) => id === run)?.step ?? 0));
     this.options = {
       x: query.x === "time" ? "time" : "step",
       log: query.log === "1",
-      smoothing: Math.min(0.99, Math.max(0, Number(query.smooth ?? 0.6) || 0)),
+      smoothing: Math.min(0.99, Math.max(0, Number(query.smooth ?? (steps < FEW_STEPS ? 0 : 0.6)) || 0)),
     };
     this.names = query.names ? splitList(query.names) : null;
     this.search = query.find ?? "";
+    this.opened = new Set(splitList(query.open)); // groups of metrics
     this.linked = new LinkedCharts();
     this.cards = [];
     this.metrics = [];
@@ -149,7 +153,6 @@ export class CurvesPanel {
   }
 
   #show() {
-    const opened = new Set([...this.content.querySelectorAll("details[open]")].map((node) => node.dataset.group));
     this.#clear();
     if (!this.metrics.length) {
       const advice = "The first ones come with the end of the first step; this page shows them then.";
@@ -161,7 +164,7 @@ export class CurvesPanel {
     return replace(
       this.content,
       overview.length > 0 && this.#grid(overview),
-      groupsOf(this.metrics).map(([name, metrics]) => this.#section(name, metrics, opened.has(name))),
+      groupsOf(this.metrics).map(([name, metrics]) => this.#section(name, metrics)),
     );
   }
 
@@ -199,15 +202,20 @@ export class CurvesPanel {
   }
 
   /** A group, folded; its charts are made when it is opened first. */
-  #section(name, metrics, isOpen) {
+  #section(name, metrics) {
     const details = h(
       "details.chart-group",
-      { dataset: { group: name } },
+      null,
       h("summary", null, h("h2", null, name), h("span.muted", null, plural(metrics.length, "metric"))),
     );
     const fill = () => details.open && details.childElementCount === 1 && details.append(this.#grid(metrics));
-    details.addEventListener("toggle", fill);
-    details.open = isOpen;
+    details.addEventListener("toggle", () => {
+      fill();
+      if (details.open) this.opened.add(name);
+      else this.opened.delete(name);
+      this.setQuery({ open: [...this.opened] });
+    });
+    details.open = this.opened.has(name);
     fill();
     return details;
   }

@@ -14,6 +14,7 @@ export function number(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size < 1e-3) return minus(value.toExponential(digits - 1).replace(/\.?0*e-/, "e\u2212"));
+  if (size >= 1e12) return minus(value.toExponential(digits - 1).replace("e+", "e"));
   if (size >= 1e9) return minus(trim(value / 1e9, digits) + "B");
   if (size >= 1e6) return minus(trim(value / 1e6, digits) + "M");
   if (size >= 1000) return minus(Math.round(value).toLocaleString("en-US"));

@@ -10,7 +10,7 @@ const LABELS = {
   curves: "Curves",
   step: "Steps",
   search: "Search",
-  heldout: "Held-out",
+  eval: "Held-out",
   machine: "Machine",
   config: "Config",
 };

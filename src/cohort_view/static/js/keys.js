@@ -64,7 +64,7 @@ export class Keys {
     const groups = ["This view", "Everywhere", "Go to"];
     const sections = groups.map((group) => {
       const shortcuts = this.shortcuts.filter((shortcut) => shortcut.group === group);
-      return shortcuts.length && h("section", null, h("h3", null, group), h("dl.keys-list", null, shortcuts.map(row)));
+      return shortcuts.length > 0 && h("section", null, h("h3", null, group), h("dl.keys-list", null, shortcuts.map(row)));
     });
     const dialog = h("dialog.keys-dialog", { "aria-label": "Keyboard shortcuts" });
     replace(

@@ -10,7 +10,7 @@ const TOGETHER_MS = 250;
 export class Live {
   /**
    * @param {(change: Change) => void} onChange called at most once per run and 250 ms; parts of several events together
-   * @param {(state: "live" | "lost" | "again") => void} onState
+   * @param {(state: "live" | "lost" | "again" | "refused") => void} onState
    */
   constructor(onChange, onState) {
     this.onChange = onChange;
@@ -52,10 +52,16 @@ export class Live {
     source.addEventListener("error", () => {
       source.close();
       this.failures += 1;
-      if (this.failures > 1) this.onState("lost"); // one quick reconnect stays unnoticed
+      if (this.failures > 1) this.#tell(); // one quick reconnect stays unnoticed
       const wait = RETRY_MS[Math.min(this.failures - 1, RETRY_MS.length - 1)];
       this.timer = setTimeout(() => this.#open(), wait);
     });
+  }
+
+  /** Say that the connection is lost, or that the server has started again and does not know this tab. */
+  async #tell() {
+    const answer = await fetch("/api/runs").catch(() => null);
+    if (this.failures) this.onState(answer?.status === 403 ? "refused" : "lost");
   }
 
   #take(change) {

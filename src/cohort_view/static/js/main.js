@@ -57,15 +57,24 @@ const navigate = (hash, { replace: instead = false } = {}) => {
   }
 };
 
+const NOTICES = {
+  lost: "The connection to `cohort view` was lost. Trying again…",
+  refused: "`cohort view` was started again: open the new address that it printed.",
+};
+
+const SCROLL_BACK_MS = 2000;
+const SCROLL_KEPT_MS = 100;
+
 const header = buildHeader({ theme, keys, navigate, current: () => current.route });
 const live = new Live(onChange, (state) => {
-  showNotice(state === "lost" ? "The connection to `cohort view` was lost. Trying again…" : "");
+  showNotice(NOTICES[state] ?? "");
   if (state === "again") live.catchUp(runs.map((run) => run.id));
 });
 
 /** Render the view of the current address. */
 async function show() {
   const hash = location.hash || "#/";
+  const top = history.state?.top ?? 0; // where the reader had left this entry of the history
   const route = resolve(parse(hash));
   if (!route) return;
   const sameView = current.route && samePlace(current.route, route);
@@ -105,9 +114,28 @@ async function show() {
   }
   if (abort.signal.aborted) return;
   replace(main, section);
-  if (!sameView) window.scrollTo(0, 0);
+  if (!sameView || top > 0) scrollBack(top, abort.signal);
   // The link that led here is gone; Tab and screen readers go on from the new view.
   if (document.activeElement === document.body) main.focus({ preventScroll: true });
+}
+
+/** Scroll to where the reader was, once as much of the view is there: groups and charts fill in later. */
+function scrollBack(top, signal) {
+  const until = performance.now() + SCROLL_BACK_MS;
+  window.scrollTo(0, 0);
+  const follow = () => {
+    if (signal.aborted || performance.now() > until) return;
+    if (document.documentElement.scrollHeight - window.innerHeight >= top) window.scrollTo(0, top);
+    else requestAnimationFrame(follow);
+  };
+  follow();
+}
+
+let scrolled = 0;
+
+function rememberScroll() {
+  clearTimeout(scrolled);
+  scrolled = setTimeout(() => history.replaceState({ top: window.scrollY }, ""), SCROLL_KEPT_MS);
 }
 
 /** Turn "home" into the one run's view or the list of runs. */
@@ -136,7 +164,7 @@ function buildContext(run, route, signal) {
     setQuery(changes) {
       const query = { ...parse(location.hash).params.query, ...changes };
       const hash = (location.hash || "#/").split("?")[0] + search(query);
-      history.replaceState(null, "", hash);
+      history.replaceState(history.state, "", hash);
       route.params.query = parse(hash).params.query;
     },
     setTitle(text) {
@@ -207,7 +235,7 @@ function addKeys() {
     "Everywhere",
   );
   keys.add("Escape", "Leave a field, close a dialog", () => document.activeElement?.blur(), "Everywhere");
-  const go = { n: "now", c: "curves", s: "step", f: "search", h: "heldout", m: "machine", i: "config" };
+  const go = { n: "now", c: "curves", s: "step", f: "search", h: "eval", m: "machine", i: "config" };
   for (const [key, view] of Object.entries(go)) {
     const id = () => current.route?.params.id ?? runs[0]?.id;
     keys.add(`g ${key}`, header.labels[view], () => id() && navigate(link.view(id(), view)), "Go to");
@@ -227,6 +255,8 @@ function addKeys() {
 async function start() {
   window.cohortFailure = reportError;
   window.addEventListener("hashchange", show);
+  history.scrollRestoration = "manual";
+  window.addEventListener("scroll", rememberScroll);
   document.querySelector(".skip-link").addEventListener("click", (event) => {
     event.preventDefault(); // the hash is the address of the view
     main.focus();

@@ -3,6 +3,8 @@
 const OVERVIEW = [
   "reward",
   "eval/accuracy",
+  "frac_all_right",
+  "frac_all_wrong",
   "frac_reward_zero_std",
   "completions/mean_length",
   "completions/clipped_ratio",
@@ -15,7 +17,7 @@ const OVERVIEW = [
   "tokens_per_second",
   "step_time",
 ];
-const OVERVIEW_SIZE = 9;
+const OVERVIEW_SIZE = 12;
 
 const GROUPS = [
   "Reward",

@@ -20,6 +20,24 @@ function policyLogprobs(sequence) {
   return trainer ? trainer.map((value, index) => value ?? sampler?.[index] ?? null) : sampler;
 }
 
+function ratios(sequence) {
+  return sequence.ratios ?? combine(sequence.logprobs, sequence.sampling_logprobs, (a, b) => Math.exp(a - b));
+}
+
+/** The gradient of the loss at each token's logit, negated: a sure token has nothing to gain. */
+function pushes(sequence) {
+  const weighted = combine(sequence.loss_weights, sequence.advantages, (a, b) => a * b);
+  return combine(weighted, policyLogprobs(sequence), (push, logprob) => push * (1 - Math.exp(logprob)));
+}
+
+const LEAST_RATIO = 0.01; // log ratios below are rounding
+
+/** The quantities that tell anything of a completion: the ratio only where trainer and sampler differ. */
+export function quantitiesOf(sequences) {
+  const differs = sequences.some((one) => ratios(one)?.some((r) => r !== null && Math.abs(Math.log(r)) >= LEAST_RATIO));
+  return QUANTITIES.filter(({ name }) => name !== "ratio" || differs);
+}
+
 /**
  * Quantities in the order of the menu. `values(sequence)` gives one number or null per token, or null if the run did not
  * record them; `scale`: how they become colors; `low` and `high`: words for the legend's ends.
@@ -36,9 +54,8 @@ export const QUANTITIES = [
   {
     name: "ratio",
     label: "Ratio to the sampling policy",
-    values: (sequence) =>
-      sequence.ratios ?? combine(sequence.logprobs, sequence.sampling_logprobs, (a, b) => Math.exp(a - b)),
-    scale: { kind: "ratio", least: 0.01 },
+    values: ratios,
+    scale: { kind: "ratio" },
     format: (value) => number(value, 5),
     help: "Probability at the update divided by the probability when the token was sampled. Blue: now more likely; orange: now less likely.",
   },
@@ -53,11 +70,11 @@ export const QUANTITIES = [
   },
   {
     name: "push",
-    label: "Loss weight × advantage",
-    values: (sequence) => combine(sequence.loss_weights, sequence.advantages, (a, b) => a * b),
+    label: "Push",
+    values: pushes,
     scale: { kind: "diverging" },
     format: (value) => number(value, 3),
-    help: "How strongly the update pushed the token. Blue: made more likely; orange: made less likely.",
+    help: "Loss weight × advantage × (1 − probability): the gradient at the token's logit. Blue: made more likely; orange: made less likely.",
   },
 ];
 
@@ -67,7 +84,7 @@ export const QUANTITIES = [
  * The largest 0.5% of the values share the strongest color, so that one outlier does not hide all others.
  */
 export function scaleOf(quantity, columns) {
-  const { kind, from, to, least } = quantity.scale;
+  const { kind, from, to } = quantity.scale;
   const values = columns.flatMap((values) => values.filter((value) => value !== null));
   if (kind === "sequential") {
     const end = to ?? Math.max(quantile(values, 0.995), 1e-6);
@@ -79,13 +96,8 @@ export function scaleOf(quantity, columns) {
     };
   }
   const spread = kind === "ratio" ? Math.log : (value) => value;
-  const reach = Math.max(
-    quantile(
-      values.map((value) => Math.abs(spread(value))),
-      0.995,
-    ),
-    least ?? 0,
-  );
+  const sizes = values.map((value) => Math.abs(spread(value)));
+  const reach = Math.max(quantile(sizes, 0.995), kind === "ratio" ? LEAST_RATIO : 0);
   if (!reach) return null;
   const back = kind === "ratio" ? Math.exp : (value) => value;
   return {

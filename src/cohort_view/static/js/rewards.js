@@ -19,38 +19,49 @@ export function rewardClass(reward, { low, high }) {
   return `reward-dot level-${Math.round(share * (LEVELS - 1))}`;
 }
 
-/** A strip of dots, best first: one per completion, each a link to it. */
-export function rewardStrip(rows, range, linkOf) {
+/** A strip of dots, best first: one per completion. */
+export function rewardStrip(rows, range) {
   const sorted = [...rows].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const rewards = sorted.map((row) => number(row.reward));
   return h(
     "span",
     { class: "strip", role: "img", "aria-label": `Rewards: ${rewards.join(", ")}` },
     sorted.map((row, index) =>
-      h("a", {
+      h("span", {
         class: rewardClass(row.reward, range),
-        href: linkOf(row),
-        tabindex: "-1",
         title: `Reward ${rewards[index]} · ${count(row.length)} tokens`,
       }),
     ),
   );
 }
 
-const SHOWN_CHARACTERS = 80; // of a detail; its title has more
+const SHOWN_CHARACTERS = 80; // of a detail, before it is opened
 
-/** Every reward by name, its detail as a title; then what else functions tell of the completion. */
+/** Every reward by name with its detail, such as test results; then what else functions tell of the completion. */
 export function rewardParts({ rewards, details }) {
   const names = Object.keys(rewards ?? {});
   if (!names.length) return null;
   const others = Object.keys(details ?? {}).filter((name) => !(name in rewards) && detailText(details[name]) !== null);
-  const part = (name, shown) =>
-    h("div", null, h("dt", null, visibleLine(name)), h("dd", { title: detailText(details?.[name]) }, shown));
+  const part = (name, value) => {
+    const detail = detailText(details?.[name]);
+    return h("div", null, h("dt", null, visibleLine(name)), h("dd", null, value, detail && detailBlock(detail)));
+  };
   return h(
     "dl",
     { class: "reward-parts" },
     names.map((name) => part(name, rewards[name] === null ? "not scored" : number(rewards[name]))),
-    others.map((name) => part(name, detailText(details[name]).slice(0, SHOWN_CHARACTERS))),
+    others.map((name) => part(name, "")),
+  );
+}
+
+/** A detail, folded after its beginning if it is long. */
+function detailBlock(text) {
+  if (text.length <= SHOWN_CHARACTERS) return h("span.muted", null, ` ${text}`);
+  return h(
+    "details.reward-detail",
+    null,
+    h("summary.muted", null, `${text.slice(0, SHOWN_CHARACTERS)}…`),
+    h("p", null, text),
   );
 }
 

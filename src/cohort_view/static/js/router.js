@@ -11,7 +11,7 @@
 
 /** @typedef {{view: string, params: Params}} Route */
 
-const RUN_VIEWS = ["now", "curves", "step", "search", "heldout", "machine", "config"];
+const RUN_VIEWS = ["now", "curves", "step", "search", "eval", "machine", "config"];
 
 /**
  * Read a hash such as "#/run/demo/step/12/group/3?kind=step".

@@ -1,43 +1,39 @@
-// Blocks of text that a model wrote: long ones cut with "show more", a shared beginning dimmed, differences marked.
+// Blocks of text that a model wrote: long ones with their middle left out, a shared beginning dimmed, differences marked.
 
-import { h } from "./dom.js";
-import { count } from "./format.js";
+import { h, replace } from "./dom.js";
+import { count, plural } from "./format.js";
 
 const FIRST = 1500; // characters shown at once; each click shows ten times as many
+const HEAD = 2 / 3; // of them before those that are left out
 
 /**
- * A block of text, isolated from the direction of what surrounds it. `same`: length of a beginning to dim; `cut`: the
- * server left out the rest.
+ * A block of text, isolated from the direction of what surrounds it: of a long one the beginning and, where the answer is,
+ * the end. `same`: length of a beginning to dim; `cut`: the server left out the rest.
  */
-export function textBlock(text, { same = 0, cut = false, limit = FIRST } = {}) {
-  const body = h("span");
-  const more = h("div.text-more", null);
-  const block = h("div.text-block", { dir: "auto" }, body, more);
-  let shown = limit;
-  if (!text) {
-    body.replaceChildren(h("span.muted", null, "(empty)"));
-    return block;
+export function textBlock(text, { same = 0, cut = false } = {}) {
+  if (!text?.trim()) {
+    const what = text ? `(only white space: ${plural(text.length, "character")})` : "(empty)";
+    return h("div.text-block", null, h("span.muted", null, what));
   }
-  const showMore = () => {
-    shown *= 10;
-    show();
-  };
-  const show = () => {
-    const end = wholeCharacters(text, Math.min(text.length, shown));
+  const block = h("div.text-block", { dir: "auto" });
+  const show = (shown) => {
+    const isWhole = text.length <= shown;
+    const end = isWhole ? text.length : wholeCharacters(text, Math.round(shown * HEAD));
+    const start = isWhole ? end : wholeCharacters(text, text.length - (shown - end));
     const dimmed = Math.min(same, end);
-    body.replaceChildren();
-    if (dimmed > 0) body.append(h("span.same-prefix", null, text.slice(0, dimmed)));
-    body.append(text.slice(dimmed, end));
-    const left = text.length - end;
-    more.replaceChildren();
-    if (left > 0) {
-      const label = `Show more (${count(left)} characters left)`;
-      more.append(h("button.link-button", { type: "button", on: { click: showMore } }, label));
-    } else if (cut) {
-      more.append(h("span.muted", null, `Cut at ${count(text.length)} characters; the file has the rest.`));
-    }
+    const label = `Show more (${count(start - end)} characters left out)`;
+    replace(
+      block,
+      dimmed > 0 && h("span.same-prefix", null, text.slice(0, dimmed)),
+      h("span", null, text.slice(dimmed, end)),
+      !isWhole && [
+        h("div.text-more", null, h("button.link-button", { type: "button", on: { click: () => show(10 * shown) } }, label)),
+        h("span", null, text.slice(start)),
+      ],
+      cut && h("div.text-more.muted", null, `Cut at ${count(text.length)} characters; the file has the rest.`),
+    );
   };
-  show();
+  show(FIRST);
   return block;
 }
 

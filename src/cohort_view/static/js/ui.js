@@ -4,6 +4,7 @@ import { hasStep } from "./api.js";
 import { h, svg } from "./dom.js";
 import { isNumber } from "./format.js";
 import { link } from "./router.js";
+import { visibleLine } from "./visible.js";
 
 /** A view's title with what belongs next to it: title("Step 12", "finished", buttons). */
 export function title(text, ...beside) {
@@ -74,9 +75,9 @@ export function stateChip(state) {
   return h(`span.chip.state-${state}`, null, h("span.dot", { "aria-hidden": "true" }), STATES[state] ?? state);
 }
 
-/** Text with its https links made into links. */
+/** Text with its https links made into links, and everything invisible as signs. */
 export function linkify(text) {
-  return String(text)
+  return visibleLine(String(text))
     .split(/(https?:\/\/[^\s)]+[^\s).,;])/)
     .map((part, index) =>
       index % 2 ? h("a", { href: part, target: "_blank", rel: "noopener noreferrer" }, part) : part,

@@ -4,7 +4,7 @@ import { hasStep } from "../api.js";
 import { copyButton } from "../copy.js";
 import { h, replace } from "../dom.js";
 import { change, count, isNumber, number, plural } from "../format.js";
-import { LEVELS, QUANTITIES, levelClass, scaleOf } from "../quantities.js";
+import { LEVELS, levelClass, quantitiesOf, scaleOf } from "../quantities.js";
 import { rewardParts } from "../rewards.js";
 import { link } from "../router.js";
 import { TokenText } from "../token_text.js";
@@ -106,13 +106,14 @@ function pages(data, { id, step, row, query }) {
 class CompletionView {
   constructor(data, context, color) {
     Object.assign(this, { data, context });
-    this.quantity = QUANTITIES.find(({ name }) => name === color) ?? QUANTITIES[0];
+    this.quantities = quantitiesOf(data.sequences);
+    this.quantity = this.quantities.find(({ name }) => name === color) ?? this.quantities[0];
     this.legend = h("div.legend", null);
     this.note = h("p.token-note.muted", null);
     this.numbers = h("aside.token-numbers.card", { "aria-live": "polite", "aria-label": "Numbers of a token" });
     this.texts = [];
     this.values = data.sequences.map((sequence) =>
-      Object.fromEntries(QUANTITIES.map(({ name, values }) => [name, values(sequence)])),
+      Object.fromEntries(this.quantities.map(({ name, values }) => [name, values(sequence)])),
     );
     const sequences = data.sequences.map((sequence, index) => this.#sequence(sequence, index));
     this.node = h(
@@ -123,7 +124,7 @@ class CompletionView {
         null,
         segmented(
           "Color by",
-          QUANTITIES.map(({ name, label }) => [name, label]),
+          this.quantities.map(({ name, label }) => [name, label]),
           this.quantity.name,
           (name) => this.choose(name),
         ),
@@ -156,8 +157,8 @@ class CompletionView {
   }
 
   choose(name) {
-    this.quantity = QUANTITIES.find((quantity) => quantity.name === name);
-    this.context.setQuery({ color: name === QUANTITIES[0].name ? null : name });
+    this.quantity = this.quantities.find((quantity) => quantity.name === name);
+    this.context.setQuery({ color: name === this.quantities[0].name ? null : name });
     const columns = this.values.map((values) => values[name]);
     const known = columns.filter((values) => values?.some((value) => value !== null));
     const scale = known.length ? scaleOf(this.quantity, known) : null;
@@ -195,7 +196,7 @@ class CompletionView {
     const rows = [
       ["Position", count(sequence.offset + index + 1)],
       ["Token id", String(ids[index])],
-      ...QUANTITIES.map((quantity) => [
+      ...this.quantities.map((quantity) => [
         quantity.label,
         withUnit(quantity, this.values[which][quantity.name]?.[index] ?? null),
       ]),
@@ -246,11 +247,16 @@ function promptTokens(tokens, total) {
 
 /** Why a quantity colors nothing, and what would record it. */
 function missing(quantity, data, isKnown) {
-  if (isKnown) return "Every value is 0: this completion's advantage is 0, so the update did not push its tokens.";
+  if (isKnown) {
+    const why = data.advantage === 0 ? "this completion's advantage is 0" : "every token was certain";
+    return `Every value is 0: ${why}, so the update did not push its tokens.`;
+  }
   if (quantity.name === "probability") return "This completion has no logprobs.";
   if (data.kind !== "step") return `${quantity.label} is recorded only of completions that are trained on.`;
-  if (!data.recorded)
-    return `${quantity.label} was not recorded for this step. Set run.record_tokens: true to record it.`;
+  if (!data.recorded) {
+    const isExplained = data.problems.some((text) => text.includes("run.record_tokens"));
+    return `${quantity.label} was not recorded for this step.${isExplained ? "" : " Set run.record_tokens: true to record it."}`;
+  }
   if (data.advantage === 0) return "Not computed: this completion's advantage is 0, so it was not trained on.";
   if (data.trained === false) return "Not computed: the loss leaves this completion out.";
   return `${quantity.label} is missing for this completion. Older steps are thinned out to stay below run.record_tokens_max_size.`;

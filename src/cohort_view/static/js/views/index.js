@@ -5,11 +5,11 @@ import * as completion from "./completion.js";
 import * as config from "./config.js";
 import * as curves from "./curves.js";
 import * as group from "./group.js";
-import * as heldout from "./heldout.js";
+import * as evaluation from "./eval.js";
 import * as machine from "./machine.js";
 import * as now from "./now.js";
 import * as runs from "./runs.js";
 import * as search from "./search.js";
 import * as step from "./step.js";
 
-export const views = { compare, completion, config, curves, group, heldout, machine, now, runs, search, step };
+export const views = { compare, completion, config, curves, group, eval: evaluation, machine, now, runs, search, step };

@@ -1,8 +1,8 @@
-// Where time and memory go: phases of a step, memory against the plan, publishing, servers and what went wrong.
+// Where time and memory go: phases of a step, memory against the plan, and what went wrong.
 
-import { lineChart, stackedChart } from "../bands.js";
+import { stackedChart } from "../bands.js";
 import { h, replace } from "../dom.js";
-import { bytes, count, dateTime, isNumber, percent, seconds } from "../format.js";
+import { bytes, count, isNumber, percent, plural, seconds } from "../format.js";
 import { troubles } from "../marks.js";
 import { partClass } from "../memory_bar.js";
 import { empty, problems, stepLink, table, title } from "../ui.js";
@@ -17,7 +17,9 @@ const PHASES = {
   optim: "Optimizer",
   publish: "Publishing weights",
   evaluation: "Evaluation",
-  checkpoint: "Checkpoint",
+  checkpoint: "Checkpoints",
+  other: "Other (start, files)",
+  run: "The whole run",
 };
 // In the order of colors: the two long phases first
 const COLORED = ["rollout", "train", "reward", "forward_only", "pack", "optim", "publish", "evaluation", "checkpoint"];
@@ -40,9 +42,7 @@ export async function render(root, params, context) {
       title("Machine"),
       problems(data.problems),
       time(data, events, show, theme),
-      memory(data.memory, events, show, theme),
-      publish(data.publish, events, show, theme),
-      servers(data.servers),
+      memory(data.memory),
       marks(data.marks, params.id),
     );
   };
@@ -62,7 +62,7 @@ function time({ phases, x, seconds: spent, totals: exact, num_steps: steps }, ev
   const used = (phases ?? []).filter((phase) => spent[phase]?.some((value) => value > 0));
   if (!x?.length || !used.length)
     return card("Time by phase", empty("No step is complete yet.", "Times appear after the first step."));
-  const totals = used.map((phase) => [phase, exact[phase]]);
+  const totals = Object.entries(exact).filter(([, total]) => total > 0);
   const all = totals.reduce((sum, [, total]) => sum + total, 0);
   const colorOf = (phase) => (COLORED.indexOf(phase) + 8) % 8; // the same in every run
   const chart = stackedChart({
@@ -78,29 +78,25 @@ function time({ phases, x, seconds: spent, totals: exact, num_steps: steps }, ev
     {
       label: "Phase",
       class: "nowrap",
-      value: ([phase]) => [h(`span.swatch.${seriesClass(colorOf(phase))}`), phaseName(phase)],
+      value: ([phase]) => [used.includes(phase) && h(`span.swatch.${seriesClass(colorOf(phase))}`), phaseName(phase)],
     },
     { label: "Per step", align: "right", value: ([, total]) => seconds(total / steps) },
     { label: "Total", align: "right", value: ([, total]) => seconds(total) },
     { label: "Share", align: "right", value: ([, total]) => percent(total / all) },
   ];
-  const rows = [...totals].sort((a, b) => b[1] - a[1]);
+  const rows = [...totals.sort((a, b) => b[1] - a[1]), ["run", all]];
   return card(
     "Time by phase",
     h("div.chart-and-table", null, show(chart), table(columns, rows, { caption: "Time by phase" })),
   );
 }
 
-// Names of the plan's phases, and of the phases whose memory the run measures
+// Names of the plan's phases
 const PLANNED = { sampling: "Rollout", logprobs: "Forward only", backward: "Training", optimizer: "Optimizer" };
-const MEASURED = { rollout: "Rollout", train: "Training", optim: "Optimizer" };
 
 /** Per phase: the plan's parts as one stacked bar, and a line at the measured peak. */
-function memory(data, events, show, theme) {
-  const plan = data?.plan ?? [];
-  const measured = Object.keys(MEASURED).filter((phase) => data?.[phase]?.some(isNumber));
-  if (!plan.length && !measured.length) return null;
-  const peaks = Object.fromEntries(measured.map((phase) => [phase, Math.max(...data[phase].filter(isNumber))]));
+function memory({ plan, peaks, capacity_bytes: capacity }) {
+  if (!plan.length) return null;
   const most = 1.02 * Math.max(1, ...plan.map(({ total }) => total), ...Object.values(peaks));
   const parts = [
     ...new Set(
@@ -142,22 +138,9 @@ function memory(data, events, show, theme) {
       ),
     );
   };
-  const chart =
-    measured.length && data.x?.length > 1
-      ? lineChart({
-          name: "measured-memory",
-          x: data.x,
-          theme,
-          format: bytes,
-          xLabel: "Step",
-          marks: events,
-          range: [0, null],
-          lines: measured.map((phase) => ({ label: MEASURED[phase], values: data[phase] })),
-        })
-      : null;
   return card(
     "Memory per process",
-    isNumber(data.capacity_bytes) && h("p.muted", null, `The device has ${bytes(data.capacity_bytes)}.`),
+    isNumber(capacity) && h("p.muted", null, `The device has ${bytes(capacity)}.`),
     shownPhases.length
       ? [
           h("div.plan-bars", null, shownPhases.map(bar)),
@@ -169,38 +152,7 @@ function memory(data, events, show, theme) {
           ),
         ]
       : null,
-    chart && [h("h3", null, "Measured peak by step"), show(chart)],
   );
-}
-
-function publish(data, events, show, theme) {
-  const known = data?.seconds?.filter(isNumber) ?? [];
-  if (!known.length || Math.max(...known) < 1e-3) return null;
-  return card(
-    "Publishing weights",
-    show(
-      lineChart({
-        name: "publish-times",
-        x: data.x,
-        theme,
-        format: seconds,
-        xLabel: "Step",
-        marks: events,
-        range: [0, null],
-        lines: [{ label: "Time", values: data.seconds }],
-      }),
-    ),
-  );
-}
-
-function servers(messages) {
-  if (!messages?.length) return null;
-  const columns = [
-    { label: "When", value: (message) => dateTime(message.timestamp) },
-    { label: "Step", align: "right", value: (message) => count(message.step) },
-    { label: "Message", class: "wrap", value: (message) => visibleLine(message.text) },
-  ];
-  return card("Servers", table(columns, [...messages].reverse(), { caption: "Messages about servers" }));
 }
 
 const KINDS = {
@@ -237,6 +189,6 @@ function marks(list, id) {
     told.length
       ? table(columns, [...told].reverse(), { caption: "Restarts, faults and messages" })
       : h("p.muted", null, "No restarts, faults or warnings."),
-    checkpoints ? h("p.muted", null, `${count(checkpoints)} checkpoints were saved.`) : null,
+    checkpoints ? h("p.muted", null, `${plural(checkpoints, "checkpoint")} saved.`) : null,
   );
 }

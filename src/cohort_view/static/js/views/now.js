@@ -38,7 +38,7 @@ export async function render(root, params, context) {
     sections.show("banners", [data.banners, data.step, data.state], () => banners(data, id));
     sections.show("problems", data.problems, () => problems(data.problems));
     sections.show("progress", [data, Math.floor(Date.now() / 1000)], () => position(data));
-    sections.show("numbers", [data.reward, data.accuracy, data.spark], () => numbers(data, id));
+    sections.show("numbers", [data.numbers, data.step], () => numbers(data, id));
     sections.show("bottom", [data.memory, data.warnings], () =>
       h("div.now-bottom", null, memory(data), warnings(data, id)),
     );
@@ -84,12 +84,18 @@ function header(run, data) {
 function banners(data, id) {
   const [first, ...others] = data.banners ?? [];
   if (!first) return h("p.muted", null, unknown(data));
-  const linked = (one) => ({ ...one, link: evidenceLink(one, id) });
+  const show = (one, options) => banner({ ...one, link: evidenceLink(one, id) }, options);
   return h(
     "div.stack.tight",
     { "aria-live": "polite" },
-    banner(linked(first), { large: true }),
-    others.map((one) => banner(linked(one))),
+    show(first, { large: true }),
+    others.length > 0 &&
+      h(
+        "details.fold",
+        null,
+        h("summary", null, `${count(others.length)} more about this run`),
+        h("div.stack.tight", null, others.map((one) => show(one))),
+      ),
   );
 }
 
@@ -156,76 +162,37 @@ function phase(data, since) {
   );
 }
 
-function numbers(data, id) {
-  const { spark = {} } = data;
-  if (![data.reward, data.accuracy, ...Object.values(spark).flat()].some(isNumber)) return null;
-  const recent = (name) => spark[name]?.findLast?.(isNumber) ?? null;
-  const first = (name) => spark[name]?.find?.(isNumber) ?? null;
-  const since = (value) => `${value} since the start`;
-  // The first value is no change.
-  const changeOf = (now, before, format) =>
-    isNumber(now) && isNumber(before) && data.step > 1 ? since(change(now - before, format)) : "";
-  const length = "completions/mean_length";
-  const cards = [
-    {
-      label: "Reward",
-      metric: "reward",
-      value: number(data.reward),
-      below: changeOf(data.reward, data.reward_before),
-      values: spark.reward,
-    },
-    {
-      label: "Held-out accuracy",
-      metric: "eval/accuracy",
-      value: percent(data.accuracy),
-      below: accuracyBelow(data),
-      values: spark.accuracy,
-    },
-    {
-      label: "Completion length",
-      metric: length,
-      value: number(recent(length)),
-      unit: "tokens",
-      below: changeOf(recent(length), first(length)),
-      values: spark[length],
-    },
-    {
-      label: "Entropy",
-      metric: "entropy",
-      value: number(recent("entropy")),
-      unit: "nats",
-      below: changeOf(recent("entropy"), first("entropy")),
-      values: spark.entropy,
-    },
-  ];
-  return h(
-    "div.now-numbers",
-    null,
-    cards.map((card) => numberCard(card, id)),
-  );
-}
+const NUMBERS = [
+  ["reward", "Reward", number],
+  ["eval/accuracy", "Held-out accuracy", percent, "", (difference) => `${change(100 * difference)} points`],
+  ["completions/mean_length", "Completion length", number, "tokens"],
+  ["entropy", "Entropy", number, "nats"],
+];
 
-function accuracyBelow({ accuracy, accuracy_before: before, accuracy_step: step }) {
-  if (!isNumber(accuracy)) return "No evaluation so far";
-  const at = isNumber(step) ? `step ${count(step)}` : "now";
-  if (!isNumber(before) || step === 0) return `at ${at}`;
-  return `${change((accuracy - before) * 100)} points by ${at}`;
-}
-
-function numberCard({ label, metric, value, unit = "", below, values }, id) {
-  return h(
-    "a.card.number-card",
-    { href: link.curves(id, { names: metric }), "aria-label": `${label}: ${value} ${unit} ${below}` },
-    h("span.stat-label", null, label),
-    h(
-      "span.stat-value",
-      { class: value === MISSING ? "muted" : "" },
-      value,
-      unit && value !== MISSING && h("span.stat-unit", null, ` ${unit}`),
-    ),
-    h("span.stat-below", null, below || "\u00a0"),
-    sparkline(values, `${label} so far`),
-  );
+/** The last value of each metric, what changed since its first, and the step that it is of unless that is the last. */
+function numbers({ numbers: measured, step }, id) {
+  if (!Object.values(measured).some(({ last }) => isNumber(last))) return null;
+  const cards = NUMBERS.map(([metric, label, format, unit = "", formatChange = change]) => {
+    const { first, first_step: since, last, last_step: at, spark } = measured[metric];
+    const changed = at > since && `${formatChange(last - first)} since step ${count(since)}`;
+    const isOld = isNumber(last) && at < step;
+    const below = [isOld && `at step ${count(at)}`, changed].filter(Boolean).join(", ");
+    const value = format(last);
+    return h(
+      "a.card.number-card",
+      { href: link.curves(id, { names: metric }), "aria-label": `${label}: ${value} ${unit} ${below}` },
+      h("span.stat-label", null, label),
+      h(
+        "span.stat-value",
+        { class: value === MISSING || isOld ? "muted" : "" },
+        value,
+        unit && value !== MISSING && h("span.stat-unit", null, ` ${unit}`),
+      ),
+      h("span.stat-below", null, below || (isNumber(last) ? "\u00a0" : "Not measured so far")),
+      sparkline(spark, `${label} so far`),
+    );
+  });
+  return h("div.now-numbers", null, cards);
 }
 
 function memory(data) {
@@ -233,7 +200,7 @@ function memory(data) {
   if (!sizes || !(isNumber(sizes.peak_bytes) || isNumber(sizes.predicted_bytes))) return null;
   const facts = [
     isNumber(sizes.peak_bytes) ? `Measured peak ${bytes(sizes.peak_bytes)}` : "Not measured yet",
-    isNumber(sizes.predicted_bytes) && `the plan predicts ${bytes(sizes.predicted_bytes)}`,
+    isNumber(sizes.predicted_bytes) && `${ofThePlan(sizes)}${bytes(sizes.predicted_bytes)}`,
     isNumber(sizes.capacity_bytes) && `${bytes(sizes.capacity_bytes)} available`,
   ].filter(Boolean);
   return h(
@@ -250,13 +217,21 @@ function memory(data) {
   );
 }
 
+/** How the measured peak compares with what the plan predicts. */
+function ofThePlan({ peak_bytes: peak, predicted_bytes: predicted }) {
+  const more = peak / predicted - 1;
+  if (!isNumber(peak) || !isNumber(more)) return "the plan predicts ";
+  if (Math.abs(more) < 0.005) return "as the plan predicts: ";
+  return `${percent(Math.abs(more), 0)} ${more > 0 ? "more" : "less"} than the plan predicts: `;
+}
+
 function warnings(data, id) {
   const all = [...(data.warnings ?? [])].reverse();
   const item = (one) =>
     h(
       "li",
       null,
-      h("p", null, linkify(one.text)),
+      h("p", null, linkify(one.text), one.num > 1 && h("span.chip", null, `× ${count(one.num)}`)),
       h(
         "p.small.muted",
         null,

@@ -55,7 +55,13 @@ export async function render(root, params, context) {
         ? (value(b) ?? -Infinity) - (value(a) ?? -Infinity)
         : a.name.localeCompare(b.name, undefined, { numeric: true }),
     );
-    replace(list, runs.length ? h("ul.run-list", null, runs.map(row)) : empty(`No run matches “${state.find}”.`));
+    heading.textContent = context.runs.length ? plural(context.runs.length, "run") : "";
+    controls.hidden = context.runs.length < 2;
+    const advice = "Start one with `cohort train` or `cohort demo`; it appears here once its folder exists.";
+    const none = context.runs.length
+      ? empty(`No run matches “${state.find}”.`)
+      : empty("There are no runs in this folder yet.", advice);
+    replace(list, runs.length ? h("ul.run-list", null, runs.map(row)) : none);
     if (focused) list.querySelector(`[data-run="${CSS.escape(focused)}"] a.run-link`)?.focus();
     showCompare();
   }
@@ -117,18 +123,10 @@ export async function render(root, params, context) {
     );
   }
 
-  const advice =
-    "Start one with `cohort train` or `cohort demo`; it appears here once its folder exists. Reload the page then.";
-  if (!context.runs.length) replace(root, title("Runs"), empty("There are no runs in this folder yet.", advice));
-  else {
-    replace(
-      root,
-      title("Runs", h("span.muted", null, plural(context.runs.length, "run"))),
-      context.runs.length > 1 && h("div.row", null, field, h("label.field", null, "Sort by", order), compare, hint),
-      list,
-    );
-    show();
-  }
+  const heading = h("span.muted");
+  const controls = h("div.row", null, field, h("label.field", null, "Sort by", order), compare, hint);
+  replace(root, title("Runs", heading), controls, list);
+  show();
   context.keys.addList(() => [...list.querySelectorAll("a.run-link")], "run");
   context.keys.add("x", "Select the run to compare", () =>
     document.activeElement?.closest?.("[data-run]")?.querySelector("input").click(),
@@ -138,7 +136,7 @@ export async function render(root, params, context) {
     "Compare the selected runs",
     () => chosen.size > 1 && context.navigate(link.compare({ runs: [...chosen] })),
   );
-  return { update: () => (context.runs.length ? show() : null) };
+  return { update: show };
 }
 
 /** What stands for the banner of a run without one. */

@@ -4,7 +4,7 @@ import { hasStep } from "../api.js";
 import { h, replace } from "../dom.js";
 import { count, isNumber, number, percent, plural, seconds } from "../format.js";
 import { rewardRange, rewardStrip } from "../rewards.js";
-import { link } from "../router.js";
+import { link, parse, splitList } from "../router.js";
 import { stepStrip } from "../step_strip.js";
 import { breadcrumbs, empty, levelIcon, problems, segmented, stat, title } from "../ui.js";
 import { visibleLine } from "../visible.js";
@@ -24,7 +24,13 @@ const KINDS = { step: "Trained", replaced: "Replaced", dropped: "Dropped", eval:
 // [metric, label, format, metric shown below, its text]
 const KEY_METRICS = [
   ["reward", "Reward", number, "reward_std", (value) => `± ${number(value)} in a group`],
-  ["frac_reward_zero_std", "Equal groups", percent],
+  [
+    "frac_reward_zero_std",
+    "Equal groups",
+    percent,
+    "frac_all_right",
+    (right, metrics) => `${percent(right)} all right, ${percent(metrics.frac_all_wrong)} all wrong`,
+  ],
   ["completions/trained_ratio", "Trained", percent],
   [
     "completions/mean_length",
@@ -50,8 +56,8 @@ export async function render(root, params, context) {
       root,
       title("Steps"),
       empty(
-        "This run has no completions yet.",
-        "They appear after its first step. If they never do, check run.completions_every.",
+        "This run has no completions.",
+        "They appear after its first step, unless run.completions_every is 0 or their files were deleted.",
       ),
     );
     return {
@@ -135,7 +141,7 @@ class StepView {
         ? h("span.button.disabled", { "aria-hidden": "true" }, text)
         : h("a.button", { href: this.link(step), "aria-label": `${label}: ${step}`, title: `${label}: ${step}` }, text);
     const { steps: of, step: done } = this.context.run ?? {};
-    replace(this.heading, title(`Step ${this.step}`, of ? h("span.muted", null, `of ${count(of)}`) : null));
+    replace(this.heading, title(`Step ${count(this.step)}`, of ? h("span.muted", null, `of ${count(of)}`) : null));
     replace(this.arrows, arrow(this.previous, "←", "Previous step"), arrow(this.next, "→", "Next step"));
     this.field.min = this.state.kind === "eval" ? 0 : 1;
     this.field.max = Math.max(list.last ?? 0, done ?? 0, this.step);
@@ -215,7 +221,7 @@ class StepView {
 
   nothing() {
     if (this.data.problems?.length) {
-      return empty(`The completions of step ${this.step} cannot be read.`, "What the metrics say of the step is above.");
+      return empty(`There are no completions of step ${this.step} to show.`, "What the metrics say of the step is above.");
     }
     const file = `completions/${this.state.kind}-${String(this.step).padStart(6, "0")}.parquet`;
     return empty(
@@ -260,17 +266,14 @@ class StepView {
         "summary.group-row",
         null,
         h("span.group-prompt", { dir: "auto" }, visibleLine(oneLine(group.prompt))),
-        rewardStrip(group.rows, range, (item) =>
-          hasStep(this.id, this.step, { kind, row: item.row })
-            ? link.completion(this.id, this.step, item.row, { kind })
-            : null,
-        ),
+        rewardStrip(group.rows, range),
         h("span.group-numbers", null, groupNumbers(group)),
         h("span.group-flags", null, groupFlags(group)),
       ),
       body,
     );
     row.addEventListener("toggle", async () => {
+      this.remember(group.index, row.open);
       if (!row.open || body.hasChildNodes()) return;
       replace(body, h("p.muted", null, "Loading…"));
       try {
@@ -292,7 +295,18 @@ class StepView {
         replace(body, empty(error.message));
       }
     });
+    row.open = this.opened().includes(String(group.index));
     return row;
+  }
+
+  /** Groups that are open, as the address says. */
+  opened() {
+    return splitList(parse(location.hash).params.query.open);
+  }
+
+  remember(index, isOpen) {
+    const others = this.opened().filter((one) => one !== String(index));
+    this.context.setQuery({ open: isOpen ? [...others, String(index)] : others });
   }
 
   async update(change) {
@@ -310,9 +324,9 @@ class StepView {
 function explanation(data) {
   if (!data) return null;
   return h(
-    `div.banner.large.level-${data.learned ? "good" : "warning"}`,
+    `div.banner.large.level-${data.level}`,
     null,
-    levelIcon(data.learned ? "good" : "warning"),
+    levelIcon(data.level),
     h(
       "div.banner-body",
       null,
@@ -332,7 +346,7 @@ function metricTiles(metrics) {
   const shown = KEY_METRICS.filter(([name]) => isNumber(metrics?.[name]));
   if (!shown.length) return null;
   const tiles = shown.map(([name, label, format, below, belowText]) =>
-    stat(label, format(metrics[name]), isNumber(metrics[below]) ? belowText(metrics[below]) : null, {
+    stat(label, format(metrics[name]), isNumber(metrics[below]) ? belowText(metrics[below], metrics) : null, {
       title: `Metric ${name}`,
     }),
   );

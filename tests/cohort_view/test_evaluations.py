@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort_view import heldout
-from cohort_view.heldout import effective_trials, pass_at_k, wilson_interval
+from cohort_view import evaluations
+from cohort_view.evaluations import effective_trials, pass_at_k, wilson_interval
 from completions_files import RunFolder, a_row, write_rows
 from selection import examples
 
@@ -61,7 +61,7 @@ def test_accuracy_and_flips_of_a_run(tmp_path):
     write_evaluation(tmp_path, 0, {1: [1.0], 2: [0.0], 3: [1.0], 4: [0.0]})
     write_evaluation(tmp_path, 5, {1: [1.0], 2: [1.0], 3: [0.0], 4: [None]})
     write_evaluation(tmp_path, 10, {1: [1.0], 2: [0.0], 5: [1.0]})
-    found = heldout.heldout(RunFolder(tmp_path))
+    found = evaluations.evaluations(RunFolder(tmp_path))
     assert [(p.step, p.accuracy, p.num, p.pass_at) for p in found.points] == [
         (0, 0.5, 4, {"1": 0.5}),
         (5, 0.5, 4, {"1": 0.5}),
@@ -72,24 +72,25 @@ def test_accuracy_and_flips_of_a_run(tmp_path):
         (0, 5, [2], [3], 1, 1),
         (5, 10, [], [2], 0, 1),
     ]
-    assert [(q.prompt_id, q.right) for q in found.questions] == [
-        (2, [False, True, False]),
-        (3, [True, False, None]),
-        (1, [True, True, True]),
-        (4, [False, False, None]),
-        (5, [None, None, True]),
+    assert [(q.prompt_id, q.kind, q.right) for q in found.questions] == [
+        (4, "never", [False, False, None]),
+        (2, "lost", [False, True, False]),
+        (3, "lost", [True, False, None]),
+        (1, "always", [True, True, True]),
+        (5, "always", [None, None, True]),
     ]
     assert (found.success_reward, found.num_samples, found.problems) == ("right", 1, ())
-    assert (found.questions[0].prompt, found.num_questions) == ("Question 2?", 5)
+    assert found.questions[1].prompt == "Question 2?"
+    assert found.num_questions == {"never": 1, "lost": 2, "gained": 0, "always": 2}
 
 
 def test_several_completions_per_question(tmp_path):
     write_evaluation(tmp_path, 0, {1: [1.0, 1.0, 0.0, 0.0], 2: [0.0, 0.0, 0.0, 1.0]})
-    found = heldout.heldout(RunFolder(tmp_path))
+    found = evaluations.evaluations(RunFolder(tmp_path))
     (point,) = found.points
     assert (point.accuracy, point.num, point.num_questions) == (0.375, 8, 2)
     assert point.pass_at == pytest.approx({"1": 0.375, "2": (1 - 1 / 6 + 0.5) / 2, "4": 1.0})
-    assert [q.right for q in found.questions] == [[True], [False]]  # right: at least half
+    assert [q.right for q in found.questions] == [[False], [True]]  # right: at least half
 
 
 def test_success_is_what_the_configuration_says_and_broken_completions_do_not_count(tmp_path):
@@ -101,31 +102,38 @@ def test_success_is_what_the_configuration_says_and_broken_completions_do_not_co
     ]
     write_rows(tmp_path, rows, kind="eval", step=0)
     config = {"eval": {"success_reward": "grade", "success_threshold": 0.5, "num_samples": 2}}
-    (point,) = heldout.heldout(RunFolder(tmp_path, config)).points
+    (point,) = evaluations.evaluations(RunFolder(tmp_path, config)).points
     assert (point.accuracy, point.num, point.num_questions) == (0.5, 2, 2)
-    missing = heldout.heldout(RunFolder(tmp_path, {"eval": {"success_reward": "other", "success_threshold": 9.0}}))
+    missing = evaluations.evaluations(
+        RunFolder(tmp_path, {"eval": {"success_reward": "other", "success_threshold": 9.0}})
+    )
     assert missing.points[0].accuracy == 1.0
     assert missing.problems[0].startswith("completions/eval-000000.parquet has no column 'rewards/other': success is ")
 
 
-def test_more_questions_than_are_listed(tmp_path):
-    write_evaluation(tmp_path, 0, {i: [1.0] for i in range(heldout.QUESTIONS_SHOWN + 3)})
-    found = heldout.heldout(RunFolder(tmp_path))
-    assert (len(found.questions), found.num_questions) == (heldout.QUESTIONS_SHOWN, heldout.QUESTIONS_SHOWN + 3)
+def test_all_questions_count_also_those_that_are_not_listed(tmp_path):
+    shown = evaluations.QUESTIONS_SHOWN
+    for step, right in ((0, 0.0), (5, 1.0), (10, 0.0)):
+        write_evaluation(tmp_path, step, {i: [right * (i >= 17)] for i in range(17 + shown + 3)})
+    found = evaluations.evaluations(RunFolder(tmp_path))
+    assert found.num_questions == {"never": 17, "lost": shown + 3, "gained": 0, "always": 0}
+    assert [q.kind for q in found.questions] == ["never"] * 17 + ["lost"] * shown
 
 
 def test_only_new_files_are_read(tmp_path, monkeypatch):
     write_evaluation(tmp_path, 0, {1: [1.0]})
-    heldout.heldout(RunFolder(tmp_path))
+    evaluations.evaluations(RunFolder(tmp_path))
     read = []
     monkeypatch.setattr(
-        heldout, "_read", lambda path, name, *rule, real=heldout._read: read.append(name) or real(path, name, *rule)
+        evaluations,
+        "_read",
+        lambda path, name, *rule, real=evaluations._read: read.append(name) or real(path, name, *rule),
     )
     write_evaluation(tmp_path, 5, {1: [0.0]})
-    assert len(heldout.heldout(RunFolder(tmp_path)).points) == 2
+    assert len(evaluations.evaluations(RunFolder(tmp_path)).points) == 2
     assert read == ["completions/eval-000005.parquet"]
     write_evaluation(tmp_path, 0, {1: [0.0], 2: [0.0]})
-    assert heldout.heldout(RunFolder(tmp_path)).points[0].accuracy == 0
+    assert evaluations.evaluations(RunFolder(tmp_path)).points[0].accuracy == 0
     assert read == ["completions/eval-000005.parquet", "completions/eval-000000.parquet"]
 
 
@@ -138,7 +146,7 @@ def test_an_evaluation_that_only_metrics_remember_has_no_interval(tmp_path):
 
     run = RunFolder(tmp_path)
     object.__setattr__(run, "metrics", type("Metrics", (), {"eval": Table()})())
-    (point,) = heldout.heldout(run).points
+    (point,) = evaluations.evaluations(run).points
     assert (point.step, point.accuracy, point.low, point.num) == (0, 0.25, None, None)
 
 
@@ -146,6 +154,6 @@ def test_a_damaged_evaluation_is_named_and_left_out(tmp_path):
     write_evaluation(tmp_path, 0, {1: [1.0]})
     path = write_evaluation(tmp_path, 5, {1: [1.0]})
     path.write_bytes(path.read_bytes()[:100])
-    found = heldout.heldout(RunFolder(tmp_path))
+    found = evaluations.evaluations(RunFolder(tmp_path))
     assert ([p.step for p in found.points], found.problems) == ([0], ("completions/eval-000005.parquet is truncated.",))
-    assert heldout.heldout(RunFolder(tmp_path / "none")).points == []
+    assert evaluations.evaluations(RunFolder(tmp_path / "none")).points == []

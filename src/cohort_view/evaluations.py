@@ -25,10 +25,10 @@ from cohort_view.completions import (
     texts,
 )
 from cohort_view.groups import RunFiles
-from cohort_view.records import AccuracyPoint, BoolArray, Flips, Heldout, HeldoutQuestion, IntArray
+from cohort_view.records import AccuracyPoint, BoolArray, EvalQuestion, Evaluations, Flips, IntArray
 from cohort_view.values import number, text
 
-QUESTIONS_SHOWN = 200
+QUESTIONS_SHOWN = 200  # of each kind
 FLIPS_LISTED = 200
 _Z = 1.959963984540054  # 95%
 _CACHE_FILES = 20_000
@@ -56,7 +56,7 @@ _EVALUATIONS: FileCache[EvaluationFile] = FileCache(_CACHE_FILES)
 _PROMPTS: FileCache[dict[int, str]] = FileCache(8)
 
 
-def heldout(run: RunFiles) -> Heldout:
+def evaluations(run: RunFiles) -> Evaluations:
     """Return the accuracy of each evaluation and what changed between them.
 
     A completion succeeds if the reward `eval.success_reward` (by default the first) is at least
@@ -74,14 +74,13 @@ def heldout(run: RunFiles) -> Heldout:
     points = {step: _point(step, file) for step, file in files.items()}
     points |= _points_without_files(run, points)
     first = next(iter(files.values()), None)
-    return Heldout(
+    return Evaluations(
         success_reward=wanted if first is None or wanted is not None else first.reward,
         success_threshold=threshold,
         num_samples=group_size(run.config, "eval") or (None if first is None else int(first.num.max())),
         points=[points[step] for step in sorted(points)],
         flips=[_flips(a, files[a], b, files[b]) for a, b in zip(list(files), list(files)[1:], strict=False)],
-        questions=_questions(run.path, sorted(points), files),
-        num_questions=len(_all_ids(files)),
+        **_questions(run.path, sorted(points), files),
         problems=tuple(dict.fromkeys(problems)),
     )
 
@@ -219,11 +218,14 @@ def _flips(start: int, before: EvaluationFile, stop: int, after: EvaluationFile)
     )
 
 
-def _questions(run_path: Path, steps: Sequence[int], files: Mapping[int, EvaluationFile]) -> list[HeldoutQuestion]:
-    """Return the questions that changed most often, and whether each was right at each evaluation."""
+def _questions(run_path: Path, steps: Sequence[int], files: Mapping[int, EvaluationFile]) -> dict[str, Any]:
+    """Return questions with what they were at each evaluation, and how many there are of each kind.
+
+    Of each kind the ones that changed most often are listed; those that were never right come first.
+    """
     if not files:
-        return []
-    ids = _all_ids(files)
+        return {"questions": [], "num_questions": {}}
+    ids = np.unique(np.concatenate([file.prompt_ids for file in files.values()]))
     states = np.full((len(ids), len(steps)), -1, dtype=np.int8)  # 1: right, 0: wrong, -1: not known
     for i, step in enumerate(steps):
         if (file := files.get(step)) is not None:
@@ -234,23 +236,27 @@ def _questions(run_path: Path, steps: Sequence[int], files: Mapping[int, Evaluat
     for column in states.T:
         num_flips += (column >= 0) & (last >= 0) & (column != last)
         last = np.where(column >= 0, column, last)
-    shown = np.argsort(-num_flips, kind="stable")[:QUESTIONS_SHOWN]
+    was_right, was_wrong = ((states == state).any(axis=1) for state in (1, 0))
+    of_kind = {
+        "never": ~was_right,
+        "lost": was_right & (last == 0),
+        "gained": was_wrong & (last == 1),
+        "always": was_right & ~was_wrong,
+    }
+    order = np.argsort(-num_flips, kind="stable")
+    shown = [(kind, q) for kind, has in of_kind.items() for q in order[has[order]][:QUESTIONS_SHOWN].tolist()]
     prompts = _prompts(run_path, list(files)[-1])
     as_json = {1: True, 0: False, -1: None}
-    return [
-        HeldoutQuestion(
+    questions = [
+        EvalQuestion(
             prompt_id=int(ids[q]),
             prompt=prompts.get(int(ids[q]), ""),
+            kind=kind,
             right=[as_json[state] for state in states[q].tolist()],
         )
-        for q in shown.tolist()
+        for kind, q in shown
     ]
-
-
-def _all_ids(files: Mapping[int, EvaluationFile]) -> IntArray:
-    """[Q] questions of any evaluation, ascending."""
-    no_ids = np.empty(0, dtype=np.int64)
-    return np.unique(np.concatenate([no_ids, *(file.prompt_ids for file in files.values())]))
+    return {"questions": questions, "num_questions": {kind: int(has.sum()) for kind, has in of_kind.items()}}
 
 
 def _prompts(run_path: Path, step: int) -> dict[int, str]:

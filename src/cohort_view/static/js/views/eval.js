@@ -1,6 +1,6 @@
 // Held-out questions over the run: accuracy with its confidence interval, pass@k, flips, and every question's answers.
 
-import { hasStep } from "../api.js";
+import { hasStep, isExport } from "../api.js";
 import { lineChart } from "../bands.js";
 import { h, replace } from "../dom.js";
 import { count, isNumber, percent, plural } from "../format.js";
@@ -12,9 +12,16 @@ import { visibleLine } from "../visible.js";
 export async function render(root, params, context) {
   const { api, signal, theme } = context;
   let charts = [];
+  let shown = null;
   context.setTitle("Held-out");
   const load = async () => {
-    const data = await api.get(api.runPath(params.id, "heldout"), { signal });
+    const data = await api.get(api.runPath(params.id, "eval"), { signal });
+    const { marks } = data.points.length
+      ? await api.get(api.path("/api/curves", { runs: [params.id], points: 4 }), { signal })
+      : {};
+    const state = JSON.stringify([data, marks]);
+    if (state === shown) return; // steps of training change nothing here
+    shown = state;
     charts.forEach((chart) => chart.destroy());
     charts = [];
     if (!data.points.length) {
@@ -29,7 +36,6 @@ export async function render(root, params, context) {
       );
       return;
     }
-    const { marks } = await api.get(api.path("/api/curves", { runs: [params.id], points: 4 }), { signal });
     const chart = accuracyChart(data.points, troubles(marks[params.id]), theme);
     charts = [chart];
     replace(
@@ -43,7 +49,7 @@ export async function render(root, params, context) {
         h("p.muted.small", null, bandText(data.points)),
       ),
       flips(data.flips),
-      matrix(data, params.id),
+      matrix(data, params, context),
     );
   };
   await load();
@@ -146,23 +152,28 @@ function signed(value) {
 
 const MARKS = { true: ["right", "■"], false: ["wrong", "□"], null: ["not asked", "–"] };
 
-/** Questions by evaluations: right or wrong, most flips first. */
-function matrix({ points, questions, num_questions: total }, id) {
+const FILTERS = {
+  all: "All",
+  never: "Never right",
+  lost: "Right before, wrong now",
+  gained: "Wrong before, right now",
+  always: "Always right",
+};
+
+/** Questions by evaluations: right or wrong. The counts are of all questions, the list has the first of each kind. */
+function matrix({ points, questions, num_questions: totals }, { id, query }, context) {
   if (!questions?.length) return null;
-  const state = { filter: "all", shown: 50 };
+  const state = { filter: query.show in FILTERS ? query.show : "all", shown: 50 };
+  const all = Object.values(totals).reduce((sum, num) => sum + num, 0);
+  const numOf = (filter) => (filter === "all" ? all : totals[filter]);
   const holder = h("div.stack", null);
-  const filters = {
-    all: [total > questions.length ? "All listed" : "All", () => true],
-    never: ["Never right", (question) => !question.right.includes(true)],
-    lost: ["Right before, wrong now", (question) => question.right.at(-1) === false && question.right.includes(true)],
-    gained: ["Wrong before, right now", (question) => question.right.at(-1) === true && question.right.includes(false)],
-  };
   const show = () => {
-    const kept = questions.filter(filters[state.filter][1]);
+    const kept = questions.filter(({ kind }) => state.filter === "all" || state.filter === kind);
+    const left = numOf(state.filter) - kept.length;
     const rows = kept.slice(0, state.shown);
     replace(
       holder,
-      rows.length ? grid(points, rows, id) : h("p.muted", null, "No such question among these."),
+      rows.length ? grid(points, rows, id) : h("p.muted", null, "No such question."),
       kept.length > state.shown &&
         h(
           "p",
@@ -173,14 +184,18 @@ function matrix({ points, questions, num_questions: total }, id) {
             `Show the other ${count(kept.length - state.shown)}`,
           ),
         ),
+      left > 0 && kept.length <= state.shown && h("p.muted", null, `${count(left)} more are not listed.`),
     );
+  };
+  const choose = (filter) => {
+    state.filter = filter;
+    context.setQuery({ show: filter === "all" ? null : filter });
+    show();
   };
   const select = h(
     "select.select",
-    { on: { change: () => ((state.filter = select.value), show()) } },
-    Object.entries(filters).map(([name, [label, keep]]) =>
-      h("option", { value: name }, `${label} (${count(questions.filter(keep).length)})`),
-    ),
+    { value: state.filter, on: { change: () => choose(select.value) } },
+    Object.entries(FILTERS).map(([name, label]) => h("option", { value: name }, `${label} (${count(numOf(name))})`)),
   );
   show();
   return card(
@@ -188,13 +203,7 @@ function matrix({ points, questions, num_questions: total }, id) {
     h(
       "div.row.spread",
       null,
-      h(
-        "p.muted",
-        null,
-        total > questions.length
-          ? `The ${count(questions.length)} of ${count(total)} questions that changed most, these first.`
-          : "The questions that changed most come first.",
-      ),
+      h("p.muted", null, "Never right ones come first, then those that became wrong, became right, or were always right."),
       h("label.field", null, "Show ", select),
     ),
     h(
@@ -250,7 +259,11 @@ function grid(points, rows, id) {
             h(
               "th.question",
               { scope: "row", dir: "auto", title: visibleLine(String(question.prompt)) },
-              visibleLine(String(question.prompt).slice(0, 160)),
+              h(
+                "a",
+                { href: isExport ? null : link.search(id, { where: `kind == "eval" and prompt_id == ${question.prompt_id}` }) },
+                visibleLine(String(question.prompt).slice(0, 160)),
+              ),
             ),
             cells(question),
           ),
