@@ -20,8 +20,9 @@ from cohort.config.user_code import load_callable
 from cohort.data import read_rows
 from cohort.display import Display
 from cohort.errors import UserError
+from cohort.ranks import stopping
 from runs import assert_same_weights, changed, make_inputs, metric, train
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 
 def of_objects(files: dict[str, Any], run_dir: Path, **sections: Any) -> cohort.Trainer:
@@ -123,6 +124,22 @@ def test_an_interrupt_saves_and_the_same_trainer_goes_on(tmp_path: Path):
     assert len(list((tmp_path / "stopped" / "checkpoints").glob("step-*"))) > 0
     assert [step.steps_done for step in trainer][-1] == 6
     assert_same_weights(tmp_path / "stopped" / "final", whole.final_dir)
+
+
+def test_an_interrupt_at_the_end_of_a_step_is_not_lost(tmp_path: Path):
+    trainer = of_objects(changed(make_inputs(tmp_path), run={"checkpoint_every": 4}), tmp_path / "run")
+
+    class Interrupt(Display):
+        def step(self, report: cohort.StepReport) -> None:
+            if report.steps_done == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                until(stopping.requested)
+
+    trainer._display = Interrupt()
+    with pytest.raises(KeyboardInterrupt, match=r"stopped; .* from step-2"):
+        trainer.train()
+    trainer._display = Display()
+    assert [step.steps_done for step in trainer] == [3, 4, 5, 6]
 
 
 def test_an_error_in_the_loop_of_the_user_leaves_the_trainer_as_it_is(tmp_path: Path):

@@ -246,6 +246,8 @@ class Trainer:
                 report = next(self._steps, None)
                 if report is None:
                     self.result = self._loop.finish()
+                elif stopping.requested() is not None:  # since the step's last check: saves and stops
+                    next(self._steps, None)
                 return report
         except BaseException:
             self._forget()  # the next call goes on from the last checkpoint
@@ -307,6 +309,7 @@ class Trainer:
                 reporting_stop(self.config, self._display or Display()),
             ):
                 yield
+                stopping.check()
         except stopping.RunStopped as stopped:
             if stopped.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt(f"stopped; {resume_hint(run_dir)}") from None
