@@ -78,7 +78,7 @@ class GivenModel:
         self._tokenizer.save_pretrained(folder)
         if self._adapter is not None:
             name = self._adapter.active_adapter
-            self._adapter.save_pretrained(folder / "adapter", selected_adapters=[name])
+            self._adapter.save_pretrained(str(folder / "adapter"), selected_adapters=[name])
             if name != "default":  # peft writes others into a folder of their name
                 for file in (folder / "adapter" / name).iterdir():
                     file.rename(folder / "adapter" / file.name)
@@ -112,5 +112,5 @@ def _digest(weights: dict[str, torch.Tensor], text: str) -> str:
     digest = xxhash.xxh3_64(text.encode())
     for name, tensor in weights.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
