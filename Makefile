@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(EXTRAS_READY): $(READY)
 	@echo "Installing TRL, what else the benchmarks compare with, and what rewards and environments use"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[bench,agents,json-schema]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[bench,agents,json-schema,notebook]'
 	@for extra in $(LIBRARIES); do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e ".[$$extra]" \
 	    || echo "The extra $$extra cannot be installed here; its tests are skipped"; done

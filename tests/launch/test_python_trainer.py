@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort
 from cohort.config import load_config
@@ -20,8 +22,9 @@ from cohort.config.user_code import load_callable
 from cohort.data import read_rows
 from cohort.display import Display
 from cohort.errors import UserError
+from cohort.ranks import stopping
 from runs import assert_same_weights, changed, make_inputs, metric, train
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 
 def of_objects(files: dict[str, Any], run_dir: Path, **sections: Any) -> cohort.Trainer:
@@ -29,7 +32,7 @@ def of_objects(files: dict[str, Any], run_dir: Path, **sections: Any) -> cohort.
     rest = {name: files[name] for name in ("rollout", "train", "run")}
     rest["run"] = {**rest["run"], "dir": str(run_dir)}
     return cohort.Trainer(
-        files["model"]["path"],
+        sections.pop("model", files["model"]["path"]),
         {"path": read_rows(files["data"]["path"], field="data.path"), "prompt": "question"},
         [{**reward, "use": load_callable(reward["use"], field="use")} for reward in files["rewards"]],
         eval_data={**files["eval"], "path": read_rows(files["eval"]["path"], field="eval.path")},
@@ -125,6 +128,22 @@ def test_an_interrupt_saves_and_the_same_trainer_goes_on(tmp_path: Path):
     assert_same_weights(tmp_path / "stopped" / "final", whole.final_dir)
 
 
+def test_an_interrupt_at_the_end_of_a_step_is_not_lost(tmp_path: Path):
+    trainer = of_objects(changed(make_inputs(tmp_path), run={"checkpoint_every": 4}), tmp_path / "run")
+
+    class Interrupt(Display):
+        def step(self, report: cohort.StepReport) -> None:
+            if report.steps_done == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                until(stopping.requested)
+
+    trainer._display = Interrupt()
+    with pytest.raises(KeyboardInterrupt, match=r"stopped; .* from step-2"):
+        trainer.train()
+    trainer._display = Display()
+    assert [step.steps_done for step in trainer] == [3, 4, 5, 6]
+
+
 def test_an_error_in_the_loop_of_the_user_leaves_the_trainer_as_it_is(tmp_path: Path):
     trainer = of_objects(make_inputs(tmp_path), tmp_path / "run")
     with pytest.raises(ZeroDivisionError):
@@ -179,6 +198,37 @@ def test_settings(tmp_path: Path):
         cohort.Trainer("m", "d", ["math"], trian={"steps": 1})
 
 
+def test_a_model_object(tmp_path: Path):
+    """Trains as its folder does; other weights do not go on with the run."""
+    files = make_inputs(tmp_path)
+    whole = train(files)
+    model = AutoModelForCausalLM.from_pretrained(files["model"]["path"], dtype=torch.float32)
+    trainer = of_objects(files, tmp_path / "object", model=model)
+    assert_same_weights(trainer.train().final_dir, whole.final_dir)
+    named = cohort.Trainer(model, files["data"]["path"], ["math"], run={"dir": str(tmp_path / "named")})
+    named.save_config(tmp_path / "named.yaml")
+    saved = load_config(tmp_path / "named.yaml").model
+    assert_same_weights(Path(saved.path), Path(files["model"]["path"]))
+    model.get_input_embeddings().weight.data.mul_(2)
+    with pytest.raises(UserError, match=r"model\.path"):
+        of_objects(files, tmp_path / "object", model=model).train()
+    model.config._name_or_path = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"tokenizer: missing; the model's origin .*nowhere' has none"):
+        cohort.Trainer(model, "d", ["math"])
+
+
+def test_a_peft_model(tmp_path: Path):
+    files = changed(make_inputs(tmp_path), train={"learning_rate": 1e-2})
+    base = AutoModelForCausalLM.from_pretrained(files["model"]["path"], dtype=torch.float32)
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    whole = train(changed(files, model={"adapter": {"path": str(tmp_path / "adapter")}}))
+    result = of_objects(files, tmp_path / "object", model=model).train()
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (result.final_dir, whole.final_dir))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 SCRIPT = """
 import sys
 
@@ -212,9 +262,8 @@ def test_a_script_without_a_main_guard(tmp_path: Path, command: list[str]):
     """The child process that has the reward imports the script, and does not train; so does each rank of torchrun."""
     files = make_inputs(tmp_path)
     run = tmp_path / "run"
-    (tmp_path / "script.py").write_text(
-        textwrap.dedent(SCRIPT).replace("MODEL", repr(files["model"]["path"])).replace("RUN", repr(str(run)))
-    )
+    model = f"__import__('transformers').AutoModelForCausalLM.from_pretrained({files['model']['path']!r})"
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).replace("MODEL", model).replace("RUN", repr(str(run))))
     done = subprocess.run(
         [*command, str(tmp_path / "script.py")],
         capture_output=True,

@@ -26,48 +26,63 @@ def default_display(config: Config) -> Display:
 
 
 class NotebookDisplay(Display):
-    """Shows progress and curves in the output of a cell, in place of one line per step."""
+    """Shows progress and curves in the output of the running cell, in place of one line per step."""
 
     def __init__(self, run_dir: Path):
         """Create a display of the run in a folder."""
         self._run_dir = run_dir
         self._handle: Any = None
-        self._num_steps = 0
+        self._cell: object = None  # that has the output
+        self._steps_done = self._num_steps = 0
         self._notes: list[str] = []
-        self._state = ""
+        self._progress = ""
+        self._curves = ""
         self._drawn = -math.inf  # time of the last curves
 
     def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """Show the number of steps."""
-        self._num_steps = schedule.num_steps
-        self._update(f"step {steps_done} of {schedule.num_steps}")
+        self._steps_done, self._num_steps = steps_done, schedule.num_steps
+        self._progress = f"step {steps_done} of {schedule.num_steps}"
+        self._update()
 
     def notify(self, text: str) -> None:
         """Show a line."""
-        self._notes.append(text)
-        self._update(self._state)
+        self._update(note=text)
 
     def phase(self, name: str) -> None:
         """Show what takes long between steps."""
-        if name in ("evaluation", "checkpoint"):
-            self._update(f"{self._state.partition(';')[0]}; {name}")
+        is_end = self._steps_done == self._num_steps  # nothing says when the trained model is saved
+        if name == "evaluation" or (name == "checkpoint" and not is_end):
+            self._update(f"; {name}")
 
     def step(self, report: StepReport) -> None:
         """Show the step's reward, and the curves so far."""
-        self._state = f"step {report.steps_done} of {self._num_steps}: reward {report.metrics['reward']:.3f}"
-        if time.monotonic() - self._drawn > _DRAW_EVERY_S or report.steps_done == self._num_steps:
-            self._update(self._state)
+        self._steps_done = report.steps_done
+        self._progress = f"step {report.steps_done} of {self._num_steps}: reward {report.metrics['reward']:.3f}"
+        self._update()
+
+    def saved(self, steps_done: int) -> None:
+        """Show that the run goes on."""
+        self._update()
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Show the accuracy."""
         self.notify(f"held-out accuracy {metrics['eval/accuracy']:.1%} after step {steps_done}")
 
-    def _update(self, state: str) -> None:
+    def _update(self, doing: str = "", *, note: str | None = None) -> None:
+        from IPython import get_ipython
         from IPython.display import HTML, display
 
-        self._state, self._drawn = state, time.monotonic()
-        notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes)
-        page = HTML(f"{notes}<div><b>{escape(state)}</b></div>{History(self._run_dir)._repr_html_()}")
+        shell = get_ipython()
+        cell = None if shell is None else shell.execution_count
+        if cell != self._cell:  # the run goes on in another cell
+            self._handle, self._cell, self._notes = None, cell, []
+        if note is not None:
+            self._notes.append(note)
+        if time.monotonic() - self._drawn > _DRAW_EVERY_S or self._steps_done == self._num_steps:
+            self._curves, self._drawn = History(self._run_dir)._repr_html_(), time.monotonic()
+        notes = "".join(f"<div>{escape(text)}</div>" for text in self._notes)
+        page = HTML(f"{notes}<div><b>{escape(self._progress + doing)}</b></div>{self._curves}")
         if self._handle is None:
             self._handle = display(page, display_id=True)
         else:

@@ -15,6 +15,7 @@ from cohort.config.section import Section
 from cohort.config.user_code import end_import
 from cohort.display import Display, Displays, default_display
 from cohort.errors import TrainingError, UserError
+from cohort.launch.given_model import GivenModel, is_model
 from cohort.launch.local import environment_variables
 from cohort.launch.start import train
 from cohort.ranks.collectives import Ranks
@@ -70,7 +71,8 @@ class Trainer:
         """Check the settings. Arguments mean the same as the keys of a configuration file (docs/config.md).
 
         Args:
-            model: folder or id of a model, or the section `model`.
+            model: folder or id of a model, a model of transformers or peft, or the section `model`, whose `path` may be
+                a model.
             data: training rows (a list of dicts, a `datasets.Dataset` or an iterator), a path, or the section `data`.
                 None: the environment brings them.
             rewards: functions, names of built-in rewards, or entries of the section `rewards`.
@@ -90,15 +92,19 @@ class Trainer:
         end_import()
         rollout = _mapping(sections.pop("rollout", None) or {})
         given = {"tools": tools, "environment": environment, "agent": agent}
+        model = _section(model, key="path")
+        given_model = GivenModel(model["path"], tokenizer) if is_model(model["path"]) else None
         raw = {
-            "model": _section(model, key="path"),
+            "model": model if given_model is None else {**model, "path": "given"},
             "data": _section(data, key="path"),
             "rewards": [{"use": reward} if isinstance(reward, str) else reward for reward in rewards],
             "eval": None if eval_data is None else _section(eval_data, key="path"),
             "rollout": rollout | {key: value for key, value in given.items() if value},
             **{name: _section(section, key="name") for name, section in sections.items()},
         }
-        self.config = _in_one_process(config_from_dict({key: value for key, value in raw.items() if value is not None}))
+        config = _in_one_process(config_from_dict({key: value for key, value in raw.items() if value is not None}))
+        self.config = config if given_model is None else given_model.with_paths(config)
+        self._given_model = given_model
         self.callbacks = list(callbacks)
         self.result: RunResult | None = None  # of the finished run
         self._tokenizer = tokenizer
@@ -129,7 +135,9 @@ class Trainer:
         Under torchrun, every rank calls this; rewards and callbacks are called on rank 0.
         """
         if started_by_torchrun():
-            if self._tokenizer is not None:
+            if self._given_model is not None:
+                self._given_model.save(self.config)
+            elif self._tokenizer is not None:
                 raise UserError("tokenizer: has no effect under torchrun; save it in the model's folder")
             display = self._display or default_display(self.config)
             return train(self.config, display=Displays(display, _CallbackDisplay(self.callbacks)))
@@ -202,8 +210,12 @@ class Trainer:
             UserError: a part cannot be said in YAML.
         """
         unnamed = [f"{field} ({name})" for field, name in unnamed_objects(self.config)]
-        if unnamed or self._tokenizer is not None:
-            what = ", ".join([*unnamed, *(["tokenizer"] if self._tokenizer is not None else [])])
+        if self._given_model is not None:
+            self._given_model.save(self.config)
+        elif self._tokenizer is not None:
+            unnamed.append("tokenizer")
+        if unnamed:
+            what = ", ".join(unnamed)
             raise UserError(
                 f"save_config: {what}: exists in this process only; give a path, or define functions at the top level "
                 f"of a file"
@@ -249,6 +261,8 @@ class Trainer:
                 report = next(self._steps, None)
                 if report is None:
                     self.result = self._loop.finish()
+                elif stopping.requested() is not None:  # since the step's last check: saves and stops
+                    next(self._steps, None)
                 return report
         except BaseException:
             self._forget()  # the next call goes on from the last checkpoint
@@ -280,6 +294,8 @@ class Trainer:
 
     def _start(self) -> None:
         display = self._display or default_display(self.config)
+        if self._given_model is not None:
+            self._given_model.save(self.config)
         config = choose_engine(self.config, display.notify)
         self._opened.enter_context(closing(display))
         if (found := num_gpus(config)) > 1 and not config.rollout.uses_servers:
@@ -304,6 +320,7 @@ class Trainer:
         try:
             with self._stop, reporting_stop(self.config, self._display or Display(), self._stop):
                 yield
+                self._stop.check()
         except RunStopped as stopped:
             if stopped.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt(f"stopped; {resume_hint(Path(self.config.run.dir))}") from None

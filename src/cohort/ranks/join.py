@@ -19,6 +19,11 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank_of_launcher() -> int:
+    """Return the rank that a launcher gave this process; 0 without one."""
+    return int(os.environ["RANK"]) if started_by_torchrun() else 0
+
+
 def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop: StopSignals = NEVER_STOPPED) -> Ranks:
     """Connect to the other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 

@@ -50,6 +50,7 @@ _SERVER = ("url", "api_key_env", "max_concurrent", "request_timeout_s", "retries
 _REWARD_MAY_CHANGE = {"judge": (*_SERVER, "cache"), "model": (*_SERVER, "device", "batch_tokens")}
 JUDGE_PROMPTS = "judge_prompts.json"  # hashes of the judges' prompt files
 ADAPTERS = "adapters"  # the trained adapter, for servers to load
+GIVEN_MODEL = "given-model"  # begins the name of the folder of a model that was given as an object
 LOGS = "logs"  # output of the run's processes; created before the run starts
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 
@@ -304,9 +305,8 @@ def check_folder(path: Path, *, resume: bool) -> None:
         )
     if not path.is_dir() or is_run_folder(path):
         return
-    contents = sorted(
-        p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", SECRET_FILE, LOGS)
-    )
+    early = (".lock", ".config.yaml.partial", SECRET_FILE, LOGS)
+    contents = sorted(p.name for p in path.iterdir() if p.name not in early and not p.name.startswith(GIVEN_MODEL))
     if contents:
         raise UserError(
             f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"

@@ -72,6 +72,10 @@ class History(Sequence[Mapping[str, float]]):
         rows = self.evaluations if name.startswith("eval/") else self._rows
         return np.array([row["step"] for row in rows], float)
 
+    def __repr__(self) -> str:
+        last = ", ".join(f"{name} {self[name][-1]:.4g}" for name in _SHOWN if name in self.names)
+        return f"History of {len(self)} steps: {last}" if self._rows else "History of 0 steps"
+
     def _repr_html_(self) -> str:
         return self.plot()._repr_html_()
 

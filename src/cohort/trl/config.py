@@ -1,0 +1,171 @@
+"""TRL's `GRPOConfig`: a dataclass over transformers' `TrainingArguments`, with the fields of TRL 1.16 and earlier."""
+
+import warnings
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import TrainingArguments
+
+from cohort.errors import UserError
+
+_NOTHING = (None, False, "", [], {})
+
+
+@cache
+def field_notes() -> dict[str, dict[str, Any]]:
+    """Return the notes of `fields.yaml`: `refused`, `dropped` and `no_effect`, by field. Shared: do not change them."""
+    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text(encoding="utf-8"))
+    loaded["no_effect"] = {name: why for why, names in loaded["no_effect"].items() for name in names.split()}
+    return loaded
+
+
+def _dropped(default: Any = None) -> Any:
+    return field(default=default, metadata={"help": "Of earlier versions of TRL or transformers."})
+
+
+@dataclass
+class GRPOConfig(TrainingArguments):
+    """Arguments of `GRPOTrainer`, with TRL's names and defaults. docs/from-trl.md says what each does here.
+
+    Raises:
+        UserError: a field that cannot be honored is set.
+    """
+
+    learning_rate: float = 1e-6
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None
+    remove_unused_columns: bool | None = False
+
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    router_aux_loss_coef: float | None = None
+    disable_dropout: bool = False
+    cast_lm_head_to_fp32: bool = False
+    num_generations: int | None = 8
+    num_generations_eval: int | None = None
+    max_completion_length: int | None = 512
+    ds3_gather_for_generation: bool = True
+    shuffle_dataset: bool | None = True
+    pad_to_multiple_of: int | str | None = "auto"
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    generation_kwargs: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    repetition_penalty: float = 1.0
+    cache_implementation: str | None = None
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_model_impl: str = "vllm"
+    vllm_enable_sleep_mode: bool = False
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    vllm_group_port: int = 51216
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_max_model_length: int | None = None
+    vllm_tensor_parallel_size: int = 1
+    beta: float = 0.0
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    delta: float | None = None
+    epsilon_high: float | None = None
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    importance_sampling_level: str = "token"
+    reward_weights: list[float] | None = None
+    multi_objective_aggregation: str = "sum_then_normalize"
+    scale_rewards: str = "group"
+    loss_type: str = "dapo"
+    mask_truncated_completions: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    use_bias_correction_kl: bool = True
+    log_completions: bool = False
+    log_multimodal: bool = True
+    num_completions_to_print: int | None = None
+    log_unique_prompts: bool = False
+    log_completions_hub_repo: str | None = None
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: dict[str, Any] | str | None = None
+    use_transformers_paged: bool = False
+    vllm_importance_sampling_cap: float | None = None
+
+    # fields that TRL or transformers have dropped, in the form that scripts in the wild use
+    max_prompt_length: int | None = _dropped()
+    warmup_ratio: float | None = _dropped()
+    overwrite_output_dir: bool = _dropped(False)
+    logging_dir: str | None = _dropped()
+    save_safetensors: bool = _dropped(True)
+    include_tokens_per_second: bool = _dropped(False)
+    group_by_length: bool = _dropped(False)
+    no_cuda: bool = _dropped(False)
+    evaluation_strategy: str | None = _dropped()
+    per_gpu_train_batch_size: int | None = _dropped()
+    half_precision_backend: str | None = _dropped()
+    use_liger_loss: bool = _dropped(False)
+    wandb_log_unique_prompts: bool = _dropped(False)
+    vllm_device: str | None = _dropped()
+    vllm_dtype: str | None = _dropped()
+    vllm_max_model_len: int | None = _dropped()
+    vllm_enable_prefix_caching: bool | None = _dropped()
+    vllm_guided_decoding_regex: str | None = _dropped()
+
+    def __post_init__(self) -> None:
+        """Check the fields. No `use_cpu` is needed on a machine without a GPU.
+
+        Raises:
+            UserError: a field that cannot be honored is set.
+        """
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        bf16 = self.bf16
+        if not torch.cuda.is_available() or bf16 is None:  # transformers refuses what this machine lacks
+            self.bf16 = False
+        super().__post_init__()
+        self.bf16 = bf16
+        notes, given = field_notes(), set(changed_fields(self))
+        for name in sorted(given & notes["refused"].keys()):
+            raise UserError(f"{name}: {getattr(self, name)!r:.80} cannot be honored: {notes['refused'][name]}")
+        for name in sorted(given & notes["dropped"].keys()):
+            warnings.warn(f"{name} is a field of earlier versions: {notes['dropped'][name]}", stacklevel=3)
+
+
+def changed_fields(args: GRPOConfig) -> list[str]:
+    """Return the fields whose value is not their default."""
+    found = []
+    for each in fields(GRPOConfig):
+        value = getattr(args, each.name)
+        if value != each.default and not (value in _NOTHING and each.default in _NOTHING):
+            found.append(each.name)
+    return found
