@@ -261,7 +261,7 @@ class Trainer:
                 report = next(self._steps, None)
                 if report is None:
                     self.result = self._loop.finish()
-                elif stopping.requested() is not None:  # since the step's last check: saves and stops
+                elif self._stop.number is not None:  # since the step's last check: saves and stops
                     next(self._steps, None)
                 return report
         except BaseException:
