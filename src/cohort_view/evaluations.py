@@ -16,7 +16,6 @@ from cohort_view.completions import (
     FileCache,
     ParquetRows,
     completions_name,
-    group_size,
     is_broken,
     names_below,
     numbers,
@@ -29,7 +28,6 @@ from cohort_view.records import AccuracyPoint, BoolArray, EvalQuestion, Evaluati
 from cohort_view.values import number, text
 
 QUESTIONS_SHOWN = 200  # of each kind
-FLIPS_LISTED = 200
 _Z = 1.959963984540054  # 95%
 _CACHE_FILES = 20_000
 
@@ -44,7 +42,6 @@ class EvaluationFile:
     accuracy: float | None  # share of completions that succeed
     interval: tuple[float | None, float | None]
     pass_at: Mapping[str, float]
-    reward: str | None  # the reward that defines success
     problems: Sequence[str]
 
     def right(self) -> BoolArray:
@@ -73,11 +70,7 @@ def evaluations(run: RunFiles) -> Evaluations:
             files[step] = file
     points = {step: _point(step, file) for step, file in files.items()}
     points |= _points_without_files(run, points)
-    first = next(iter(files.values()), None)
     return Evaluations(
-        success_reward=wanted if first is None or wanted is not None else first.reward,
-        success_threshold=threshold,
-        num_samples=group_size(run.config, "eval") or (None if first is None else int(first.num.max())),
         points=[points[step] for step in sorted(points)],
         flips=[_flips(a, files[a], b, files[b]) for a, b in zip(list(files), list(files)[1:], strict=False)],
         **_questions(run.path, sorted(points), files),
@@ -169,7 +162,6 @@ def _read(run_path: Path, name: str, wanted: str | None, threshold: float) -> Ev
         accuracy=accuracy,
         interval=(None, None) if accuracy is None else wilson_interval(accuracy, effective_trials(num_right, num)),
         pass_at=pass_at_k(num_right, num),
-        reward=reward,
         problems=tuple(dict.fromkeys(file.problems)),
     )
 
@@ -204,18 +196,11 @@ def _points_without_files(run: RunFiles, known: Mapping[int, AccuracyPoint]) -> 
 
 def _flips(start: int, before: EvaluationFile, stop: int, after: EvaluationFile) -> Flips:
     """Compare the questions that both evaluations answered."""
-    common, i, j = np.intersect1d(before.prompt_ids, after.prompt_ids, assume_unique=True, return_indices=True)
+    _, i, j = np.intersect1d(before.prompt_ids, after.prompt_ids, assume_unique=True, return_indices=True)
     counted = (before.num[i] > 0) & (after.num[j] > 0)
     was, now = before.right()[i], after.right()[j]
-    gained, lost = common[counted & ~was & now], common[counted & was & ~now]
-    return Flips(
-        from_=start,
-        to=stop,
-        gained=gained[:FLIPS_LISTED].tolist(),
-        lost=lost[:FLIPS_LISTED].tolist(),
-        num_gained=len(gained),
-        num_lost=len(lost),
-    )
+    num_gained, num_lost = int((counted & ~was & now).sum()), int((counted & was & ~now).sum())
+    return Flips(from_=start, to=stop, num_gained=num_gained, num_lost=num_lost)
 
 
 def _questions(run_path: Path, steps: Sequence[int], files: Mapping[int, EvaluationFile]) -> dict[str, Any]:

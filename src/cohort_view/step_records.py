@@ -186,8 +186,6 @@ class Flips:
 
     from_: int
     to: int
-    gained: Sequence[Any]  # ids of prompts, the first 200
-    lost: Sequence[Any]
     num_gained: int
     num_lost: int
 
@@ -206,9 +204,6 @@ class EvalQuestion:
 class Evaluations:
     """Held-out accuracy over the run."""
 
-    success_reward: str | None
-    success_threshold: float
-    num_samples: int | None  # completions per question
     points: Sequence[AccuracyPoint]
     flips: Sequence[Flips]
     questions: Sequence[EvalQuestion]

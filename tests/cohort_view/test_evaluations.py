@@ -68,10 +68,7 @@ def test_accuracy_and_flips_of_a_run(tmp_path):
         (10, 2 / 3, 3, {"1": 2 / 3}),
     ]
     assert (found.points[0].low, found.points[0].high) == pytest.approx(wilson_interval(0.5, 4))
-    assert [(f.from_, f.to, f.gained, f.lost, f.num_gained, f.num_lost) for f in found.flips] == [
-        (0, 5, [2], [3], 1, 1),
-        (5, 10, [], [2], 0, 1),
-    ]
+    assert [(f.from_, f.to, f.num_gained, f.num_lost) for f in found.flips] == [(0, 5, 1, 1), (5, 10, 0, 1)]
     assert [(q.prompt_id, q.kind, q.right) for q in found.questions] == [
         (4, "never", [False, False, None]),
         (2, "lost", [False, True, False]),
@@ -79,7 +76,7 @@ def test_accuracy_and_flips_of_a_run(tmp_path):
         (1, "always", [True, True, True]),
         (5, "always", [None, None, True]),
     ]
-    assert (found.success_reward, found.num_samples, found.problems) == ("right", 1, ())
+    assert found.problems == ()
     assert found.questions[1].prompt == "Question 2?"
     assert found.num_questions == {"never": 1, "lost": 2, "gained": 0, "always": 2}
 

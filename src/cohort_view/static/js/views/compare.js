@@ -5,14 +5,15 @@ import { h, replace } from "../dom.js";
 import { count, number, percent } from "../format.js";
 import { link, splitList } from "../router.js";
 import { MOST_RUNS, runAdder, runLegend, valueText } from "../run_legend.js";
-import { empty, stateChip, table, title } from "../ui.js";
+import { empty, problems, stateChip, table, title } from "../ui.js";
 import { whyNoBanner } from "./runs.js";
 
 export async function render(root, params, context) {
   const { query } = params;
-  const runs = [...new Set(splitList(query.runs))]
-    .filter((id) => context.runs.some((run) => run.id === id))
-    .slice(0, MOST_RUNS);
+  const asked = [...new Set(splitList(query.runs))];
+  const isKnown = (id) => context.runs.some((run) => run.id === id);
+  const runs = asked.filter(isKnown).slice(0, MOST_RUNS);
+  const unknown = asked.filter((id) => !isKnown(id)).map((id) => `There is no run named ${id} here.`);
   const show = (list) => context.navigate(link.compare({ ...params.query, runs: list }));
   context.setTitle("Compare");
   const adder = runAdder(context, runs, (run) => show([...runs, run]));
@@ -20,6 +21,7 @@ export async function render(root, params, context) {
     replace(
       root,
       title("Compare"),
+      problems(unknown),
       empty("No runs are selected.", "Select two or more in the list of runs, or add one here."),
       adder,
     );
@@ -48,6 +50,7 @@ export async function render(root, params, context) {
   replace(
     root,
     title("Compare", h("span.muted", null, `${runs.length} of ${context.runs.length} runs`)),
+    problems(unknown),
     legend,
     summary,
     panelRoot,
