@@ -125,6 +125,8 @@ docs: $(READY)
 	@$(BIN)/python tools/docs/check_findings.py docs/check.md
 	@$(BIN)/python tools/docs/reward_arguments.py docs/rewards.md
 	@$(BIN)/python tools/docs/metric_table.py docs/metrics.md
+	@$(BIN)/python tools/docs/trl_fields.py docs/from-trl.md
+	@$(BIN)/python tools/docs/api_page.py > docs/api.md
 
 bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,9 @@ from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.config import field_notes
 from runs import assert_same_weights, metric
+from selection import slow
 from tiny import copy_task_rows, save_model_folder
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -274,10 +279,9 @@ def test_every_field_has_one_place():
         for row in tables[table].values()
         for key in (row if isinstance(row, str) else row["from"]).split()
     }
-    notes = field_notes()
-    assert names <= read | notes["refused"].keys() | notes["dropped"].keys() | notes["no_effect"].keys()
-    assert notes["refused"].keys() | notes["dropped"].keys() | notes["no_effect"].keys() <= names
-    assert not notes["refused"].keys() & (notes["dropped"].keys() | notes["no_effect"].keys())
+    groups = [set(field_notes()[group]) for group in ("refused", "dropped", "read", "no_effect")]
+    assert names - read <= set().union(*groups) <= names
+    assert sum(map(len, groups)) == len(set().union(*groups)), "each in one group"
 
 
 def test_arguments_are_parsed_and_subclassed(tmp_path: Path):
@@ -296,3 +300,58 @@ def test_it_is_trl_config():
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     assert {name: ours.get(name, "missing") for name in theirs} == theirs
+
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from cohort.trl import GRPOConfig, GRPOTrainer
+
+
+class Say(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        print("logged", state.global_step)
+
+
+def digits(completions, **kwargs):
+    return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
+
+
+args = GRPOConfig(
+    output_dir=OUT,
+    max_steps=2,
+    per_device_train_batch_size=2,
+    num_generations=4,
+    max_completion_length=6,
+    logging_steps=1,
+    report_to=[],
+)
+rows = [{"prompt": f"{n} 1"} for n in range(8)]
+trainer = GRPOTrainer(AutoModelForCausalLM.from_pretrained(MODEL), digits, args, rows, callbacks=[Say()])
+trainer.train()
+trainer.save_model(OUT + "/final")
+if trainer.accelerator.is_main_process:
+    print("done", trainer.accelerator.num_processes)
+"""
+
+
+@slow("the other tests run the trainer in this process, and tests/launch/test_python_trainer.py runs scripts")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_and_torchrun(tmp_path: Path, base: Path, processes: int):
+    out = str(tmp_path / "out")
+    (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(base))).replace("OUT", repr(out)))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("logged")] == ["logged 1", "logged 2"]
+    assert f"done {processes}" in lines
+    assert metric(Path(out) / "cohort", "processes") == [processes] * 2
+    assert_same_weights(Path(out) / "final", Path(out) / "cohort" / "final")

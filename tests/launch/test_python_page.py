@@ -1,10 +1,11 @@
-"""The blocks of docs/python.md run, one after another, on a small model."""
+"""The blocks of docs/python.md run, one after another, on a small model; docs/api.md is that of the code."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from api_page import render
 from runs import metric
 from tiny import save_model_folder
 
@@ -21,3 +22,8 @@ def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         exec(block.replace('"Qwen/Qwen3-0.6B"', '"base"'), names)
     assert metric(tmp_path / "runs" / "steps", "reward") == metric(tmp_path / "runs" / "digits", "reward")
     assert "runs/steps/final" in capsys.readouterr().out
+
+
+def test_the_api_is_that_of_the_code():
+    text = (PAGE.parent / "api.md").read_text(encoding="utf-8")
+    assert "#### `Trainer.generate`" in text and text == render(), "make docs"

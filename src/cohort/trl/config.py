@@ -1,8 +1,9 @@
 """TRL's `GRPOConfig`: a dataclass over transformers' `TrainingArguments`, with the fields of TRL 1.16 and earlier."""
 
+import os
 import warnings
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import yaml
 from transformers import TrainingArguments
 
 from cohort.errors import UserError
+from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 @cache
 def field_notes() -> dict[str, dict[str, Any]]:
-    """Return the notes of `fields.yaml`: `refused`, `dropped` and `no_effect`, by field. Shared: do not change them."""
+    """Return the notes of `fields.yaml`: `refused`, `dropped`, `read` and `no_effect`, by field. They are shared."""
     loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text(encoding="utf-8"))
     loaded["no_effect"] = {name: why for why, names in loaded["no_effect"].items() for name in names.split()}
+    loaded["read"] = dict.fromkeys(loaded["read"].split(), "")
     return loaded
 
 
@@ -159,6 +162,28 @@ class GRPOConfig(TrainingArguments):
             raise UserError(f"{name}: {getattr(self, name)!r:.80} cannot be honored: {notes['refused'][name]}")
         for name in sorted(given & notes["dropped"].keys()):
             warnings.warn(f"{name} is a field of earlier versions: {notes['dropped'][name]}", stacklevel=3)
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """Return this process's device. Cohort joins the processes, which transformers would do here."""
+        self.distributed_state = None
+        self._n_gpu = int(torch.cuda.is_available() and not self.use_cpu)
+        return torch.device("cuda", self.local_process_index) if self._n_gpu else torch.device("cpu")
+
+    @property
+    def world_size(self) -> int:
+        """Number of training processes."""
+        return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return rank_of_launcher()
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return int(os.environ.get("LOCAL_RANK", 0)) if started_by_torchrun() else 0
 
 
 def changed_fields(args: GRPOConfig) -> list[str]:

@@ -1,6 +1,5 @@
 """TRL's `GRPOTrainer` in front of `cohort.Trainer`."""
 
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -35,6 +34,7 @@ _RUN = "cohort"  # run folder in args.output_dir
 _open: WeakValueDictionary[str, Trainer] = (
     WeakValueDictionary()
 )  # by run folder, of which only one process has the lock
+_NOT_AVERAGED: tuple[str, ...] = ("learning_rate", "num_tokens")  # in logs: their last value
 _HOOKS = {
     "_generate_and_score_completions": "an environment or agent of cohort.Trainer",
     "_calculate_rewards": "a reward function, which gets all completions of a step",
@@ -133,8 +133,11 @@ class GRPOTrainer:
             self._resume(resume_from_checkpoint)
         trainer = self._built()
         if started_by_torchrun():
+            self.state.compute_steps(self.args, max(1, self.args.max_steps))
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             trainer.callbacks.append(self._finish_step)
             trainer.train()
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         else:
             self._run(trainer)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
@@ -178,7 +181,7 @@ class GRPOTrainer:
     def _obey(self) -> None:
         if self.control.should_log and self._metrics:
             means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
-            last = {name: self._metrics[name][-1] for name in ("learning_rate", "num_tokens") if name in means}
+            last = {name: self._metrics[name][-1] for name in _NOT_AVERAGED if name in means}
             self._metrics.clear()
             self.control.should_log = False
             self.log({**means, **last})
@@ -321,7 +324,7 @@ class GRPOTrainer:
         if (earlier := _open.pop(str(run_dir), None)) is not None:
             earlier._forget()  # of the same process, such as of another cell
         given, args = self._given, self.args
-        found = sections(args, world_size=int(self.accelerator.num_processes))
+        found = sections(args, world_size=args.world_size)
         if args.max_tool_calling_iterations is not None:
             found["rollout"]["max_turns"] = args.max_tool_calling_iterations + 1
         model = {**given["model"], **found.pop("model")}
@@ -329,7 +332,7 @@ class GRPOTrainer:
         if started_by_torchrun():
             saves = args.save_strategy == "steps"
             found["run"]["checkpoint_every"] = max(1, int(args.save_steps) // args.num_iterations) if saves else NEVER
-        rest = {name: section for name, section in found.items() if section}
+        rest: dict[str, Any] = {name: section for name, section in found.items() if section}
         evaluation = None if self.eval_dataset is None else self._evaluation(rest)
         rewards, environment = given["rewards"], given["environment"]
         self._trainer = Trainer(
@@ -428,17 +431,16 @@ class GRPOTrainer:
 
     def _accelerator(self) -> Any:
         """Return what scripts read of `accelerator`."""
-
-        rank, world_size = rank_of_launcher(), int(os.environ.get("WORLD_SIZE", 1)) if started_by_torchrun() else 1
+        args = self.args
         return SimpleNamespace(
-            is_main_process=rank == 0,
-            is_local_main_process=rank == 0,
-            process_index=rank,
-            num_processes=world_size,
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            is_main_process=args.process_index == 0,
+            is_local_main_process=args.local_process_index == 0,
+            process_index=args.process_index,
+            num_processes=args.world_size,
+            device=args.device,
             unwrap_model=lambda model: model,
             wait_for_everyone=lambda: None,
-            print=print if rank == 0 else _silent,
+            print=print if args.process_index == 0 else _silent,
         )
 
 
