@@ -22,10 +22,12 @@ from transformers import (
     TrainerState,
 )
 
+from cohort.chat import ResponseParser
 from cohort.config.other_trainers import equivalents
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.config import field_notes
+from playing import save_turns_model
 from runs import assert_same_weights, metric
 from selection import slow
 from tiny import copy_task_rows, save_model_folder
@@ -333,6 +335,60 @@ trainer.save_model(OUT + "/final")
 if trainer.accelerator.is_main_process:
     print("done", trainer.accelerator.num_processes)
 """
+
+
+def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
+    save_turns_model(tmp_path / "base")
+
+    class Game:
+        def reset(self, **row: Any) -> str:
+            self.looks = 0
+            return " go"
+
+        def look(self, key: str) -> str:
+            """Look up a value.
+
+            Args:
+                key: name of the value
+            """
+            self.looks += 1
+            return key
+
+        def get_reward(self) -> float:
+            return float(self.looks)
+
+    args = settings(
+        tmp_path, max_steps=1, max_completion_length=6, max_tool_calling_iterations=2, max_prompt_length=600
+    )
+    data = [{"prompt": [{"role": "user", "content": "say 1"}]}, {"prompt": [{"role": "user", "content": "say 2"}]}]
+    trainer = GRPOTrainer(str(tmp_path / "base"), None, args, data, environment_factory=Game)
+    trainer.train()
+    assert trainer._built().config.rollout.max_turns == 3
+    assert "rewards/Game/mean" in trainer.state.log_history[-1]
+
+
+def chat_digits(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Completions of chat prompts are lists of messages."""
+    return [sum(c.isdigit() for c in completion[0]["content"]) / 12 for completion in completions]
+
+
+@pytest.mark.parametrize("form", ["dataset", "streamed", "mapped", "list"])
+def test_forms_of_data(tmp_path: Path, base: Path, form: str):
+    def as_chat(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": [{"role": "system", "content": "Count."}, {"role": "user", "content": row["prompt"]}]}
+
+    plain = rows()
+    data = {
+        "dataset": plain,
+        "streamed": plain.to_iterable_dataset(),
+        "mapped": plain.map(as_chat),
+        "list": list(plain),
+    }[form]
+    reward = chat_digits if form == "mapped" else digits
+    trainer = GRPOTrainer(str(base), [reward], settings(tmp_path, max_steps=1), data, callbacks=[Events])
+    trainer.train()
+    assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 1
 
 
 @slow("the other tests run the trainer in this process, and tests/launch/test_python_trainer.py runs scripts")
