@@ -5,8 +5,8 @@
 Same base model, same prompts in the same order, same number of prompts, generations, steps, learning rate, schedule,
 clipping and optimizer. Each trainer runs in a process of its own, one after the other; all models are evaluated by the
 same code. TRL runs with its defaults elsewhere, and once more without gradient checkpointing, which this size does not
-need. Products are in float32 on both sides. Where there is a GPU both use it, and memory is that of its allocator.
-Needs the extra `bench`.
+need; `cohort.trl` runs TRL's script with another import. Products are in float32 on both sides. Where there is a GPU both
+use it, and memory is that of its allocator. Needs the extra `bench`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-METHODS = ["cohort", "trl", "trl-no-checkpointing"]
+METHODS = ["cohort", "trl", "trl-no-checkpointing", "cohort.trl"]
 PROMPTS, GENERATIONS, LEARNING_RATE = 16, 16, 1e-4
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     if args.quick:
         args.steps = 1
     with tempfile.TemporaryDirectory() as folder:
-        results = {name: run_apart(name, args, Path(folder)) for name in METHODS[: 2 if args.quick else 3]}
+        results = {name: run_apart(name, args, Path(folder)) for name in METHODS[: 2 if args.quick else 4]}
     print(
         f"\n{args.steps} steps of {PROMPTS} prompts x {GENERATIONS} generations, seed {args.seed}, {args.threads} "
         f"threads, {platform.machine()}, Python {platform.python_version()}, "
@@ -148,7 +148,11 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+
+    if args.only == "cohort.trl":
+        from cohort.trl import GRPOConfig, GRPOTrainer
+    else:
+        from trl import GRPOConfig, GRPOTrainer
 
     from cohort.demo.tasks import ANSWER_PATTERN, WORDS
 
@@ -171,7 +175,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
         return [float(bool(f) and f[-1] == a) for f, a in zip(found, answer, strict=True)]
 
     settings = GRPOConfig(
-        output_dir=str(args.folder / "trl"),
+        output_dir=str(args.folder / args.only),
         per_device_train_batch_size=PROMPTS * GENERATIONS,
         num_generations=GENERATIONS,
         max_completion_length=WORDS.rollout["max_completion_tokens"],
@@ -195,7 +199,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
         model=str(WORDS.base_path), reward_funcs=right, args=settings, train_dataset=data, callbacks=[Stopwatch()]
     )
     trainer.train()
-    final = args.folder / "trl-final"
+    final = args.folder / f"{args.only}-final"
     trainer.save_model(str(final))
     result = {"base": str(WORDS.base_path), "final": str(final), "step_seconds": differences(times)}
     return result | ({"peak_mb": torch.cuda.max_memory_allocated() / 2**20} if torch.cuda.is_available() else {})

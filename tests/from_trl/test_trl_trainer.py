@@ -206,6 +206,23 @@ def test_the_best_model_at_the_end_and_early_stopping(tmp_path: Path, base: Path
     assert_same_weights(tmp_path / "final", Path(best))
 
 
+def test_an_evaluation_at_the_start_and_saving_the_best(tmp_path: Path, base: Path):
+    events = Events()
+    args = settings(
+        tmp_path,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        save_strategy="best",
+        metric_for_best_model="eval_reward",
+    )
+    GRPOTrainer(str(base), digits, args, rows(), rows(2), callbacks=[events]).train()
+    seen = [event for event in events.seen if event.startswith(("evaluate", "save"))]
+    assert seen[:3] == ["evaluate:0", "evaluate:1", "save:1"], seen
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
+
+
 def test_a_subclass_that_logs(tmp_path: Path, base: Path):
     class Mine(GRPOTrainer):
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

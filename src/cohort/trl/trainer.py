@@ -153,6 +153,8 @@ class GRPOTrainer:
         self.state.is_world_process_zero = self.state.is_local_process_zero = True
         self.state.compute_steps(args, self.state.max_steps)
         self.control = handler.on_train_begin(args, self.state, self.control)
+        if args.eval_on_start and not loop.steps_done:
+            self.evaluate()
         steps = iter(trainer)
         while loop.steps_done < schedule.num_steps and not self.control.should_training_stop:
             if loop.steps_done % schedule.steps_per_epoch < 1:
@@ -416,6 +418,7 @@ class GRPOTrainer:
         best, value = self.state.best_metric, metrics[name]
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.control.should_save |= self.args.save_strategy == "best"
 
     def _load(self, folder: Path) -> None:
         """Load the weights of a checkpoint into the model.
