@@ -106,6 +106,8 @@ class Campaign:
             run = self.folder / f"{name.replace(' ', '-')}-{n}"
             ways[interrupt(self, run)] += 1
             shutil.rmtree(run, ignore_errors=True)
+            if n % 20 == 19:
+                print(f"  {n + 1} {name}, lost: {len(self.lost) - before}", flush=True)
         what = ", ".join(f"{count} {way}" for way, count in ways.most_common())
         kind = "" if self.kind == "plain" else f" of runs with {self.kind}"
         print(f"{name}{kind}: {number} ({what}); lost: {len(self.lost) - before}", flush=True)

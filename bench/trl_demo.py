@@ -5,8 +5,8 @@
 Same base model, same prompts in the same order, same number of prompts, generations, steps, learning rate, schedule,
 clipping and optimizer. Each trainer runs in a process of its own, one after the other; all models are evaluated by the
 same code. TRL runs with its defaults elsewhere, and once more without gradient checkpointing, which this size does not
-need; `cohort.trl` runs TRL's script with another import. Products are in float32 on both sides. Where there is a GPU both
-use it, and memory is that of its allocator. Needs the extra `bench`.
+need; `cohort.trl` runs TRL's script with another import. Products are in float32 on both sides. Where there is a GPU
+both use it, and memory is that of its allocator. Needs the extra `bench`.
 """
 
 import argparse

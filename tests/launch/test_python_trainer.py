@@ -22,7 +22,6 @@ from cohort.config.user_code import load_callable
 from cohort.data import read_rows
 from cohort.display import Display
 from cohort.errors import UserError
-from cohort.ranks import stopping
 from runs import assert_same_weights, changed, make_inputs, metric, train
 from waiting import PATIENCE_S, until
 
@@ -135,7 +134,7 @@ def test_an_interrupt_at_the_end_of_a_step_is_not_lost(tmp_path: Path):
         def step(self, report: cohort.StepReport) -> None:
             if report.steps_done == 2:
                 os.kill(os.getpid(), signal.SIGINT)
-                until(stopping.requested)
+                until(trainer._stop.requested)
 
     trainer._display = Interrupt()
     with pytest.raises(KeyboardInterrupt, match=r"stopped; .* from step-2"):

@@ -18,6 +18,7 @@ import torch
 
 import cohort
 from cohort.display import Display, StepReport
+from cohort.ranks.stopping import StopSignals
 from cohort.run.files import checkpoints
 from cohort.trainer.checkpoint import load_trainer_state
 from commands import set_up, start_command
@@ -243,6 +244,16 @@ def test_there_is_an_end_to_the_grace(config, tmp_path):
     assert said.endswith(
         "stopped: saving did not finish within hardware.grace_s (0.5 s); run the same command to resume from step-2\n"
     )
+
+
+def test_a_second_signal_in_a_program_that_has_more_to_do_is_an_interrupt():
+    with StopSignals("guest") as stop:
+        stop.can_save = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested(within_s=PATIENCE_S) == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(PATIENCE_S)
 
 
 def test_handlers_are_as_before(config, tmp_path):

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +108,7 @@ class Trainer:
         self.result: RunResult | None = None  # of the finished run
         self._tokenizer = tokenizer
         self._display = display
-        run_dir = Path(self.config.run.dir)
-        self._stop = StopSignals(grace_s=self.config.hardware.grace_s, resume_hint=partial(resume_hint, run_dir))
+        self._stop = StopSignals("guest")
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)  # before the threads of the interpreter end
         self._run: OpenRun | None = None

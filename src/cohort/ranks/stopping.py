@@ -35,7 +35,7 @@ _OTHERS_LATER_S = 2.0  # deadline of other ranks after that of rank 0, which rep
 _KEY = "cohort/stop"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-Role = Literal["run", "rank", "launcher"]
+Role = Literal["run", "guest", "rank", "launcher"]
 
 
 class RunStopped(SystemExit):
@@ -50,7 +50,8 @@ class StopSignals:
     """Whether a signal has asked the run to stop. A context; without it, nothing is ever asked.
 
     Ignored signals and those with other handlers are left alone. A second signal ends the process immediately; so does
-    the end of the grace period. Ranks leave counting to their launcher, which forwards signals by handlers of its own.
+    the end of the grace period. In a guest it raises KeyboardInterrupt, and there is no such period. Ranks leave
+    counting to their launcher, which forwards signals by handlers of its own.
     """
 
     number: signal.Signals | None  # the first signal
@@ -60,7 +61,8 @@ class StopSignals:
         """Create it.
 
         Args:
-            role: of this process: "run", all of it; "rank", one of several; "launcher" of ranks.
+            role: of this process: "run", all of it; "guest", in a program that has more to do and is never ended;
+                "rank", one of several; "launcher" of ranks.
             grace_s: time the run may take to stop cleanly.
             resume_hint: returns a message that says what the same command would resume from.
         """
@@ -170,13 +172,15 @@ class StopSignals:
         self.number = None
         self._requested.clear()
         self._deadline = math.inf
-        self._has_raised = False
+        self._num_handled = 0
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         """Raise in the main thread, as Python does on Ctrl-C, unless something is to be saved first."""
-        if self._role == "run" and not (self.can_save or self._has_raised):
-            self._has_raised = True
+        self._num_handled += 1
+        if self._role in ("run", "guest") and self._num_handled == 1 and not self.can_save:
             raise StopRequested(f"asked to end by {signal.Signals(number).name}")
+        if self._role == "guest" and self._num_handled > 1:
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Read the pipe until it is closed."""
@@ -199,13 +203,13 @@ class StopSignals:
             os._exit(128 + number)
         if self.number is None:
             self._request_stop(number)
-        elif self._role != "rank":  # a rank may get the same signal from the cluster and from its launcher
+        elif self._role in ("run", "launcher"):  # a rank may get the same signal from the cluster and from its launcher
             self._end(f"stopped immediately by a second {signal.Signals(number).name}")
 
     def _request_stop(self, number: int) -> None:
         self.number = signal.Signals(number)
         self._requested.set()
-        if self._role == "launcher":  # its ranks have a deadline
+        if self._role in ("guest", "launcher"):  # whose ranks have a deadline
             return
         self._deadline = time.monotonic() + self._grace_s + (0 if self._is_rank0 else _OTHERS_LATER_S)
         decides = self._is_rank0 or self._store is None  # rank 0 knows whether there is something to save
