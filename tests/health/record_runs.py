@@ -2,7 +2,7 @@
 
     python tests/health/record_runs.py [NAME ...]
 
-Each takes about ten seconds and becomes `tests/health/runs/NAME.json`: its configuration, the event that it ended with,
+Each takes about ten seconds and becomes `tests/health/recorded/NAME.json`: its configuration, the event that it ended with,
 and the metrics that the rules read, as columns.
 """
 
@@ -19,7 +19,7 @@ import yaml
 from cohort.config import to_yaml
 from cohort.demo.run import demo_config, write_data
 
-RECORDED = Path(__file__).with_name("runs")
+RECORDED = Path(__file__).with_name("recorded")
 REWARDS = '''
 """Rewards that are gamed, that saturate, or that fail."""
 

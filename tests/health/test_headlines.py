@@ -13,7 +13,7 @@ from cohort.health.findings import Finding
 from cohort_view.machine import now
 from cohort_view.run import ViewedRun
 
-RECORDED = Path(__file__).with_name("runs")
+RECORDED = Path(__file__).with_name("recorded")
 
 
 def findings(name: str, folder: Path) -> list[Finding]:

@@ -19,6 +19,7 @@ from cohort.learner.optimizer_offload import OffloadedUpdates
 from cohort.models import LoadRequest, load_policy, load_tokenizer, save_policy, saved_bytes
 from cohort.plan.layout import check_cpu_offload
 from cohort.ranks.collectives import SINGLE_PROCESS
+from cohort.ranks.stopping import NEVER_STOPPED
 from cohort.trainer import run, setup
 from rank_engine import CPU, STEPS, step_sequences
 from rank_offload import make_engine
@@ -145,7 +146,9 @@ def test_no_process_is_started_for_what_cannot_be_spread(tmp_path: Path, monkeyp
 def test_ranks_that_refuse_a_configuration_are_not_waited_for():
     """Every rank refuses it by itself, and none waits for a command then."""
     commands: list[Any] = []
-    ranks: Any = SimpleNamespace(world_size=2, rank=0, local_rank=0, is_rank0=True, command=commands.append)
+    ranks: Any = SimpleNamespace(
+        world_size=2, rank=0, local_rank=0, is_rank0=True, command=commands.append, stop=NEVER_STOPPED
+    )
     display: Any = SimpleNamespace(close=lambda: None, notify=lambda text: None)
     with pytest.raises(UserError, match="parameter_offload: true has no effect on CPU"):
         run.train(
