@@ -2,8 +2,8 @@
 
     python tests/health/record_runs.py [NAME ...]
 
-Each takes about ten seconds and becomes `tests/health/recorded/NAME.json`: its configuration, the event that it ended with,
-and the metrics that the rules read, as columns.
+Each takes about ten seconds and becomes `tests/health/recorded/NAME.json`: its configuration, the event that it ended
+with, and the metrics that the rules read, as columns.
 """
 
 import json
