@@ -23,6 +23,7 @@ from cohort.data import read_rows
 from cohort.display import Display
 from cohort.errors import UserError
 from runs import assert_same_weights, changed, make_inputs, metric, train
+from selection import slow
 from waiting import PATIENCE_S, until
 
 
@@ -256,7 +257,9 @@ print("ends", file=sys.stderr)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
 
 
-@pytest.mark.parametrize("command", [[sys.executable], TORCHRUN])
+@pytest.mark.parametrize(
+    "command", [[sys.executable], pytest.param(TORCHRUN, marks=slow("one process, and ranks of other scripts"))]
+)
 def test_a_script_without_a_main_guard(tmp_path: Path, command: list[str]):
     """The child process that has the reward imports the script, and does not train; so does each rank of torchrun."""
     files = make_inputs(tmp_path)
