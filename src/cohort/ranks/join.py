@@ -29,12 +29,13 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop
 
     Args:
         backend: "gloo", or "cpu:gloo,cuda:nccl".
-        timeout_s: deadline of every collective, and of this rendezvous.
+        timeout_s: deadline of every collective, and of each part of this rendezvous.
         command_timeout_s: deadline of the wait for rank 0's next command.
         stop: shared by the ranks from now on: a signal to one of them stops all.
 
     Raises:
-        UserError: the address is unreachable, the port is in use, or processes have different world sizes.
+        UserError: the address is unreachable, the port is in use, ranks are missing, or their world sizes differ.
+        PeerError: the ranks cannot connect to each other.
     """
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -165,6 +166,7 @@ def _wait_for_all(store: Any, rank: int, world_size: int, timeout_s: float) -> N
         UserError: on every rank that can be reached, naming the ranks that are missing or differ.
     """
     deadline = time.monotonic() + timeout_s
+    missing = list(range(world_size))
     try:
         store.append("joined", f"{rank} {world_size} {socket.gethostname()}\n")
         while True:
@@ -182,7 +184,7 @@ def _wait_for_all(store: Any, rank: int, world_size: int, timeout_s: float) -> N
             time.sleep(0.05)
     except (RuntimeError, dist.DistError) as error:
         raise UserError(
-            f"rank {rank} of {world_size}: rank 0 exited before all ranks had joined. {first_line(error)}"
+            f"rank {rank} of {world_size}: rank 0 exited before ranks {missing} had joined. {first_line(error)}"
         ) from error
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ class RunStopped(SystemExit):
 
 
 class StopSignals:
-    """Whether a signal has asked the run to stop. A context; without it, nothing is ever asked.
+    """Whether a signal has asked the run to stop. Use as a context manager; outside of it, no stop is ever requested.
 
     Ignored signals and those with other handlers are left alone. A second signal ends the process immediately; so does
     the end of the grace period. In a guest it raises KeyboardInterrupt, and there is no such period. Ranks leave
@@ -58,7 +58,7 @@ class StopSignals:
     can_save = False  # whether the run has something to save; if not, a signal ends it at once
 
     def __init__(self, role: Role = "run", *, grace_s: float = math.inf, resume_hint: Callable[[], str] = str):
-        """Create it.
+        """Prepare for a process; the context watches.
 
         Args:
             role: of this process: "run", all of it; "guest", in a program that has more to do and is never ended;
@@ -78,10 +78,12 @@ class StopSignals:
         self._sibling_pids: Collection[int] = ()
         self._handlers: dict[signal.Signals, Any] = {}  # previous ones of the watched signals
         self._thread: threading.Thread | None = None
+        self._depth = 0  # how often the context was entered
 
     def __enter__(self) -> "StopSignals":
-        """Watch for signals, if this is the main thread: others may not. The outermost of several contexts does."""
+        """Start watching for signals. Does nothing outside the main thread, or inside another active context."""
         global _watching
+        self._depth += 1
         if _watching is not None or threading.current_thread() is not threading.main_thread():
             return self
         self._reset()
@@ -105,12 +107,14 @@ class StopSignals:
     ) -> None:
         """Restore the handlers."""
         global _watching
-        if _watching is not self or self._thread is None:
+        self._depth -= 1
+        if _watching is not self or self._thread is None or self._depth:
             return
         _watching = None
         self._restore_handlers(self._fd_before)
         os.close(self._writing)  # ends the thread
         self._thread.join()
+        self._thread = None
         os.close(self._reading)
 
     def requested(self, *, within_s: float = 0.0) -> signal.Signals | None:
@@ -176,6 +180,8 @@ class StopSignals:
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         """Raise in the main thread, as Python does on Ctrl-C, unless something is to be saved first."""
+        if getattr(_fork, "mask", None) is not None:
+            return  # Python drops what is raised around a fork; the next check raises
         self._num_handled += 1
         if self._role in ("run", "guest") and self._num_handled == 1 and not self.can_save:
             raise StopRequested(f"asked to end by {signal.Signals(number).name}")
@@ -215,6 +221,8 @@ class StopSignals:
         decides = self._is_rank0 or self._store is None  # rank 0 knows whether there is something to save
         self._store_does("set", _KEY, str(number))
         if self._role == "rank" and decides and not self.can_save:
+            if self._store is not None:
+                time.sleep(2 * _TICK_S)  # until the other ranks have seen it: this process may hold the store
             self._end(f"stopped by {self.number.name}, with nothing new to save")
 
     def _poll(self) -> None:
@@ -254,7 +262,8 @@ class StopSignals:
         assert self.number is not None
         try:
             for clean_up in list(self._on_end):
-                clean_up()
+                with suppress(Exception):
+                    clean_up()
             # bypass sys.stdout, which the main thread may hold, and do not block on a closed or paused console
             if self._is_rank0 and select.select([], [1], [], 1.0)[1]:
                 shown = "\x1b[?25h" if os.isatty(1) else ""  # a progress bar hides the cursor
@@ -291,19 +300,23 @@ def die_with_launcher() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-# Signals are the process's, and a fork must not share their pipe: until a forked process forgets it, it would write to
-# it. Signals to it are held back meanwhile.
+# A forked child inherits the pipe and would write its signals into its parent's. Signals are blocked during the fork,
+# until the child has closed the pipe.
 _watching: StopSignals | None = None
 _fork = threading.local()  # `mask`: the forking thread's signal mask
 
 
 def _before_fork() -> None:
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _watching is not None else None
+    _fork.mask = None
+    if _watching is not None:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # kept before anything is blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _after_fork() -> None:
-    if _fork.mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+    if (mask := _fork.mask) is not None:
+        _fork.mask = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _after_fork_in_child() -> None:
