@@ -181,10 +181,17 @@ def test_tokens_have_colors_numbers_and_copies(open_page, address):
     page.locator("[data-value=push]").click()
     assert page.locator(".token-sequences .token.q8").count() >= 1  # the advantage is positive
     assert len({*page.locator(".token-sequences .token").evaluate_all("(all) => all.map((one) => one.className)")}) > 2
-    color = "(node) => getComputedStyle(node).color"
-    text_color = page.locator("body").evaluate(color)
-    for sign in (".token.special", ".token i"):
-        assert page.locator(f".token-sequences {sign}").first.evaluate(color) == text_color
+    text_color = page.locator("body").evaluate("(node) => getComputedStyle(node).color")
+    colored = '.token-sequences .token:is([class*=" q"], [class*=" n"])'
+    colors: set[str] = set()
+    for quantity in ("entropy", "probability", "push"):
+        page.locator(f"[data-value={quantity}]").click()
+        colors |= {
+            *page.locator(f"{colored}, {colored} i").evaluate_all(
+                "(all) => all.map((one) => getComputedStyle(one).color)"
+            )
+        }
+    assert colors == {text_color}, "signs are as dark as text where they are on a color"
     tokens.first.hover()
     numbers = page.locator(".token-numbers")
     assert "Entropy" in numbers.inner_text()
