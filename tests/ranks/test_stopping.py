@@ -18,6 +18,7 @@ import torch
 
 import cohort
 from cohort.display import Display, StepReport
+from cohort.errors import StopRequested
 from cohort.ranks.stopping import StopSignals
 from cohort.run.files import checkpoints
 from cohort.trainer.checkpoint import load_trainer_state
@@ -32,6 +33,7 @@ STEPS = 6
 
 # What is called first in each part of a step, and whether the step is finished before the run ends.
 PARTS = {
+    "loading": ("cohort.trainer.run.build_worker", False),
     "sampling": ("cohort.rollout.engines.local.sampler.sample_tokens", False),
     "rewards": ("cohort.trainer.collect_groups.RewardRunner.score", False),
     "forward": ("cohort.learner.forward_backward.ForwardBackward.micro_batch", False),
@@ -66,9 +68,12 @@ def trained_with(config: dict[str, Any], part: str, steps_done: int, *numbers: i
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if display.steps_done == steps_done and moments:
             moments.clear()
-            for number in numbers:
-                os.kill(os.getpid(), number)
-                time.sleep(0.1)
+            try:
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+                    time.sleep(0.1)
+            except StopRequested as error:  # as libraries do
+                raise cohort.UserError("it cannot be read") from error
             then()
         return original(*args, **kwargs)
 
@@ -189,9 +194,10 @@ def test_a_signal_saves_the_last_whole_step(config, whole, tmp_path, part: str, 
     assert_goes_on_to(whole, own)
 
 
-def test_with_nothing_new_nothing_is_saved(config, tmp_path):
+@pytest.mark.parametrize("part", ["loading", "sampling"])
+def test_with_nothing_new_nothing_is_saved(config, tmp_path, part: str):
     own = of_its_own(config, tmp_path)
-    code, said = ended(trained_with, own, "sampling", 0, signal.SIGTERM, then=go_on)
+    code, said = ended(trained_with, own, part, 0, signal.SIGTERM, then=go_on)
     assert code == 143
     assert "stopped by SIGTERM, with nothing new to save; there is no checkpoint to resume from" in said
     assert not checkpoints(tmp_path / "run" / "checkpoints")

@@ -176,7 +176,8 @@ class StopSignals:
         self.number = None
         self._requested.clear()
         self._deadline = math.inf
-        self._num_handled = 0
+        self._num_handled = 0  # signals, in the main thread
+        self._num_seen = 0  # in the watching thread
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         """Raise in the main thread, as Python does on Ctrl-C, unless something is to be saved first."""
@@ -184,6 +185,7 @@ class StopSignals:
             return  # Python drops what is raised around a fork; the next check raises
         self._num_handled += 1
         if self._role in ("run", "guest") and self._num_handled == 1 and not self.can_save:
+            self.number = signal.Signals(number)
             raise StopRequested(f"asked to end by {signal.Signals(number).name}")
         if self._role == "guest" and self._num_handled > 1:
             raise KeyboardInterrupt
@@ -207,7 +209,8 @@ class StopSignals:
             if EXIT_STATUS_FILE not in os.environ:  # else the handler has dumped it
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(128 + number)
-        if self.number is None:
+        self._num_seen += 1
+        if self.number is None or (self._num_seen == 1 and self._role != "rank"):  # `_on_interrupt` may have been first
             self._request_stop(number)
         elif self._role in ("run", "launcher"):  # a rank may get the same signal from the cluster and from its launcher
             self._end(f"stopped immediately by a second {signal.Signals(number).name}")

@@ -175,9 +175,15 @@ def reporting_stop(config: Config, display: Display, stop: StopSignals) -> Itera
     """Report the end of a run that was stopped before it had anything to save."""
     try:
         yield
-    except StopRequested:
-        number = stop.requested(within_s=10.0)  # another rank may have received it first
-        assert number is not None, "StopRequested follows a signal"
+    except RankDesyncError:
+        raise
+    except Exception as error:
+        is_stop = isinstance(error, StopRequested)
+        # another rank may have received it first; before there is anything to save, a library may have made another
+        # exception of it
+        number = stop.requested(within_s=10.0 if is_stop else 0.0)
+        if number is None or (stop.can_save and not is_stop):
+            raise
         display.notify(f"stopped by {number.name}, with nothing new to save; {resume_hint(Path(config.run.dir))}")
         raise RunStopped(number) from None
 
