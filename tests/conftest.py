@@ -99,6 +99,14 @@ def leave_the_group() -> Iterator[None]:
 
 
 @pytest.fixture
+def in_foreground() -> Iterator[None]:
+    """Ctrl-C has Python's handler: the system ignores it in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
     """Runs the command line in this process."""
     from cohort.cli import main

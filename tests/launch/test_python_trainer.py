@@ -106,6 +106,7 @@ def test_a_trainer_that_is_closed_goes_on_in_the_next_one(tmp_path: Path):
         assert third.train().summary["steps"] == 6
 
 
+@pytest.mark.usefixtures("in_foreground")
 def test_an_interrupt_saves_and_the_same_trainer_goes_on(tmp_path: Path):
     files = make_inputs(tmp_path)
     whole = train(files)
@@ -128,6 +129,7 @@ def test_an_interrupt_saves_and_the_same_trainer_goes_on(tmp_path: Path):
     assert_same_weights(tmp_path / "stopped" / "final", whole.final_dir)
 
 
+@pytest.mark.usefixtures("in_foreground")
 def test_an_interrupt_at_the_end_of_a_step_is_not_lost(tmp_path: Path):
     trainer = of_objects(changed(make_inputs(tmp_path), run={"checkpoint_every": 4}), tmp_path / "run")
 

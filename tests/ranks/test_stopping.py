@@ -252,6 +252,7 @@ def test_there_is_an_end_to_the_grace(config, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("in_foreground")
 def test_a_second_signal_in_a_program_that_has_more_to_do_is_an_interrupt():
     with StopSignals("guest") as stop:
         stop.can_save = True
