@@ -235,7 +235,7 @@ class _Data:
         return route.format(**parts) + (f"?{query}" if query else ""), value
 
     def add(self, answers: Mapping[str, Any], *, keep_chars: float = 0) -> bool:
-        """Add answers, all or none: if `keep_chars` remain left. Returns whether they were added."""
+        """Add all answers if at least `keep_chars` characters remain afterwards. Return whether they were added."""
         pairs = (f"{json.dumps(path)}:{_without_passwords(to_json(value))}" for path, value in answers.items())
         packer = self._packer.copy()
         text = (self._separator + ",".join(pairs)).encode()

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,11 +24,11 @@ from cohort.config.other_trainers import equivalents
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.config import field_notes
-from playing import save_turns_model
+from commands import run_script
+from playing import make_game, save_turns_model
 from runs import assert_same_weights, metric
 from selection import slow
 from tiny import copy_task_rows, save_model_folder
-from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -358,28 +355,11 @@ def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
     save_turns_model(tmp_path / "base")
 
-    class Game:
-        def reset(self, **row: Any) -> str:
-            self.looks = 0
-            return " go"
-
-        def look(self, key: str) -> str:
-            """Look up a value.
-
-            Args:
-                key: name of the value
-            """
-            self.looks += 1
-            return key
-
-        def get_reward(self) -> float:
-            return float(self.looks)
-
     args = settings(
         tmp_path, max_steps=1, max_completion_length=6, max_tool_calling_iterations=2, max_prompt_length=600
     )
     data = [{"prompt": [{"role": "user", "content": "say 1"}]}, {"prompt": [{"role": "user", "content": "say 2"}]}]
-    trainer = GRPOTrainer(str(tmp_path / "base"), None, args, data, environment_factory=Game)
+    trainer = GRPOTrainer(str(tmp_path / "base"), None, args, data, environment_factory=make_game())
     trainer.train()
     assert trainer._built().config.rollout.max_turns == 3
     assert "rewards/Game/mean" in trainer.state.log_history[-1]
@@ -413,17 +393,7 @@ def test_forms_of_data(tmp_path: Path, base: Path, form: str):
 def test_a_script_and_torchrun(tmp_path: Path, base: Path, processes: int):
     out = str(tmp_path / "out")
     (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(base))).replace("OUT", repr(out)))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_script(tmp_path / "script.py", processes=processes).stdout.splitlines()
     assert [line for line in lines if line.startswith("logged")] == ["logged 1", "logged 2"]
     assert f"done {processes}" in lines
     assert metric(Path(out) / "cohort", "processes") == [processes] * 2

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tiny import copy_task_rows, save_model_folder, write_jsonl
+from waiting import PATIENCE_S
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -29,6 +30,21 @@ def start_command(*arguments: object) -> subprocess.Popen[str]:
     """
     command = [sys.executable, "-c", _DEFAULT_SIGNALS, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_script(script: Path, *, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a user's script to its end, by torchrun if it has several processes; it must not fail."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @dataclass(frozen=True)

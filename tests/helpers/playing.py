@@ -61,6 +61,29 @@ def module_of(file: Path) -> Any:
     return next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(file))
 
 
+def make_game() -> type:
+    """An environment whose class is defined in a function, as in a notebook."""
+
+    class Game:
+        def reset(self, **row: Any) -> str:
+            self.looks = 0
+            return " go"
+
+        def look(self, key: str) -> str:
+            """Look up a value.
+
+            Args:
+                key: name of the value
+            """
+            self.looks += 1
+            return key
+
+        def get_reward(self) -> float:
+            return float(self.looks)
+
+    return Game
+
+
 class ScriptedModel:
     """An engine that replies by a script: text of the context and key of the call -> text of the reply.
 

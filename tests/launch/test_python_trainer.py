@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -22,6 +20,7 @@ from cohort.config.user_code import load_callable
 from cohort.data import read_rows
 from cohort.display import Display
 from cohort.errors import UserError
+from commands import run_script
 from runs import assert_same_weights, changed, make_inputs, metric, train
 from selection import slow
 from waiting import PATIENCE_S, until
@@ -256,28 +255,14 @@ print("ends", file=sys.stderr)
 """
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-
-
-@pytest.mark.parametrize(
-    "command", [[sys.executable], pytest.param(TORCHRUN, marks=slow("one process, and ranks of other scripts"))]
-)
-def test_a_script_without_a_main_guard(tmp_path: Path, command: list[str]):
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow("one process, and ranks of other scripts"))])
+def test_a_script_without_a_main_guard(tmp_path: Path, processes: int):
     """The child process that has the reward imports the script, and does not train; so does each rank of torchrun."""
     files = make_inputs(tmp_path)
     run = tmp_path / "run"
     model = f"__import__('transformers').AutoModelForCausalLM.from_pretrained({files['model']['path']!r})"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).replace("MODEL", model).replace("RUN", repr(str(run))))
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = 1 if len(command) == 1 else 3
-    assert done.stderr.count("ends") == ranks
+    done = run_script(tmp_path / "script.py", processes=processes)
+    assert done.stderr.count("ends") == processes
     assert [line for line in done.stdout.splitlines() if line.startswith("called")] == ["called 1", "called 2"]
-    assert metric(run, "processes") == [ranks, ranks] and len(metric(run, "rewards/digits/mean")) == 2
+    assert metric(run, "processes") == [processes, processes] and len(metric(run, "rewards/digits/mean")) == 2

@@ -15,7 +15,7 @@ from cohort.errors import UserError
 from cohort.records import ScoredGroup
 from cohort.trainer.parts import Parts
 from cohort.trainer.without_training import evaluate_model, sample_rows
-from playing import save_turns_model
+from playing import make_game, save_turns_model
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
 
 LOSS = """
@@ -75,28 +75,11 @@ def test_tools_and_environment_classes(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
     save_turns_model(tmp_path / "base")
 
-    class Game:
-        def reset(self, **row: Any) -> str:
-            self.looks = 0
-            return " go"
-
-        def look(self, key: str) -> str:
-            """Look up a value.
-
-            Args:
-                key: name of the value
-            """
-            self.looks += 1
-            return key
-
-        def get_reward(self) -> float:
-            return float(self.looks)
-
     lengths = {"max_prompt_tokens": 600, "max_completion_tokens": 6, "max_turns": 3, "max_trajectory_tokens": 400}
     config = {
         "model": {"path": str(tmp_path / "base")},
         "data": {"path": [{"prompt": "say 1"}, {"prompt": "say 2"}]},
-        "rollout": {"environment": Game, "num_generations": 4, "engine": "local", **lengths},
+        "rollout": {"environment": make_game(), "num_generations": 4, "engine": "local", **lengths},
         "train": {"steps": 1, "prompts_per_step": 2},
         "run": {"dir": str(tmp_path / "run")},
     }

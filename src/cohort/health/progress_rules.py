@@ -124,7 +124,7 @@ def objective_falls(h: History) -> Iterator[Sign]:
 
 
 def _fall(h: History, name: str) -> tuple[int, float, float] | None:
-    """Return around which step a reward falls, from where and to where; None if it does not.
+    """Return the step around which a reward falls, and its values before and now; None if it does not fall.
 
     Since its highest 10 steps it falls significantly, by a fifth of its size and of its spread.
     """
@@ -144,7 +144,7 @@ def _fall(h: History, name: str) -> tuple[int, float, float] | None:
 
 
 def _drop(h: History) -> tuple[int, float, float] | None:
-    """Return from which step on, from where and to where the reward fell for good; None if it did not.
+    """Return the step at which the reward fell for good, and its values before and now; None if it did not.
 
     All completions of at least 5 last steps have the same reward, and the 10 steps before them all had a higher mean,
     by a tenth of the way to their best completion: rare successes may stay away by chance.

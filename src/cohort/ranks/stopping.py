@@ -58,7 +58,7 @@ class StopSignals:
     can_save = False  # whether the run has something to save; if not, a signal ends it at once
 
     def __init__(self, role: Role = "run", *, grace_s: float = math.inf, resume_hint: Callable[[], str] = str):
-        """Prepare for a process; the context watches.
+        """Create an object that watches for signals once it is entered.
 
         Args:
             role: of this process: "run", all of it; "guest", in a program that has more to do and is never ended;

@@ -90,15 +90,9 @@ class GRPOTrainer:
         Raises:
             UserError: something cannot be honored; the message says what to use.
         """
-        self._refuse_overrides()
-        if rollout_func is not None:
-            raise UserError("rollout_func: cannot be honored; use environment_factory, or agent= of cohort.Trainer")
-        if any(each is not None for each in optimizers):
-            raise UserError("optimizers: cannot be honored; use args.optim, or the section optim of cohort.Trainer")
+        self._refuse(rollout_func=rollout_func, optimizers=optimizers, eval_dataset=eval_dataset)
         self.args = args or GRPOConfig(output_dir=f"{_short_name(model)}-GRPO")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        if isinstance(eval_dataset, Mapping):
-            raise UserError("eval_dataset: several sets cannot be honored; give one, with a column that says which")
         funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs] if reward_funcs else []
         self.reward_funcs = list(funcs)
         self.tools = list(tools or ())
@@ -114,9 +108,7 @@ class GRPOTrainer:
         self.accelerator = self._accelerator()
         self._trainer: Trainer | None = None
         self.control = TrainerControl()
-        self.callback_handler = CallbackHandler([DefaultFlowCallback], None, None, None, None)
-        for callback in callbacks or ():
-            self.add_callback(callback)
+        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], None, None, None, None)
         exportable = [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
         self.state = TrainerState(stateful_callbacks=[*exportable, self.control])
         self._metrics: dict[str, list[float]] = defaultdict(list)  # since the last log
@@ -287,12 +279,18 @@ class GRPOTrainer:
             for f in self.reward_funcs
         ]
 
-    def _refuse_overrides(self) -> None:
-        """Refuse subclasses that override what has no equivalent.
+    def _refuse(self, *, rollout_func: Any, optimizers: Sequence[Any], eval_dataset: Any) -> None:
+        """Refuse arguments, and methods of subclasses, that have no equivalent.
 
         Raises:
-            UserError: names Cohort's own hook.
+            UserError: names what to use instead.
         """
+        if rollout_func is not None:
+            raise UserError("rollout_func: cannot be honored; use environment_factory, or agent= of cohort.Trainer")
+        if any(each is not None for each in optimizers):
+            raise UserError("optimizers: cannot be honored; use args.optim, or the section optim of cohort.Trainer")
+        if isinstance(eval_dataset, Mapping):
+            raise UserError("eval_dataset: several sets cannot be honored; give one, with a column that says which")
         for name, instead in _HOOKS.items():
             if hasattr(type(self), name):
                 raise UserError(f"{type(self).__name__}.{name}: is not called by Cohort; use {instead}")

@@ -273,7 +273,7 @@ _THREADS = 4  # requests answered at a time: the page must not slow the run down
 
 
 class ViewServer(uvicorn.Server):
-    """A server of the page, which is not started yet."""
+    """The web server of the page; `run` starts it."""
 
     def __init__(self, folders: Sequence[Path], *, root: Path | None = None, port: int | None = None):
         """Listen for `folders`, and all runs below `root`. Raises as `listen` does."""
