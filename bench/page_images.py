@@ -31,19 +31,15 @@ class Picture:
     before: str = ""  # script to run first
 
 
-OPEN_GROUP = "document.querySelectorAll('.group-row')[1].click()"
-FOCUS_TOKEN = "document.querySelectorAll('.token-sequences .token')[1].focus()"
+FOCUS_TOKEN = "document.querySelectorAll('.token')[9].focus()"
 PICTURES = (
-    Picture(name="page-now", view=""),
-    Picture(name="page-curves", view="/curves", size=(1280, 960)),
-    Picture(name="page-step", view=f"/step/{STEP}", size=(1280, 960), before=OPEN_GROUP),
-    Picture(name="page-completion", view="/step/3/completion/74", size=(1280, 880), before=FOCUS_TOKEN),
-    Picture(name="page-eval", view="/eval", size=(1280, 960)),
-    Picture(name="page-machine", view="/machine", size=(1280, 960)),
-    Picture(name="page-config", view="/config", size=(1280, 960)),
-    Picture(name="page-search", view="/search?where=reward+%3C+0.2+and+length+%3E+25"),
-    Picture(name="page-dark", view=f"/step/{STEP}/group/3", options={"color_scheme": "dark"}),
-    Picture(name="page-narrow", view=f"/step/{STEP}", size=(390, 844)),
+    Picture(name="page-run", view="", size=(1280, 900)),
+    Picture(name="page-step", view=f"/steps/{STEP}?group=3", size=(1280, 900)),
+    Picture(name="page-tokens", view="/steps/3?group=4&row=74", size=(1280, 900), before=FOCUS_TOKEN),
+    Picture(name="page-filter", view=f"/steps/{STEP}?where=reward+%3C+0.2+and+length+%3E+25", size=(1280, 900)),
+    Picture(name="page-questions", view="/questions", size=(1280, 900)),
+    Picture(name="page-dark", view=f"/steps/{STEP}?group=3", size=(1280, 900), options={"color_scheme": "dark"}),
+    Picture(name="page-narrow", view=f"/steps/{STEP}", size=(390, 844)),
 )
 
 

@@ -36,8 +36,8 @@ from cohort.demo.tasks import WORDS
 from harness import machine, markdown
 from view_run import GENERATIONS, NEEDLE, write_run
 
-OVERVIEW = ("reward", "eval/accuracy", "entropy", "grad_norm", "completions/mean_length", "frac_reward_zero_std",
-            "completions/clipped_ratio", "step_time", "tokens_per_second", "learning_rate", "kl", "loss")  # fmt: skip
+CHARTS = ("reward", "eval/accuracy", "frac_all_wrong", "frac_all_right", "completions/mean_length", "entropy", "grad_norm",
+          "step_time")  # fmt: skip
 TOGETHER_S = 0.25  # changes within this time are one update, as in the page
 BLOCK_STEPS = 4  # training steps measured with the page open, then closed, and so on
 BETWEEN_STEPS = 2  # steps in which the page opens or closes, which are not measured
@@ -192,28 +192,28 @@ def measure(page: Page, name: str, requests: Sequence[Sequence[str]]) -> list[st
 
 
 def first_paint(run_id: str) -> list[str]:
-    """What the page asks for before it shows a run, and its overview's curves."""
+    """What the page asks for before it shows a run, and the curves of its charts."""
     run = f"/api/runs/{quote(run_id)}"
-    return ["/", "/api/runs", f"{run}/now", f"/api/curves?runs={quote(run_id)}&names={quote(','.join(OVERVIEW))}"]
+    return ["/", "/api/runs", f"{run}/now", f"/api/curves?runs={quote(run_id)}&names={quote(','.join(CHARTS))}"]
 
 
 def views(run_id: str, steps: int, rows: int, rng: np.random.Generator, repeats: int) -> Mapping[str, list[str]]:
     """Requests of each view: of other steps, groups and completions each time."""
     run = f"/api/runs/{quote(run_id)}"
     several = rng.integers(1, steps + 1, (repeats, 3)).tolist()
-    all_names = quote(",".join(OVERVIEW))
+    all_names = quote(",".join(CHARTS))
     sorts = ["spread", "length", "equal", "staleness", "reward"]
     return {
         "now": [f"{run}/now"] * repeats,
         "list of metrics": [f"{run}/metrics"] * repeats,
-        "12 curves of 800 points": [f"/api/curves?runs={quote(run_id)}&names={all_names}"] * repeats,
-        "12 curves, zoomed": [f"/api/curves?names={all_names}&from={a // 2}&to={a // 2 + 99}" for a, *_ in several],
+        "8 curves of 800 points": [f"/api/curves?runs={quote(run_id)}&names={all_names}"] * repeats,
+        "8 curves, zoomed": [f"/api/curves?names={all_names}&from={a // 2}&to={a // 2 + 99}" for a, *_ in several],
         "list of steps": [f"{run}/steps?around={a}" for a, *_ in several],
         "a step": [f"{run}/steps/{a}?sort={sorts[b % 5]}" for a, b, _ in several],
         "a group": [f"{run}/steps/{a}/groups/{b % (rows // GENERATIONS)}" for a, b, _ in several],
         "a completion": [f"{run}/steps/{a}/completions/{b % rows}" for a, b, _ in several],
-        "held-out": [f"{run}/eval"] * repeats,
-        "machine": [f"{run}/machine"] * repeats,
+        "held-out questions": [f"{run}/questions?kind=eval"] * repeats,
+        "training questions": [f"{run}/questions?kind=step"] * repeats,
         "config": [f"{run}/config"] * repeats,
     }
 

@@ -67,6 +67,7 @@ def completions(rng: np.random.Generator, rows: int) -> pa.Table:
             "prompt_id": pa.array(prompts),
             "prompt": [f"Zoe has {p} marbles and finds {p % 7}. How many marbles does Zoe have now?" for p in prompts],
             "prompt_is_chat": np.zeros(rows, bool),
+            "answer": [str(p + p % 7) for p in prompts],
             "completion": [" ".join(rng.choice(words, n // 2)) for n in lengths],
             "prompt_token_ids": pa.array([rng.integers(5, 400, 26).astype(np.int32) for _ in range(rows)]),
             "completion_token_ids": pa.array(tokens),

@@ -145,6 +145,7 @@ class ScoredGroup:
     rewards: FloatArray  # [G] weighted sum of `reward_parts` that are not NaN; NaN if all are
     reward_parts: Mapping[str, FloatArray]  # name -> [G], unweighted
     reward_details: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)  # name -> [G], how it was scored
+    answer: str | None = None  # the expected one, for readers of the completions; None if it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

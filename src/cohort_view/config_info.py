@@ -1,9 +1,7 @@
 """A run's configuration and provenance: what differs from the defaults and between runs. Secrets are hidden."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,41 +11,33 @@ from pydantic_core import to_jsonable_python
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.run.provenance import hide, hide_in_text
-from cohort_view.records import ChangedKey, ConfigInfo, Difference, Differences, RunFile
 from cohort_view.run import ViewedRun
-from cohort_view.values import mapping
-
-_MAX_FILES = 200_000  # looked at
-_LISTED_INSIDE = ("checkpoints",)  # folders whose entries are listed one by one
+from cohort_view.values import mapping, text
 
 
-def config_info(run: ViewedRun) -> ConfigInfo:
+def config_info(run: ViewedRun) -> dict[str, Any]:
     """Return the configuration and provenance of a run."""
     config = mapping(run.config)
     starts = [event for event in run.events if event.event == "start"]
     last = starts[-1].values if starts else {}
-    command, commit = last.get("command"), last.get("commit")
-    return ConfigInfo(
-        config=hide(config),
-        yaml=yaml.safe_dump(hide(config), sort_keys=False, allow_unicode=True, width=120) if config else "",
-        changed=changed_keys(config),
-        versions=mapping(last, "versions"),
-        command=command if isinstance(command, str) else None,
-        commit=commit if isinstance(commit, str) else None,
-        plan=mapping(run.plan),
-        starts=[{"timestamp": start.timestamp, "step": start.step, **start.values} for start in starts],
-        files=run_files(run.path),
-        problems=run.problems,
-    )
+    return {
+        "changed": changed_keys(config),
+        "yaml": yaml.safe_dump(hide(config), sort_keys=False, allow_unicode=True, width=120) if config else "",
+        "command": text(last, "command"),
+        "commit": text(last, "commit"),
+        "versions": mapping(last, "versions"),
+        "starts": [{"timestamp": start.timestamp, "step": start.step, **start.values} for start in starts],
+        "problems": run.problems,
+    }
 
 
-def differences(runs: Sequence[ViewedRun]) -> Differences:
+def differences(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     """Return the keys in which the configurations of runs differ. Runs without a configuration are left out."""
     unknown = [run.id for run in runs if not run.config]
     runs = [run for run in runs if run.config]
     flat = {run.id: dict(_flat(mapping(run.config))) for run in runs}
     hidden = {run.id: dict(_flat(hide(mapping(run.config)))) for run in runs}
-    changed = {run.id: [change.key for change in changed_keys(mapping(run.config))] for run in runs}
+    changed = {run.id: [change["key"] for change in changed_keys(mapping(run.config))] for run in runs}
     found = []
     for key in dict.fromkeys(key for values in flat.values() for key in values):
         having = [run for run in flat if key in flat[run]]
@@ -55,28 +45,17 @@ def differences(runs: Sequence[ViewedRun]) -> Differences:
         # a key that another version does not know counts only if it is set
         is_different = _differ([flat[run][key] for run in having]) or (len(having) < len(flat) and is_set)
         if is_different and key != "run.dir":
-            found.append(Difference(key=hide_in_text(key), values={run: hidden[run].get(key) for run in having}))
-    return Differences(keys=found, unknown=unknown)
+            found.append({"key": hide_in_text(key), "values": {run: hidden[run].get(key) for run in having}})
+    return {"keys": found, "unknown": unknown}
 
 
-def changed_keys(config: Mapping[str, Any]) -> list[ChangedKey]:
+def changed_keys(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the keys whose values are not the defaults, secrets hidden."""
     given = {key: value for key, value in config.items() if key != "algorithm"}
     return [*_changed(given, Config, ""), *_changed_of_algorithm(mapping(config, "algorithm"))]
 
 
-def run_files(folder: Path) -> list[RunFile]:
-    """Return the files of a run folder, and its folders with all that is in them. Hidden files are left out."""
-    found, budget = [], [_MAX_FILES]
-    for entry in _entries(folder):
-        if entry.name in _LISTED_INSIDE and entry.is_dir(follow_symlinks=False):
-            found += [_file(inner, f"{entry.name}/", budget) for inner in _entries(entry.path)]
-        else:
-            found.append(_file(entry, "", budget))
-    return found
-
-
-def _changed(values: Mapping[str, Any], section: type[BaseModel], place: str) -> Iterator[ChangedKey]:
+def _changed(values: Mapping[str, Any], section: type[BaseModel], place: str) -> Iterator[dict[str, Any]]:
     """Yield the keys of a section that differ from its defaults. Keys that it does not know count as changed."""
     for key, value in values.items():
         field = section.model_fields.get(str(key))
@@ -95,7 +74,7 @@ def _changed(values: Mapping[str, Any], section: type[BaseModel], place: str) ->
         yield _changed_key(f"{place}{key}", value, default)
 
 
-def _changed_of_algorithm(values: Mapping[str, Any]) -> Iterator[ChangedKey]:
+def _changed_of_algorithm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the keys of `algorithm`: a run lists there only what differs from the defaults of its name."""
     name = values.get("name")
     default_name = AlgorithmConfig.model_fields["name"].default
@@ -110,8 +89,8 @@ def _changed_of_algorithm(values: Mapping[str, Any]) -> Iterator[ChangedKey]:
             yield _changed_key(f"algorithm.{key}", value, default)
 
 
-def _changed_key(key: str, value: Any, default: Any) -> ChangedKey:
-    return ChangedKey(key=hide_in_text(key), value=hide(value, key), default=default)
+def _changed_key(key: str, value: Any, default: Any) -> dict[str, Any]:
+    return {"key": hide_in_text(key), "value": hide(value, key), "default": default}
 
 
 def _variant(sections: Sequence[type[BaseModel]], values: Mapping[str, Any], named_by: str | None) -> type[BaseModel]:
@@ -138,24 +117,3 @@ def _flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def _differ(values: Sequence[Any]) -> bool:
     return any(value != values[0] or isinstance(value, bool) != isinstance(values[0], bool) for value in values)
-
-
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
-    except OSError:
-        return []
-
-
-def _file(entry: os.DirEntry[str], place: str, budget: list[int]) -> RunFile:
-    """Return a file, or a folder with the sizes of all that is in it. Links are not followed."""
-    budget[0] -= 1
-    try:
-        if entry.is_dir(follow_symlinks=False):
-            inner = [_file(e, "", budget) for e in _entries(entry.path)] if budget[0] > 0 else []
-            total, number = sum(file.bytes for file in inner), sum(file.num_files for file in inner)
-            return RunFile(path=f"{place}{entry.name}/", bytes=total, num_files=number)
-        return RunFile(path=f"{place}{entry.name}", bytes=entry.stat(follow_symlinks=False).st_size, num_files=1)
-    except OSError:
-        return RunFile(path=f"{place}{entry.name}", bytes=0, num_files=1)

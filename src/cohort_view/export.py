@@ -1,18 +1,21 @@
 """`cohort view RUN --export FILE`: the page of one run as a file, with as much of its data as fits.
 
-Browsers load no modules from `file://`, so all modules become one script. Only the forms of `import` and `export` that
-the page's modules use are known; anything else raises. The content policy of the document allows its own scripts and
-styles by their hashes, and nothing else.
+Browsers load no modules from `file://`, so the import map of the document has each module as a `data:` URL. The content
+policy allows the document's own scripts and styles by their hashes, and the modules that those import.
 
-Data has the paths of the server's answers as keys, so that the page's code is the same.
+`js/embedded.js` reads the data: base64 of deflated JSON, an object with the paths of the server's answers as keys:
+- "/api/runs", "/api/runs/ID/now", ".../metrics", ".../config"
+- "/api/runs/ID/questions?kind=step" and "?kind=eval": the first 100 questions
+- "/api/curves?x=step" and "?x=time": all curves of the run
+- "/api/runs/ID/steps": the steps that are part of the report
+- "/api/runs/ID/steps/N": all groups of a step in the order of the file
+- "/api/runs/ID/steps/N/groups/I": each group of these steps
 """
 
 import base64
 import hashlib
 import html
-import itertools
 import json
-import posixpath
 import re
 import time
 import zlib
@@ -27,29 +30,27 @@ from starlette.datastructures import QueryParams
 
 from cohort.errors import UserError
 from cohort.run.atomic import write_file_atomically
-from cohort_view.completions import steps_on_disk
 from cohort_view.groups import MAX_GROUPS
-from cohort_view.records import to_json
-from cohort_view.run import ViewedRun
+from cohort_view.run import ViewedRun, steps_on_disk
 from cohort_view.server.answers import STATIC, QueryParameters
 from cohort_view.server.events import Watcher
 from cohort_view.server.runs import Runs
 from cohort_view.server.serve import ANSWERS, Asked
+from cohort_view.values import to_json
 
-_IMPORT = re.compile(r"^import\s+(?:(?P<what>[^\"';]+?)\s+from\s+)?[\"'](?P<path>[^\"']+)[\"'];?[ \t]*$", re.M)
-_EXPORT_LIST = re.compile(r"^export\s*\{(?P<names>[^}]*)\};?[ \t]*$", re.M)
-_EXPORT_NAMED = re.compile(r"^export\s+(?=(?:async\s+)?(?:function\*?|class|const)\s+(?P<name>[\w$]+))", re.M)
-_ANY_LEFT = re.compile(r"^(?:import|export)\b.*|\bimport\s*\(.*|\bimport\.meta\b.*", re.M)
-_COMMENT = re.compile(r"^[ \t]*(?:/\*.*?\*/|//[^\n]*)", re.M | re.S)  # those at the start of a line
 _TAG = re.compile(
     r'<link rel="stylesheet" href="/static/(?P<css>[^"]+)">'
-    r'|<script(?P<module> type="module")? src="/static/(?P<js>[^"]+)"></script>'
     r'|<link rel="icon" href="/static/(?P<icon>[^"]+)"(?P<icon_type>[^>]*)>'
+    r'|<script type="importmap">(?P<map>[^<]*)</script>'
+    r'|<script type="module" src="/static/js/(?P<entry>[^"]+)"></script>'
+    r'|<script src="/static/(?P<js>[^"]+)"></script>'
 )
 
-
-class BundleError(ValueError):
-    """A file of the page uses a form that the bundle does not know."""
+# A script element that a trusted script makes is trusted under 'strict-dynamic', and with it all that it imports.
+_START = """
+const { imports } = JSON.parse(document.querySelector("script[type=importmap]").textContent);
+document.head.append(Object.assign(document.createElement("script"), { type: "module", src: imports[%s] }));
+"""
 
 
 def bundle_page(static: Path, *, data: str, footer: str) -> str:
@@ -62,29 +63,27 @@ def bundle_page(static: Path, *, data: str, footer: str) -> str:
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
-    def inline(tag: str, content: str) -> str:
+    def inline(tag: str, content: str, attributes: str = "") -> str:
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         hashes[tag].append(f"'sha256-{digest}'")
-        return f"{content}</{tag}>"
+        return f"<{tag}{attributes}>{content}</{tag}>"
 
     def replace(match: re.Match[str]) -> str:
         if css := match["css"]:
-            return "<style>" + inline("style", _style(_read(static, css)))
+            return inline("style", _read(static, css))
         if icon := match["icon"]:
-            encoded = base64.b64encode((static / icon).read_bytes()).decode()
-            return f'<link rel="icon" href="data:image/svg+xml;base64,{encoded}"{match["icon_type"]}>'
-        if match["module"]:
-            script = bundle_modules(match["js"], lambda name: _read(static, name))
-            return '<script type="module">' + inline("script", escape_script(script))
-        return "<script>" + inline("script", escape_script(_read(static, match["js"])))
+            return f'<link rel="icon" href="{_data_url(static / icon, "image/svg+xml")}"{match["icon_type"]}>'
+        if imports := match["map"]:
+            return inline("script", json.dumps({"imports": _modules(static, imports)}), ' type="importmap"')
+        if entry := match["entry"]:
+            return inline("script", _START % json.dumps(f"cohort/{entry}"))
+        return inline("script", _read(static, match["js"]))
 
     page = _TAG.sub(replace, _read(static, "index.html"))
-    if left := re.search(r'(?:src|href)="/[^"]*"', page):
-        raise BundleError(f"index.html: {left[0]} would be loaded from a server")
     policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src {' '.join(hashes['script'])}",
+            f"script-src 'strict-dynamic' {' '.join(hashes['script'])}",
             f"style-src {' '.join(hashes['style'])}",
             "img-src data:",
             "base-uri 'none'",
@@ -95,89 +94,24 @@ def bundle_page(static: Path, *, data: str, footer: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta name="referrer" content="no-referrer">'
     )
     embedded = f'<script type="text/plain" id="cohort-data">{html.escape(data)}</script>'
-    page = _once(page, '<meta charset="utf-8">', lambda found: f"{found}\n{meta}")
-    below = f'<footer class="footer muted">{html.escape(footer)}</footer>\n{embedded}'
-    return _once(page, "</body>", lambda found: f"{below}\n{found}")
+    below = f'<footer class="footer muted">{html.escape(footer)}</footer>\n{embedded}\n</body>'
+    return page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}').replace("</body>", below)
 
 
-def bundle_modules(entry: str, read: Callable[[str], str]) -> str:
-    """Return one script that runs the module `entry` after everything that it imports.
-
-    Args:
-        entry: path of a module.
-        read: returns the text of the module at a path.
-
-    Raises:
-        BundleError: modules import each other in a circle, or use a form that is not known.
-    """
-    variables: dict[str, str] = {}
-    scripts: list[str] = []
-
-    def add(path: str, importers: tuple[str, ...]) -> str:
-        if path in importers:
-            raise BundleError(f"{' -> '.join((*importers, path))}: modules import each other in a circle")
-        if path not in variables:
-            body, exports = _rewrite(path, read(path), lambda target: add(target, (*importers, path)))
-            listed = ", ".join(f"{json_key}: {name}" for json_key, name in exports.items())
-            variables[path] = f"$module{len(variables)}"
-            scripts.append(f"// {path}\nconst {variables[path]} = (() => {{\n{body}\nreturn {{ {listed} }};\n}})();\n")
-        return variables[path]
-
-    add(entry, ())
-    return '"use strict";\n' + "".join(scripts)
+def _modules(static: Path, imports: str) -> dict[str, str]:
+    """Return the `data:` URLs of the modules of an import map, by the names that modules import them with."""
+    found = {}
+    for name, path in json.loads(imports)["imports"].items():
+        target = static / path.removeprefix("/static/")
+        files = sorted(target.rglob("*.js")) if name.endswith("/") else [target]
+        for file in files:
+            full_name = f"{name}{file.relative_to(target).as_posix()}" if name.endswith("/") else name
+            found[full_name] = _data_url(file, "text/javascript")
+    return found
 
 
-def escape_script(text: str) -> str:
-    """Escape what would end a script element, or hide its end. The script's meaning stays, in strings and in code."""
-    return re.sub(r"</(?=script)", r"<\\/", text, flags=re.I).replace("<!--", "<\\!--")
-
-
-def _rewrite(path: str, text: str, variable_of: Callable[[str], str]) -> tuple[str, Mapping[str, str]]:
-    """Return a module's text without `import` and `export`, and the variables it exports by name."""
-    exports: dict[str, str] = {}
-
-    def replace_import(match: re.Match[str]) -> str:
-        if not match["path"].startswith("."):
-            raise BundleError(f"{path}: {match[0]!r} is not a relative path")
-        module = variable_of(posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"])))
-        return "" if match["what"] is None else _binding(path, match["what"], module)
-
-    def replace_list(match: re.Match[str]) -> str:
-        for entry in filter(None, (part.strip() for part in match["names"].split(","))):
-            local, _, name = entry.partition(" as ")
-            exports[name.strip() or local.strip()] = local.strip()
-        return ""
-
-    def replace_named(match: re.Match[str]) -> str:
-        exports[match["name"]] = match["name"]
-        return ""
-
-    # comments may name these forms; all others stay, as licenses are comments
-    text = _COMMENT.sub(lambda match: "" if re.search(r"\b(?:import|export)\b", match[0]) else match[0], text)
-    text = _IMPORT.sub(replace_import, text)
-    text = _EXPORT_LIST.sub(replace_list, text)
-    text = _EXPORT_NAMED.sub(replace_named, text)
-    if left := _ANY_LEFT.search(text):
-        raise BundleError(f"{path}: {left[0][:80]!r} is a form of import or export that an export of the page lacks")
-    return text, exports
-
-
-def _binding(path: str, what: str, module: str) -> str:
-    """Return the declaration for what an import names: `a, b as c`, `* as all` or a default export."""
-    what = " ".join(what.split())
-    if match := re.fullmatch(r"\* as ([\w$]+)", what):
-        return f"const {match[1]} = {module};"
-    if match := re.fullmatch(r"\{(.*)\}", what):
-        return f"const {{{match[1].replace(' as ', ': ')}}} = {module};"
-    if re.fullmatch(r"[\w$]+", what):
-        return f"const {what} = {module}.default;"
-    raise BundleError(f"{path}: import of {what!r} is a form that an export of the page lacks")
-
-
-def _style(text: str) -> str:
-    if left := re.search(r"url\(\s*[\"']?(?!data:|#)[^)]*\)|@import[^;]*|</style", text, re.I):
-        raise BundleError(f"a style sheet has {left[0]!r}, which a document of its own cannot load")
-    return text
+def _data_url(file: Path, media_type: str) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _read(static: Path, name: str) -> str:
@@ -185,21 +119,16 @@ def _read(static: Path, name: str) -> str:
     return (static / name).read_text(encoding="utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _once(text: str, part: str, replacement: Callable[[str], str]) -> str:
-    if text.count(part) != 1:
-        raise BundleError(f"index.html: {part} is there {text.count(part)} times instead of once")
-    return text.replace(part, replacement(part))
-
-
 MAX_BYTES = 5_000_000
 _CURVES_SHARE = 0.35  # of the file
 _POINTS = (800, 400, 200, 100, 50)  # per curve; the most that fits its share
-_TOKENS_SHARE = 0.3  # of what the curves leave
 _NUM_STEPS = 60
-_NUM_TOKEN_VIEWS = 3_000  # at most: bounds the time
-_VIEWS_PER_STEP = 10  # take about as long as a step's groups
+_SPREAD = (3, 5, 9, 17, 33, _NUM_STEPS)  # numbers of steps, each spread over the run
+_LIST_CHARS = 2000  # kept for the list of steps
 _DIGITS = 6  # significant digits of numbers
-_WHOLE = ("/api/runs", *(f"/api/runs/{{id}}/{name}" for name in ("now", "metrics", "config", "machine", "eval")))
+_WHOLE = ("/api/runs", *(f"/api/runs/{{id}}/{name}" for name in ("now", "metrics", "config")))
+# which completions, messages and paths may hold
+_HIDDEN = r"\1***@"
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^/@\s\"\\]{1,200}@", re.IGNORECASE)
 
 
@@ -236,7 +165,7 @@ class _Data:
 
     def add(self, answers: Mapping[str, Any], *, keep_chars: float = 0) -> bool:
         """Add all answers if at least `keep_chars` characters remain afterwards. Return whether they were added."""
-        pairs = (f"{json.dumps(path)}:{_without_passwords(to_json(value))}" for path, value in answers.items())
+        pairs = (f"{json.dumps(path)}:{_URL_PASSWORD.sub(_HIDDEN, to_json(value))}" for path, value in answers.items())
         packer = self._packer.copy()
         text = (self._separator + ",".join(pairs)).encode()
         more = packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -277,14 +206,14 @@ def export_run(
     empty = len(bundle_page(static, data="", footer="x" * 2000).encode())
     data = _Data(watcher, run, max_bytes - empty - 100)
     answers = dict(data.ask(route) for route in _WHOLE)
+    answers |= dict(data.ask("/api/runs/{id}/questions", f"kind={kind}") for kind in ("step", "eval"))
     if not data.add(answers):
         raise UserError(f"--export: the run's metrics and configuration alone exceed {max_bytes / 1e6:.1f} MB")
     points = _add_curves(data, [metric["name"] for metric in answers[f"/api/runs/{run.id}/metrics"]["metrics"]])
-    steps = _choose_steps(run)
-    total = len(steps.wanted) + _NUM_TOKEN_VIEWS // _VIEWS_PER_STEP
-    added = _add_steps(data, steps.wanted, lambda done: on_progress(done, total))
-    num_rows, num_tokens = _add_tokens(data, added, lambda done: on_progress(len(steps.wanted) + done, total))
-    note = _note(run, steps, list(added), points=points, num_tokens=num_tokens, num_rows=num_rows)
+    available = [step for step, kinds in steps_on_disk(run.path).items() if "step" in kinds]
+    wanted = _choose_steps(run, available)
+    added = _add_steps(data, wanted, lambda done: on_progress(done, len(wanted)))
+    note = _note(run, len(available), added, points=points)
     page = bundle_page(static, data=data.base64(), footer=note)
     try:
         with write_file_atomically(file) as partial:
@@ -292,14 +221,6 @@ def export_run(
     except OSError as error:
         raise UserError(f"--export: {str(file)!r} cannot be written: {error.strerror}") from error
     return Report(len(page.encode()), note)
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """Steps of which completions are kept, and those to add, the most wanted first."""
-
-    available: Sequence[int]
-    wanted: Sequence[int]
 
 
 def _add_curves(data: _Data, names: Sequence[str]) -> int:
@@ -317,88 +238,50 @@ def _add_curves(data: _Data, names: Sequence[str]) -> int:
     return 0
 
 
-def _choose_steps(run: ViewedRun) -> _Steps:
-    """Choose the last and first step, those in which least was learned, and others evenly spread."""
-    available = [step for step, kinds in steps_on_disk(run.path).items() if "step" in kinds]
-    if not available:
-        return _Steps([], [])
+def _choose_steps(run: ViewedRun, available: Sequence[int]) -> list[int]:
+    """Choose the last and first step, those in which least was learned, and others evenly spread, also if few fit."""
     metrics = run.metrics
     equal = dict(zip(metrics.steps.tolist(), metrics.column("frac_reward_zero_std").tolist(), strict=True))
     least = sorted(available, key=lambda step: -np.nan_to_num(equal.get(step, 0.0)))[: _NUM_STEPS // 5]
-    places = np.unique(np.linspace(0, len(available) - 1, _NUM_STEPS).round().astype(int)).tolist()
-    # first halves, then quarters, then eighths: whatever fits is evenly spread
-    places.sort(key=lambda place: _bit_reversed(place, len(available)))
-    wanted = dict.fromkeys([available[-1], available[0], *least[:2], *(available[place] for place in places), *least])
-    return _Steps(available, list(wanted)[:_NUM_STEPS])
+    spread = [place for n in _SPREAD for place in np.linspace(0, len(available) - 1, n).round().astype(int).tolist()]
+    wanted = [*available[-1:], *available[:1], *least[:2], *(available[place] for place in spread if available), *least]
+    return list(dict.fromkeys(wanted))[:_NUM_STEPS]
 
 
-def _bit_reversed(index: int, length: int) -> int:
-    bits = max(1, (length - 1).bit_length())
-    return int(f"{index:0{bits}b}"[::-1], 2)
-
-
-def _add_steps(data: _Data, wanted: Sequence[int], on_done: Callable[[int], object]) -> dict[int, list[int]]:
-    """Add steps with all their groups while they fit. Returns the rows of completions of those that did."""
-    keep = data.left_chars * _TOKENS_SHARE
-    rows: dict[int, list[int]] = {}
-    listed: dict[int, Any] = {}
+def _add_steps(data: _Data, wanted: Sequence[int], on_done: Callable[[int], object]) -> list[int]:
+    """Add steps with all their groups while they fit. Returns those that did."""
+    steps: list[int] = []
     for num_done, step in enumerate(wanted, 1):
         path, of_step = data.ask("/api/runs/{id}/steps/{step}", f"sort=order&limit={MAX_GROUPS}", step=step)
         answers = {path.partition("?")[0]: of_step}
         for group in of_step["groups"]:
             answers.update([data.ask("/api/runs/{id}/steps/{step}/groups/{index}", step=step, index=group["index"])])
-        if data.add(answers, keep_chars=keep):
-            # the first of each group, then the second of each
-            members = itertools.zip_longest(*(group["rows"] for group in of_step["groups"]))
-            rows[step] = [row["row"] for turn in members for row in turn if row is not None]
-            listed[step] = {"step": step, "kinds": ["step"], "rows": len(rows[step])}
+        if data.add(_round(answers), keep_chars=_LIST_CHARS):
+            steps.append(step)
         on_done(num_done)
-    steps = sorted(rows)
-    ends = {"first": steps[0], "last": steps[-1]} if steps else {"first": None, "last": None}
-    data.add({f"/api/runs/{data.run.id}/steps": {"steps": [listed[step] for step in steps], **ends}})
-    return {step: rows[step] for step in steps}
+    listed = [{"step": step, "kinds": ["step"]} for step in sorted(steps)]
+    ends = {"first": min(steps, default=None), "last": max(steps, default=None)}
+    data.add({f"/api/runs/{data.run.id}/steps": {"steps": listed, **ends}})
+    return sorted(steps)
 
 
-def _add_tokens(
-    data: _Data, rows_of_steps: Mapping[int, Sequence[int]], on_done: Callable[[int], object]
-) -> tuple[int, int]:
-    """Add completions token by token, of each step in turn. Returns the number of completions, and of those added."""
-    turns = itertools.zip_longest(*([(step, row) for row in rows] for step, rows in rows_of_steps.items()))
-    wanted = [entry for turn in turns for entry in turn if entry is not None]
-    for num_added, (step, row) in enumerate(wanted):
-        if num_added == _NUM_TOKEN_VIEWS:
-            return len(wanted), num_added
-        path, value = data.ask("/api/runs/{id}/steps/{step}/completions/{row}", step=step, row=row)
-        if not data.add({path: _round(value)}):
-            return len(wanted), num_added
-        on_done(num_added // _VIEWS_PER_STEP)
-    return len(wanted), len(wanted)
-
-
-def _note(run: ViewedRun, steps: _Steps, added: Sequence[int], *, points: int, num_tokens: int, num_rows: int) -> str:
+def _note(run: ViewedRun, num_steps: int, added: Sequence[int], *, points: int) -> str:
     """Return the text below the page: what was exported when, and what was left out."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     sentences = [f"Exported from run {run.name} on {when}."]
-    if len(added) < len(steps.available):
+    if len(added) < num_steps:
         which = f": {', '.join(map(str, added))}" if added else ""
-        sentences.append(f"Completions: {len(added):,} of {len(steps.available):,} steps{which}.")
-    if num_tokens < num_rows:
-        sentences.append(f"Token by token: {num_tokens:,} of {num_rows:,} completions.")
+        sentences.append(f"Completions: {len(added):,} of {num_steps:,} steps{which}.")
     longest = max(len(run.metrics.steps), len(run.metrics.eval.steps))
     if points < longest:
         sentences.append(f"Curves: at most {points} of {longest:,} points, with the highest and lowest.")
-    sentences.append("Search and live updates need `cohort view`.")
+    sentences.append("Tokens, search, logs and live updates need `cohort view`.")
     return " ".join(sentences)
 
 
 def _num_chars(num_bytes: int) -> int:
     """Return the length of bytes in base64."""
     return (num_bytes + 2) // 3 * 4
-
-
-def _without_passwords(text: str) -> str:
-    """Hide the passwords of URLs, which completions, messages and paths may hold."""
-    return _URL_PASSWORD.sub(r"\1***@", text)
 
 
 def _round(value: Any) -> Any:

@@ -3,14 +3,16 @@
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -20,15 +22,65 @@ from cohort.health.metrics_table import MetricsBuilder, MetricsTable
 from cohort.run.files import format_line_numbers
 from cohort.run.provenance import hide
 from cohort_view.json_lines import JsonLines, parse_lines
-from cohort_view.records import Event, RunState, Status
-from cohort_view.values import inside, integer, number, text
+from cohort_view.values import inside, integer, number, ordinary, reason, text
+
+STEPS_SHOWN = 200
+KINDS = ("step", "replaced", "dropped", "eval")
+_COMPLETIONS_FILE = re.compile(rf"({'|'.join(KINDS)})-([0-9]{{1,15}})\.parquet")
 
 _MAX_FILE_BYTES = 4 << 20  # of config.yaml, plan.json and the like
 _READ_AT_ONCE_BYTES = 1 << 20  # of metrics.jsonl; the metrics of longer runs are read when they are asked for
 _TAIL_BYTES = 128 << 10  # of metrics.jsonl, read for the list of runs
 _LOOKED_AT = ("config.yaml", "plan.json", "summary.json", "status.json", "completions")
+_SMALL_FILES: Sequence[tuple[str, str, Callable[[str], object]]] = (  # the attribute, the file and what reads it
+    ("config", "config.yaml", read_yaml),
+    ("plan", "plan.json", json.loads),
+    ("summary", "summary.json", json.loads),
+    ("status", "status.json", json.loads),
+)
 _EVENTS_WITH_TEXT = ("start", "warning", "stop")  # in which secrets are hidden
 _FRESH_S = 60.0  # a run of another machine counts as running if it wrote its status this recently
+
+
+RunState = Literal["starting", "running", "finished", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A line of events.jsonl."""
+
+    timestamp: float  # Unix seconds; NaN if the line has none
+    step: int | None
+    event: str
+    values: Mapping[str, Any]  # all other keys, secrets hidden
+
+
+def steps_on_disk(run_path: Path) -> dict[int, tuple[str, ...]]:
+    """Return the kinds of completions files by step, in ascending order of steps, from file names alone."""
+    found: dict[int, list[str]] = {}
+    try:
+        names = os.listdir(inside(run_path, "completions"))
+    except OSError:
+        return {}
+    for name in names:
+        if match := _COMPLETIONS_FILE.fullmatch(name):
+            found.setdefault(int(match[2]), []).append(match[1])
+    return {step: tuple(sorted(found[step], key=KINDS.index)) for step in sorted(found)}
+
+
+def steps_around(run_path: Path, around: int | None = None) -> dict[str, Any]:
+    """List the steps of which completions are kept: those nearest to `around`, by default the last."""
+    by_step = steps_on_disk(run_path)
+    steps = list(by_step)
+    place = len(steps) - 1 if around is None else bisect_left(steps, around)
+    start = max(0, min(place - STEPS_SHOWN // 2, len(steps) - STEPS_SHOWN))
+    shown = [{"step": step, "kinds": by_step[step]} for step in steps[start : start + STEPS_SHOWN]]
+    return {"steps": shown, "first": steps[0] if steps else None, "last": steps[-1] if steps else None}
+
+
+def completions_name(kind: str, step: int) -> str:
+    """Return a completions file's name within the run folder."""
+    return f"completions/{kind}-{step:06d}.parquet"
 
 
 class ViewedRun:
@@ -43,9 +95,9 @@ class ViewedRun:
         config: content of config.yaml; None if it cannot be read.
         plan: content of plan.json; None if it cannot be read.
         summary: content of summary.json, which a finished run has.
-        status: content of status.json.
+        status: content of status.json; None if it cannot be read.
         events: lines of events.jsonl, but for the events `health`.
-        findings: those of the last event `health`; None if the run has recorded none.
+        findings: those of the last event `health`.
         gone: that the folder is gone or was emptied, as a sentence; None if it is there.
     """
 
@@ -56,9 +108,9 @@ class ViewedRun:
         self.config: Mapping[str, Any] | None = None
         self.plan: Mapping[str, Any] | None = None
         self.summary: Mapping[str, Any] | None = None
-        self.status: Status | None = None
+        self.status: Mapping[str, Any] | None = None
         self.events: list[Event] = []
-        self.findings: list[Finding] | None = None
+        self.findings: list[Finding] = []
         self.gone: str | None = None
         self.has_all_metrics = False  # else only the last ones were needed so far
         self._metrics = MetricsBuilder().table()
@@ -96,23 +148,19 @@ class ViewedRun:
     @property
     def state(self) -> RunState:
         """Whether the run is starting, running, finished or stopped, now."""
-        status = self.status
-        if status is not None and status.phase not in ("finished", "stopped") and _is_alive(status):
-            return "starting" if status.phase == "starting" else "running"
-        if self.summary is not None or (status is not None and status.phase == "finished"):
-            return "finished"
-        if status is None and self._changed_recently():
-            return "running"
-        return "stopped"
+        phase = text(self.status, "phase") or "stopped"
+        if phase not in ("finished", "stopped") and _is_alive(self.status):
+            return "starting" if phase == "starting" else "running"
+        return "finished" if self.summary is not None or phase == "finished" else "stopped"
 
     @property
     def updated(self) -> float | None:
         """Unix seconds of the last change to the run's small files."""
-        times = [self.status.timestamp] if self.status is not None else []
+        times = [number(self.status, "timestamp") or 0.0]
         for name in ("metrics.jsonl", "events.jsonl", "summary.json", "config.yaml"):
             with suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
-        return max((t for t in times if math.isfinite(t)), default=None)
+        return max(times) or None
 
     def refresh(self) -> set[str]:
         """Read what is new.
@@ -121,19 +169,10 @@ class ViewedRun:
             What changed, of "config", "plan", "summary", "status", "metrics", "events" and "completions".
         """
         with self._lock:
-            changed = {
-                part
-                for part, read in (
-                    ("config", self._read_config),
-                    ("plan", self._read_plan),
-                    ("summary", self._read_summary),
-                    ("status", self._read_status),
-                    ("metrics", self._read_metrics),
-                    ("events", self._read_events),
-                    ("completions", self._look_at_completions),
-                )
-                if read()
-            }
+            changed = {part for part, name, parse in _SMALL_FILES if self._read_mapping(part, name, parse)}
+            changed |= {"metrics"} if self._read_metrics() else set()
+            changed |= {"events"} if self._read_events() else set()
+            changed |= {"completions"} if self._has_changed("completions") else set()
             self._note_missing()
             if (gone := self._what_is_gone()) != self.gone:
                 self.gone = gone
@@ -143,18 +182,6 @@ class ViewedRun:
                 changed.add("status")
         return changed
 
-    def _read_config(self) -> bool:
-        return self._read_mapping("config", "config.yaml", read_yaml)
-
-    def _read_plan(self) -> bool:
-        return self._read_mapping("plan", "plan.json", json.loads)
-
-    def _read_summary(self) -> bool:
-        return self._read_mapping("summary", "summary.json", json.loads)
-
-    def _read_status(self) -> bool:
-        return self._read_mapping("status", "status.json", lambda content: _status(json.loads(content)))
-
     def _read_mapping(self, part: str, name: str, parse: Callable[[str], object]) -> bool:
         """Read a small file into the attribute `part` if it changed."""
         if not self._has_changed(name):
@@ -162,20 +189,17 @@ class ViewedRun:
         self._problems.pop(name, None)
         value = None
         try:
-            file = inside(self.path, name)
-            stat = file.stat()
-            if not S_ISREG(stat.st_mode):
-                raise ValueError("not a file")
-            if stat.st_size > _MAX_FILE_BYTES:
+            file = ordinary(self.path, name)
+            if file.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError("too large")
             value = parse(file.read_text(encoding="utf-8"))
-            if not isinstance(value, Mapping | Status):
+            if not isinstance(value, Mapping):
                 raise ValueError("not a mapping of keys")
         except FileNotFoundError:
-            value = None
+            pass
         except (OSError, ValueError, TypeError, RecursionError) as error:
             value = None
-            self._problems[name] = f"{name} cannot be read: {_reason(error)}"
+            self._problems[name] = f"{name} cannot be read: {reason(error)}"
         setattr(self, part, value)
         return True
 
@@ -186,7 +210,7 @@ class ViewedRun:
         if not self._has_changed("metrics.jsonl"):
             return False
         try:
-            with inside(self.path, "metrics.jsonl").open("rb") as file:
+            with ordinary(self.path, "metrics.jsonl").open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > _READ_AT_ONCE_BYTES:
                     file.seek(size - _TAIL_BYTES)
@@ -215,7 +239,7 @@ class ViewedRun:
                 self._bad_lines += [self._num_lines + n for n, is_row in enumerate(are_rows, 1) if not is_row]
                 self._num_lines += len(are_rows)
         except OSError as error:
-            self._problems["metrics.jsonl"] = f"metrics.jsonl cannot be read: {_reason(error)}"
+            self._problems["metrics.jsonl"] = f"metrics.jsonl cannot be read: {reason(error)}"
         else:
             if self._bad_lines:
                 lines = format_line_numbers(self._bad_lines)
@@ -231,7 +255,7 @@ class ViewedRun:
                 return False
             self._problems.pop("events.jsonl", None)
             if change == "rewritten":
-                self.events, self.findings = [], None
+                self.events, self.findings = [], []
             events, health = list(self.events), None
             inside(self.path, "events.jsonl")
             for block in self._events_file.blocks() if self._events_file.exists else ():
@@ -244,11 +268,8 @@ class ViewedRun:
             if health is not None:
                 self.findings = findings_in(health)
         except OSError as error:
-            self._problems["events.jsonl"] = f"events.jsonl cannot be read: {_reason(error)}"
+            self._problems["events.jsonl"] = f"events.jsonl cannot be read: {reason(error)}"
         return True
-
-    def _look_at_completions(self) -> bool:
-        return self._has_changed("completions")
 
     def _has_changed(self, name: str) -> bool:
         found: tuple[int, ...] | None = None
@@ -287,31 +308,6 @@ class ViewedRun:
         seen = self._seen.get("metrics.jsonl") is not None
         return self._metrics_file.exists if self.has_all_metrics else seen
 
-    def _changed_recently(self) -> bool:
-        """Whether a run of a version without status.json wrote metrics a short time ago."""
-        try:
-            return time.time() - (self.path / "metrics.jsonl").stat().st_mtime < _FRESH_S
-        except OSError:
-            return False
-
-
-def _status(value: Any) -> Status:
-    """Return the status in the JSON of a file; raises ValueError if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("phase"), str):
-        raise ValueError("no phase")
-    return Status(
-        timestamp=number(value, "timestamp") or 0.0,
-        phase=value["phase"],
-        pid=integer(value, "pid"),
-        host=text(value, "host"),
-        step=integer(value, "step"),
-        steps=integer(value, "steps"),
-        phase_since=number(value, "phase_since"),
-        done=number(value, "done"),
-        total=number(value, "total"),
-        started=number(value, "started"),
-    )
-
 
 def _event(row: Mapping[str, Any]) -> Event:
     timestamp, event = number(row, "timestamp"), str(row.get("event"))
@@ -324,25 +320,14 @@ def _event(row: Mapping[str, Any]) -> Event:
     )
 
 
-def _is_alive(status: Status) -> bool:
+def _is_alive(status: Mapping[str, Any] | None) -> bool:
     """Whether the process that wrote a status still runs; on another machine, whether it wrote it just now."""
-    if status.host != socket.gethostname() or status.pid is None:
-        return time.time() - status.timestamp < _FRESH_S
-    began = _process_start(status.pid)
-    # a process that began after the status was written has only the same number
-    return began is not None and began <= status.timestamp + 1.0
-
-
-def _process_start(pid: int) -> float | None:
-    """Return when a process began, in Unix seconds; None if it has ended, even if its parent has not collected it."""
+    written, pid = number(status, "timestamp") or 0.0, integer(status, "pid")
+    if text(status, "host") != socket.gethostname() or pid is None:
+        return time.time() - written < _FRESH_S
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        # one that began after the status was written has only the same number; a zombie has ended
+        return process.create_time() <= written + 1.0 and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError):  # none has this number, or could have it
-        return None
-
-
-def _reason(error: Exception) -> str:
-    """Say in one line why a file cannot be read."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return " ".join(reason.split())[:200]
+        return False

@@ -5,74 +5,44 @@ import io
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from cohort.health.metrics_table import MetricsTable
 from cohort.metrics.catalogue import describe
-from cohort.run.files import checkpoints
-from cohort_view.records import (
-    Curve,
-    Curves,
-    Event,
-    FloatArray,
-    IntArray,
-    Mark,
-    MarkKind,
-    MessageLevel,
-    MetricInfo,
-    MetricList,
-    RunMessage,
-)
-from cohort_view.run import ViewedRun
-
-if TYPE_CHECKING:
-    from cohort_view.run import ViewedRun
+from cohort.records import FloatArray, IntArray
+from cohort_view.run import Event, ViewedRun
 
 
 class WallTime:
     """Seconds since the start of a run.
 
-    Runs of versions that wrote no timestamps have the running sum of `step_time` instead, without evaluations.
-
     Attributes:
         table: the run's metrics at this moment.
-        start: Unix seconds; None if unknown.
+        start: Unix seconds; None if the run has neither events nor metrics.
         train: [rows of the metrics] seconds.
         eval: [rows of the evaluations] seconds.
     """
 
-    def __init__(self, run: "ViewedRun"):
+    def __init__(self, run: ViewedRun):
         self.table = table = run.metrics
         times, eval_times = table.timestamps, table.eval.timestamps
         starts = [event.timestamp for event in run.events if event.event == "start" and math.isfinite(event.timestamp)]
+        # without the event: when step 1 began
         known = [times[:1] - np.nan_to_num(table.column("step_time")[:1]), eval_times[:1]]
-        self.start: float | None = min([*starts[:1], *(float(t[0]) for t in known if len(t))], default=None)
-        self.is_measured = self.start is not None and bool(
-            np.isfinite(times).all() and np.isfinite(eval_times).all() and math.isfinite(self.start)
-        )
-        if self.is_measured and self.start is not None:
-            # never backward, as when the machine's clock was set
-            self.train, self.eval = (np.maximum.accumulate(t - self.start) for t in (times, eval_times))
-            return
-        self.start = starts[0] if starts else None
-        self.train = np.cumsum(np.nan_to_num(table.column("step_time")))
-        self.eval = self._at_steps(table.eval.steps)
+        self.start = min([*starts[:1], *(float(t[0]) for t in known if np.isfinite(t).all() and len(t))], default=None)
+        # never backward, as when the machine's clock was set
+        self.train, self.eval = (np.fmax.accumulate(t - (self.start or 0.0)) for t in (times, eval_times))
 
     def at(self, timestamp: float | None, step: int | None) -> float | None:
         """Return the place of an event on the axis; None if it is unknown."""
-        if self.is_measured and self.start is not None and timestamp is not None and math.isfinite(timestamp):
+        if self.start is not None and timestamp is not None and math.isfinite(timestamp):
             return timestamp - self.start
-        return None if step is None else float(self._at_steps(np.array([step]))[0])
-
-    def axis(self, step: int, x: str) -> float | None:
-        """Return the place of a step on the axis `step` or `time`."""
-        return float(step) if x == "step" else self.at(None, step)
-
-    def _at_steps(self, steps: "np.ndarray") -> FloatArray:
-        rows = np.searchsorted(self.table.steps, steps, side="right")
-        return np.concatenate(([0.0], self.train))[rows]
+        if step is None:
+            return None
+        row = int(np.searchsorted(self.table.steps, step, side="right"))
+        return float(self.train[row - 1]) if row else 0.0
 
 
 Axis = Literal["step", "time"]
@@ -85,12 +55,12 @@ _FAULT = re.compile(
 )
 
 
-def messages(run: ViewedRun) -> list[RunMessage]:
-    """Return what the run told its user, in order: faults, warnings and notes."""
+def messages(run: ViewedRun) -> list[dict[str, Any]]:
+    """Return what the run told its user, in order; the level is "fault", "warning" or "note"."""
     return [_message(event) for event in run.events if event.event == "warning"]
 
 
-def marks(run: ViewedRun, x: Axis, *, most: int | None = None) -> list[Mark]:
+def marks(run: ViewedRun, x: Axis, *, most: int | None = None) -> list[dict[str, Any]]:
     """Return what happened to a run, in the order of the axis. Notes are left out.
 
     Args:
@@ -99,7 +69,7 @@ def marks(run: ViewedRun, x: Axis, *, most: int | None = None) -> list[Mark]:
         most: leave out checkpoints, or evaluations, if there are more than this.
     """
     times = WallTime(run)
-    found: list[tuple[float | None, MarkKind, str]] = []
+    found: list[tuple[float | None, str, str]] = []
     has_started = False
     step: int | None = None
     for event in run.events:
@@ -108,10 +78,8 @@ def marks(run: ViewedRun, x: Axis, *, most: int | None = None) -> list[Mark]:
         step = event.step if event.step is not None else step
         if mark is not None:
             found.append((step if x == "step" else times.at(event.timestamp, step), *mark))
-    if not run.events:  # of a version that wrote none: what its folder and metrics tell
-        found += [(times.axis(step, x), "checkpoint", f"Checkpoint after step {step}") for step in _saved_steps(run)]
-        found += [(times.axis(int(step), x), "evaluation", "Evaluation") for step in run.metrics.eval.steps]
-    found += [(times.axis(step, x), "fault", text) for step, text in _out_of_memory(run)]
+    for step, text in _out_of_memory(run):
+        found.append((step if x == "step" else times.at(None, step), "fault", text))
     for kind in ("checkpoint", "evaluation"):
         if most is not None and sum(k == kind for _, k, _ in found) > most:
             found = [mark for mark in found if mark[1] != kind]
@@ -121,18 +89,18 @@ def marks(run: ViewedRun, x: Axis, *, most: int | None = None) -> list[Mark]:
         ordered = [
             mark for i, mark in enumerate(ordered) if mark[1] not in again or mark not in ordered[max(0, i - 1) : i]
         ]
-    return [Mark(x=at, kind=kind, text=text) for at, kind, text in ordered]
+    return [{"x": at, "kind": kind, "text": text} for at, kind, text in ordered]
 
 
-def _mark(event: Event, *, has_started: bool) -> tuple[MarkKind, str] | None:
+def _mark(event: Event, *, has_started: bool) -> tuple[str, str] | None:
     """Return the kind and text of an event's mark; None for an event that gets none."""
     if event.event == "warning":
         message = _message(event)
-        if message.level == "note" or "out of memory" in message.text:  # metrics tell the steps of the latter
+        if message["level"] == "note" or "out of memory" in message["text"]:  # metrics tell the steps of the latter
             return None
-        if message.text.startswith("stopped by "):  # the event "stop" says it too
+        if message["text"].startswith("stopped by "):  # the event "stop" says it too
             return None
-        return ("fault" if message.level == "fault" else "warning"), message.text
+        return message["level"], message["text"]
     if event.event == "start" and has_started:
         return "restart", f"Restarted after step {event.values.get('steps_done', event.step)}"
     if event.event == "stop":
@@ -143,17 +111,11 @@ def _mark(event: Event, *, has_started: bool) -> tuple[MarkKind, str] | None:
     return ("evaluation", "Evaluation") if event.event == "evaluation" else None
 
 
-def _message(event: Event) -> RunMessage:
+def _message(event: Event) -> dict[str, Any]:
     text = str(event.values.get("text", ""))
-    level: MessageLevel = "warning" if text.startswith(_WARNING) else "fault" if _FAULT.search(text) else "note"
-    return RunMessage(timestamp=event.timestamp, step=event.step, level=level, text=text.removeprefix(_WARNING))
-
-
-def _saved_steps(run: ViewedRun) -> list[int]:
-    try:
-        return [int(path.name.removeprefix("step-")) for path in checkpoints(run.path / "checkpoints")]
-    except OSError:
-        return []
+    level = "warning" if text.startswith(_WARNING) else "fault" if _FAULT.search(text) else "note"
+    text = text.removeprefix(_WARNING).removeprefix(f"step {event.step}: ")
+    return {"timestamp": event.timestamp, "step": event.step, "level": level, "text": text}
 
 
 def _out_of_memory(run: ViewedRun) -> list[tuple[int, str]]:
@@ -173,7 +135,7 @@ def curves(
     start: float | None = None,
     stop: float | None = None,
     points: int = 800,
-) -> Curves:
+) -> dict[str, Any]:
     """Return metrics of runs, downsampled.
 
     Args:
@@ -192,7 +154,7 @@ def curves(
             rows = _table_with(table, name)
             at = np.asarray(rows.steps, np.float64) if x == "step" else times.train if rows is table else times.eval
             found.append(_curve(run.id, name, at, rows.column(name), start, stop, points))
-    return Curves(curves=found, marks={run.id: marks(run, x, most=_MOST_REGULAR_MARKS) for run in runs})
+    return {"curves": found, "marks": {run.id: marks(run, x, most=_MOST_REGULAR_MARKS) for run in runs}}
 
 
 def curves_csv(runs: Sequence[ViewedRun], names: Sequence[str]) -> Iterator[str]:
@@ -212,24 +174,24 @@ def _cell(value: float) -> str:
     return repr(value) if np.isfinite(value) else ""
 
 
-def metrics_list(run: ViewedRun) -> MetricList:
+def metrics_list(run: ViewedRun) -> dict[str, Any]:
     """Return the metrics that a run has, in the order of its file."""
     found = []
     for kind, table in (("train", run.metrics), ("eval", run.metrics.eval)):
         for name in table.names:
             metric = describe(name)
             found.append(
-                MetricInfo(
-                    name=name,
-                    group=metric.group,
-                    kind="eval" if kind == "eval" else "train",
-                    unit=metric.unit,
-                    description=metric.description,
-                    last=table.last(name),
-                    num_points=int(np.isfinite(table.column(name)).sum()),
-                )
+                {
+                    "name": name,
+                    "group": metric.group,
+                    "kind": kind,
+                    "unit": metric.unit,
+                    "description": metric.description,
+                    "last": table.last(name),
+                    "num_points": int(np.isfinite(table.column(name)).sum()),
+                }
             )
-    return MetricList(metrics=found)
+    return {"metrics": found}
 
 
 def downsample(values: FloatArray, points: int) -> IntArray:
@@ -284,7 +246,7 @@ def _table_with(table: MetricsTable, name: str) -> MetricsTable:
 
 def _curve(
     run: str, name: str, x: FloatArray, y: FloatArray, start: float | None, stop: float | None, points: int
-) -> Curve:
+) -> dict[str, Any]:
     is_inside = np.full(len(x), True)
     if start is not None:
         is_inside &= x >= start
@@ -296,7 +258,8 @@ def _curve(
     x, y = x[is_inside], y[is_inside]
     kept = downsample(y, points)
     means = bucket_means(y, points)[kept] if len(kept) < len(y) else None
-    return Curve(run=run, name=name, x=x[kept], y=y[kept], total=int(np.isfinite(y).sum()), means=means)
+    total = int(np.isfinite(y).sum())  # before downsampling
+    return {"run": run, "name": name, "x": x[kept], "y": y[kept], "total": total, "means": means}
 
 
 def _csv_line(cells: Sequence[str]) -> str:

@@ -1,14 +1,9 @@
-"""One completion, token by token, with the texts of tokens from the run's tokenizer.json.
+"""One completion, token by token, with the texts of tokens from the run's tokenizer.json."""
 
-Decoding with the library joins tokens and drops special ones. Here each token has a text of its own, also one that is
-only some bytes of a character. Reading only the vocabulary takes a fraction of the time and memory of a tokenizer.
-"""
-
-import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,118 +11,90 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from cohort.errors import describe_error
-from cohort_view.completions import (
-    FileCache,
-    ParquetRows,
-    completions_name,
-    numbers,
-    optional_text,
-    parse_prompt,
-    step_index,
-)
-from cohort_view.groups import RunFiles, group_completion, row_values
-from cohort_view.records import BoolArray, Completion, FloatArray, IntArray, ShownTokens, TokenColumns
+from cohort.records import BoolArray, FloatArray, IntArray
+from cohort_view.completions import FileCache, ParquetRows, numbers, step_index
+from cohort_view.run import ViewedRun, completions_name
 from cohort_view.values import get, inside, text
 
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES = 200 << 20
+_MAX_ID = 1 << 32
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_BOUNDARY = "▁"  # SentencePiece's space
+_REPLACEMENT = "\ufffd"  # in a text, for bytes that are no whole character
+_ANCHOR = "a"  # decoders treat the first and the last token of a text differently: each token is decoded between two
 
 
-class Vocabulary:
-    """Texts of tokens by id."""
+class TokenTexts:
+    """Texts of tokens by id: what each adds to a text that has others before and after it."""
 
-    def __init__(self, tokenizer: Mapping[str, Any]):
-        """Read the content of a tokenizer.json."""
-        model = tokenizer["model"]
-        entries = model["vocab"]
-        if isinstance(entries, Mapping):
-            self._tokens = {int(i): str(token) for token, i in entries.items()}
-        else:  # Unigram: tokens with their scores
-            self._tokens = {i: str(entry[0]) for i, entry in enumerate(entries)}
-        added = tokenizer.get("added_tokens") or ()
-        self._added = {int(token["id"]): str(token["content"]) for token in added}
-        self._special = {int(token["id"]) for token in added if token.get("special")}
-        self._kinds = _kinds_in(tokenizer.get("decoder"))
-        self._prefix = model.get("continuing_subword_prefix") or "##"
-        self._suffix = model.get("end_of_word_suffix") or ""
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Decode nothing yet."""
+        decoder = tokenizer.decoder
+        self._id_to_token: Callable[[int], str | None] = tokenizer.id_to_token
+        self._decode: Callable[[list[str]], str] = " ".join if decoder is None else decoder.decode
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._before = self._decode([_ANCHOR])
+        self._after = self._decode([_ANCHOR, _ANCHOR])[len(self._before) :]
         self._known: dict[int, tuple[str | None, bool]] = {}
 
-    def columns(self, ids: Sequence[int]) -> TokenColumns:
+    def columns(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return the tokens' texts, None where an id is not in the vocabulary."""
         found = [self._text(i) for i in ids]
-        return TokenColumns(
-            ids=ids,
-            texts=[text for text, _ in found],
-            special=[i in self._special for i in ids],
-            bytes=[partial for _, partial in found],
-        )
-
-    def token_bytes(self, i: int) -> bytes | None:
-        """Return the UTF-8 bytes that a token stands for."""
-        if i in self._added:
-            return self._added[i].encode("utf-8", errors="replace")
-        token = self._tokens.get(i)
-        if token is None:
-            return None
-        if "ByteLevel" in self._kinds:
-            table = _byte_level_table()
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode("utf-8", errors="replace")
-        if "ByteFallback" in self._kinds and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        if "WordPiece" in self._kinds:
-            continues = token.startswith(self._prefix)
-            token = token.removeprefix(self._prefix) if continues else f" {token}"
-        elif "BPEDecoder" in self._kinds and self._suffix and token.endswith(self._suffix):
-            token = token.removesuffix(self._suffix) + " "
-        elif self._kinds & {"Metaspace", "Replace"}:
-            token = token.replace(_WORD_BOUNDARY, " ")
-        return token.encode("utf-8", errors="replace")
+        return {
+            "ids": ids,
+            "texts": [text for text, _ in found],
+            "special": [i in self._special for i in ids],
+            "bytes": [partial for _, partial in found],
+        }
 
     def _text(self, i: int) -> tuple[str | None, bool]:
-        """Return a token's text, and whether it shows bytes that are no whole character."""
+        """Return a token's text, and whether it shows bytes that are no whole character, such as "\\xf0\\x9f"."""
         if i not in self._known:
-            raw = self.token_bytes(i)
-            self._known[i] = (None, False) if raw is None else visible_text(raw)
+            token = self._id_to_token(i) if 0 <= i < _MAX_ID else None
+            self._known[i] = (None, False) if token is None else self._text_of(token)
         return self._known[i]
 
+    def _text_of(self, token: str) -> tuple[str, bool]:
+        between = self._decode([_ANCHOR, token, _ANCHOR])
+        text = between[len(self._before) : len(between) - len(self._after)]
+        if _REPLACEMENT not in text or _REPLACEMENT in token:
+            return text, False
+        raw = _bytes_of(token)
+        try:
+            return raw.decode(), False
+        except UnicodeDecodeError:
+            return raw.decode(errors="backslashreplace"), True
 
-def visible_text(raw: bytes) -> tuple[str, bool]:
-    r"""Decode UTF-8, with bytes that are no whole character as "\xf0"; return whether there are any."""
-    try:
-        return raw.decode("utf-8"), False
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", errors="backslashreplace"), True
 
-
-def _kinds_in(decoder: Any) -> frozenset[str]:
-    """Return the types of a tokenizer's decoders."""
-    if not isinstance(decoder, Mapping):
-        return frozenset()
-    inner = [kind for part in decoder.get("decoders") or () for kind in _kinds_in(part)]
-    return frozenset([str(decoder.get("type")), *inner])
+def _bytes_of(token: str) -> bytes:
+    """Return the bytes of a token that is no text by itself: `<0xF0>`, or characters that stand for a byte each."""
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    table = _byte_level_table()
+    return b"".join(table.get(character) or character.encode() for character in token)
 
 
 @cache
-def _byte_level_table() -> Mapping[str, int]:
-    """Return the bytes that the characters of byte-level BPE stand for (GPT-2's bytes_to_unicode, inverted)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _byte_level_table() -> Mapping[str, bytes]:
+    """Return the bytes of the characters of byte-level BPE: printable bytes are themselves, the others follow."""
+    alphabet = sorted(ByteLevel.alphabet())
+    printable = [character for character in alphabet if ord(character) < 256]
+    others = [byte for byte in range(256) if chr(byte) not in printable]
+    of_bytes = [*map(ord, printable), *others]
+    return {character: bytes([byte]) for character, byte in zip(alphabet, of_bytes, strict=True)}
 
 
-_VOCABULARIES: FileCache[Vocabulary | None] = FileCache(2)
+_TOKENIZERS: FileCache[TokenTexts] = FileCache(2)
 
 
-def find_vocabulary(
+def find_tokenizer(
     run_path: Path, config: Mapping[str, Any] | None
-) -> tuple[Vocabulary | None, Path | None, list[str]]:
-    """Return a run's vocabulary, the file that it is from, and why others could not be read.
+) -> tuple[TokenTexts | None, Path | None, list[str]]:
+    """Return the texts of a run's tokens, the file that they are from, and why others could not be read.
 
     Searches final/, the checkpoints, newest first, and `model.path` if it is a folder.
     """
@@ -137,11 +104,11 @@ def find_vocabulary(
         try:
             if not inside(folder, name).is_file():
                 continue
-            vocabulary = _VOCABULARIES.get(path, lambda path=path: _read(path))  # type: ignore[misc]
+            texts = _TOKENIZERS.get(path, lambda path=path: _read(path))  # type: ignore[misc]
         except Exception as error:  # a damaged file can raise anything
             problems.append(f"{path} cannot be read: {describe_error(error, 200)}.")
             continue
-        return vocabulary, path, problems
+        return texts, path, problems
     problems.append("Tokens are shown as ids: no tokenizer.json in final/, checkpoints/ or the folder of model.path.")
     return None, None, problems
 
@@ -163,10 +130,15 @@ def _number(name: str) -> int:
     return int(digits) if digits.isdecimal() and len(digits) < 16 else -1
 
 
-def _read(path: Path) -> Vocabulary:
+def _read(path: Path) -> TokenTexts:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES >> 20} MB")
-    return Vocabulary(json.loads(path.read_bytes()))
+    try:
+        return TokenTexts(Tokenizer.from_file(str(path)))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # how the library fails on some damaged files: no Exception
+            raise
+        raise ValueError(str(error)) from error
 
 
 TOKENS_SHOWN = 20_000
@@ -187,8 +159,10 @@ class _Sequence:
     recorded: Mapping[str, FloatArray]  # [T] each, NaN where not computed
 
 
-def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, limit: int = TOKENS_SHOWN) -> Completion:
-    """Return one row of a completions file with everything known per token.
+def completion(
+    run: ViewedRun, step: int, kind: str, row: int, offset: int = 0, limit: int = TOKENS_SHOWN
+) -> dict[str, Any]:
+    """Return the tokens of one row of a completions file with everything known per token.
 
     Args:
         run: run folder.
@@ -201,38 +175,32 @@ def completion(run: RunFiles, step: int, kind: str, row: int, offset: int = 0, l
     name = completions_name(kind, step)
     index = step_index(run.path, kind, step, run.config)
     file = ParquetRows(run.path, name)
-    offset, limit = max(0, offset), max(0, min(limit, MAX_TOKENS))
+    asked = {"step": step, "kind": kind, "row": row, "offset": offset, "limit": limit}
     if not 0 <= row < min(file.num_rows, index.num_rows):
         problems = index.problems or (f"{name} has no row {row}: it has {file.num_rows}.",)
-        return Completion(step=step, kind=kind, row=row, offset=offset, limit=limit, problems=problems)
-    values = dict(row_values(file, range(row, row + 1), without=_LISTS))[row]
+        return {**asked, "sequences": [], "num_tokens": 0, "recorded": False, "problems": problems}
     lists = file.read(_LISTS, range(row, row + 1))
-    group = index.group_of(row)
-    shown = group_completion(row, values, index)
     tokens = ParquetRows(run.path, tokens_name(step)) if kind == "step" else None
     recorded = tokens is not None and bool(tokens.names)
     of_tokens = _recorded(tokens, row, file.num_rows) if tokens is not None and recorded else {}
+    sequences: list[_Sequence] = []
+    with file.noting_problems():
+        sequences = _sequences(lists, of_tokens)
     problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens)]
-    sequences = _sequences(lists, of_tokens, problems, name)
-    vocabulary, tokenizer, of_vocabulary = find_vocabulary(run.path, run.config)
-    return Completion(
-        **{field.name: getattr(shown, field.name) for field in fields(shown)},
-        step=step,
-        kind=kind,
-        group=group,
-        prompt=parse_prompt(optional_text(values.get("prompt"), cut=False), index.are_chats[group]),
-        sequences=_shown(sequences, vocabulary, offset, limit),
-        num_tokens=sum(len(sequence.ids) for sequence in sequences),
-        offset=offset,
-        limit=limit,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        recorded=recorded,
-        trained=_is_trained(of_tokens),
-        problems=tuple(dict.fromkeys([*problems, *of_vocabulary])),
-    )
+    texts, tokenizer, of_tokenizer = find_tokenizer(run.path, run.config)
+    return {
+        **asked,
+        "group": index.group_of(row),
+        "sequences": _shown(sequences, texts, offset, limit),
+        "num_tokens": sum(len(sequence.ids) for sequence in sequences),  # after the prompts, sent or not
+        "tokenizer": None if tokenizer is None else str(tokenizer),  # file that the texts of tokens come from
+        "recorded": recorded,  # whether there is a file of `run.record_tokens` for the step
+        "trained": _is_trained(of_tokens),  # whether the recorded tokens have a gradient; None if it is not known
+        "problems": list(dict.fromkeys([*problems, *of_tokenizer])),
+    }
 
 
-def _tokens_problems(run: RunFiles, step: int, tokens: ParquetRows | None) -> Sequence[str]:
+def _tokens_problems(run: ViewedRun, step: int, tokens: ParquetRows | None) -> Sequence[str]:
     """Return what is wrong with the step's file in `tokens/`; `tokens` is None for completions that have none."""
     if tokens is None:
         return ()
@@ -266,10 +234,12 @@ def _is_trained(recorded: Mapping[str, FloatArray]) -> bool | None:
     return bool(np.isfinite(recorded["logprobs"]).any()) if "logprobs" in recorded else None
 
 
-def _sequences(
-    lists: Mapping[str, pa.ChunkedArray], recorded: Mapping[str, FloatArray], problems: list[str], name: str
-) -> list[_Sequence]:
-    """Divide a row's tokens into its sequences."""
+def _sequences(lists: Mapping[str, pa.ChunkedArray], recorded: Mapping[str, FloatArray]) -> list[_Sequence]:
+    """Divide a row's tokens into its sequences.
+
+    Raises:
+        ValueError: columns have different numbers of values.
+    """
     prompt_ids, sampled_ids = (_ids(lists.get(key)) for key in ("prompt_token_ids", "completion_token_ids"))
     logprobs = _list(lists.get("sampling_logprobs"))
     of_sequences = _lists(lists.get("sequence_token_ids"))
@@ -279,20 +249,20 @@ def _sequences(
         starts = [0]
     else:
         all_ids = [np.nan_to_num(ids).astype(np.int64) for ids in of_sequences]
-        total = sum(map(len, all_ids))
         mask = np.concatenate([np.zeros(0, bool), *(np.nan_to_num(m).astype(bool) for m in masks or ())])
-        if len(mask) != total:
-            problems.append(f"{name}: the loss mask of the row has {len(mask)} values for {total} tokens.")
-            mask = np.zeros(total, bool)
         bounds = np.cumsum([0, *map(len, all_ids)])
         starts = [_first(mask[a:b]) for a, b in pairwise(bounds.tolist())]
         context = [ids[:start] for ids, start in zip(all_ids, starts, strict=True)]
-    aligned = _aligned(recorded, len(mask), problems)
-    sampling = _scatter(logprobs, mask, problems, name)
+    if any(len(v) != len(mask) for v in (np.concatenate(all_ids or [mask]), *recorded.values())):
+        raise ValueError("the row's columns, or those in tokens/, have different numbers of tokens")
+    sampling = None
+    if logprobs is not None:
+        sampling = np.full(len(mask), np.nan)
+        sampling[np.flatnonzero(mask)[: len(logprobs)]] = logprobs
     sequences, at = [], 0
     for ids, before, start in zip(all_ids, context, starts, strict=True):
         part = slice(at + start, at + len(ids))
-        of_part = {key: values[part] for key, values in aligned.items()}
+        of_part = {key: values[part] for key, values in recorded.items()}
         sampling_part = None if sampling is None else sampling[part]
         sequences.append(
             _Sequence(
@@ -312,27 +282,7 @@ def _first(mask: BoolArray) -> int:
     return int(mask.argmax()) if mask.any() else 0
 
 
-def _aligned(recorded: Mapping[str, FloatArray], length: int, problems: list[str]) -> dict[str, FloatArray]:
-    """Keep recorded columns that have one value per token."""
-    for key, values in recorded.items():
-        if len(values) != length:
-            problems.append(f"Recorded {key} have {len(values)} values for {length} tokens.")
-    return {key: values for key, values in recorded.items() if len(values) == length}
-
-
-def _scatter(logprobs: FloatArray | None, mask: BoolArray, problems: list[str], name: str) -> FloatArray | None:
-    """Put the logprobs of the sampled tokens into their places among all tokens."""
-    if logprobs is None:
-        return None
-    if len(logprobs) != mask.sum():
-        problems.append(f"{name}: the row has {len(logprobs)} sampling logprobs for {mask.sum()} sampled tokens.")
-        return None
-    placed = np.full(len(mask), np.nan)
-    placed[mask] = logprobs
-    return placed
-
-
-def _shown(sequences: Sequence[_Sequence], vocabulary: Vocabulary | None, offset: int, limit: int) -> list[ShownTokens]:
+def _shown(sequences: Sequence[_Sequence], texts: TokenTexts | None, offset: int, limit: int) -> list[dict[str, Any]]:
     """Return the sequences with `limit` tokens after the first `offset`."""
     shown, before = [], 0
     for sequence in sequences:
@@ -342,17 +292,17 @@ def _shown(sequences: Sequence[_Sequence], vocabulary: Vocabulary | None, offset
         recorded = {key: values[part] for key, values in sequence.recorded.items()}
         sampling = None if sequence.sampling_logprobs is None else sequence.sampling_logprobs[part]
         shown.append(
-            ShownTokens(
-                prompt_tokens=len(sequence.prompt_ids),
-                prompt=_columns(sequence.prompt_ids[-PROMPT_TOKENS_SHOWN:], vocabulary),
-                num_tokens=len(sequence.ids),
-                offset=start,
-                tokens=_columns(sequence.ids[part], vocabulary),
-                loss_mask=sequence.loss_mask[part].tolist(),
-                sampling_logprobs=_values(sampling),
-                ratios=_values(_ratios(recorded.get("logprobs"), sampling)),
+            {
+                "prompt_tokens": len(sequence.prompt_ids),
+                "prompt": _columns(sequence.prompt_ids[-PROMPT_TOKENS_SHOWN:], texts),
+                "num_tokens": len(sequence.ids),
+                "offset": start,
+                "tokens": _columns(sequence.ids[part], texts),
+                "loss_mask": sequence.loss_mask[part].tolist(),
+                "sampling_logprobs": _values(sampling),
+                "ratios": _values(_ratios(recorded.get("logprobs"), sampling)),
                 **{key: _values(recorded.get(key)) for key in RECORDED},
-            )
+            }
         )
         before += len(sequence.ids)
     return shown
@@ -366,11 +316,11 @@ def _ratios(logprobs: FloatArray | None, sampling_logprobs: FloatArray | None) -
         return np.exp(logprobs - sampling_logprobs)
 
 
-def _columns(ids: IntArray, vocabulary: Vocabulary | None) -> TokenColumns:
+def _columns(ids: IntArray, texts: TokenTexts | None) -> dict[str, Any]:
     as_list = ids.tolist()
-    if vocabulary is None:
-        return TokenColumns(ids=as_list, texts=None, special=None, bytes=None)
-    return vocabulary.columns(as_list)
+    if texts is None:
+        return {"ids": as_list, "texts": None, "special": None, "bytes": None}
+    return texts.columns(as_list)
 
 
 def _values(values: FloatArray | None) -> list[float | None] | None:

@@ -8,10 +8,35 @@ from typing import Any
 
 import pytest
 
-from viewed_runs import HOSTILE_NAME, break_files, fill_with_hostile_text, served, start_training
+from viewed_runs import (
+    HOSTILE_NAME,
+    break_files,
+    fill_with_hostile_text,
+    go,
+    served,
+    start_training,
+    write_made_up_run,
+)
 from waiting import PATIENCE_S
 
 TIMEOUT_MS = 15_000
+OWN = '''
+def constant(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def look_up(name: str) -> str:
+    """Look up what a person wants, or what a thing costs in dollars.
+
+    Args:
+        name: a person, or a thing
+    """
+    raise LookupError(f"there is nothing about {name!r}")
+'''
+FINDINGS = [
+    {"rule": "any", "level": level, "text": text, "advice": "Read some", "step": 20, "evidence": ["reward"]}
+    for level, text in (("warning", "Reward 'short' rose while completions shrank"), ("good", "It learned"))
+]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 
 
@@ -38,15 +63,18 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def runs(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of runs: `learns`, `flat` (its reward is constant), and damaged copies of the first."""
+    """Folder of runs: `learns`, `flat` (a constant reward), `tools` (each call fails), damaged copies, `hacked`."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "constant.py").write_text("def constant(completions, **columns):\n    return [0.0] * len(completions)\n")
-    constant = f"rewards=[{{use: '{folder}/constant.py:constant'}}]"
+    (folder / "own.py").write_text(OWN)
+    constant = f"rewards=[{{use: '{folder}/own.py:constant'}}]"
+    tool = f"rollout.tools=['{folder}/own.py:look_up']"
     started = [
         start_training(folder / "learns", "rollout.num_generations=8"),
         start_training(folder / "flat", constant, "eval.every=0", "run.record_tokens=false"),
+        start_training(folder / "tools", tool, "train.steps=2", "eval.every=0", task="tools"),
     ]
-    assert [process.wait(PATIENCE_S) for process in started] == [0, 0]
+    assert [process.wait(PATIENCE_S) for process in started] == [0, 0, 0]
+    write_made_up_run(folder / "hacked", steps=20, findings=FINDINGS)
     fill_with_hostile_text(shutil.copytree(folder / "learns", folder / HOSTILE_NAME))
     break_files(shutil.copytree(folder / "learns", folder / "broken"))
     return folder
@@ -78,7 +106,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda said: note(said.text) if said.type in ("error", "warning") else None)
         page.goto(address)
         if view:
-            page.goto(address.split("?")[0] + view)
+            go(page, address, view)
         return page
 
     yield open_at

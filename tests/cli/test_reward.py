@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
 from cohort.records import RolloutGroup, ScoredGroup, TurnStats
 from cohort.rewards.judge import ReplyCache, content_key
-from cohort.run.completions import UPGRADED_FROM, write_completions_file
+from cohort.run.completions import write_completions_file
 from reward_samples import group
 from tiny import write_jsonl
 
@@ -76,22 +75,15 @@ def test_a_file_of_a_run_gets_its_columns_from_the_dataset(folder):
     assert "exact and digits differ for 0 of 6 completions" in output
 
 
-def test_a_file_of_an_older_version_gets_the_same_rewards(folder):
-    table = pq.read_table("step-000001.parquet")
-    pq.write_table(table.drop_columns(list(UPGRADED_FROM)), "older.parquet")
-    new, older = (run("--completions", file, "--only", "exact") for file in ("step-000001.parquet", "older.parquet"))
-    assert [line.split()[:7] for line in new.splitlines()] == [line.split()[:7] for line in older.splitlines()]
-
-
 def test_a_text_that_happens_to_be_json_is_no_chat(folder):
     Path("mine.py").write_text("def chat(prompts):\n    return [float(not isinstance(p, str)) for p in prompts]\n")
     row = {"prompt": json.dumps([{"role": "user", "content": "hi"}]), "completion": "1"}
     means = {}
-    for name, columns in (("text", {"prompt_is_chat": False}), ("chat", {"prompt_is_chat": True}), ("older", {})):
+    for name, columns in (("text", {"prompt_is_chat": False}), ("chat", {"prompt_is_chat": True}), ("own", {})):
         write_jsonl(Path("own.jsonl"), [row | columns])
         lines = run("rewards=[{use: 'mine.py:chat'}]", "--completions", "own.jsonl").splitlines()
         means[name] = lines[3].split()[2]
-    assert means == {"text": "0", "chat": "1", "older": "1"}
+    assert means == {"text": "0", "chat": "1", "own": "0"}
 
 
 def test_groups_of_one_prompt_in_one_step(folder):
@@ -271,7 +263,8 @@ def test_rows_that_an_environment_brought_keep_the_messages_of_their_turns(folde
     )
     Path("mine.py").write_text("def turns(completions):\n    return [float(len(turns)) for turns in completions]\n")
     turns = [{"role": "assistant", "content": "2"}, {"role": "tool", "content": "no"}, {"role": "assistant"}]
-    row = {"prompt_id": 900, "prompt": json.dumps([{"role": "user", "content": "guess"}]), "completion": "2"}
+    row = {"prompt_id": 900, "prompt": json.dumps([{"role": "user", "content": "guess"}]), "prompt_is_chat": True}
+    row["completion"] = "2"
     rows = [{**row, "messages": json.dumps(turns)}, {**row, "messages": json.dumps(turns[:1])}]
     write_jsonl(Path("step.jsonl"), rows)
     assert run("--completions", "step.jsonl").splitlines()[3].split()[:6] == ["turns", "2", "2", "1", "1", "3"]

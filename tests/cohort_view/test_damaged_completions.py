@@ -1,53 +1,72 @@
-"""Whatever a completions file holds, the page's readers answer with what can be read and say what cannot."""
+"""Whatever a completions file holds, the page's readers answer, and say in one sentence what cannot be read."""
 
-import json
+import os
 import random
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort_view import groups
+from cohort_view import groups, questions, tools
 from cohort_view.completions import FileCache
-from cohort_view.evaluations import evaluations
-from cohort_view.records import to_json
+from cohort_view.run import steps_around
+from cohort_view.search.search import Search, search
 from cohort_view.tokens import completion
-from completions_files import RunFolder, a_row, as_written_before, write_columns, write_rows
+from completions_files import RunFolder, a_row, answering, write_rows
 from selection import examples, slow
 
 ROWS = [a_row(i // 4, float(i % 2), length=30, completion="some text " * 20) for i in range(40)]
+NAME = "completions/step-000005.parquet"
+step, group = answering(groups.step), answering(groups.group)
 
 
 def read_all(run_path, kind="step"):
-    """Call every reader, and return their answers as JSON."""
-    run = RunFolder(run_path, {"rollout": {"num_generations": 4}})
-    answers = [
-        groups.steps(run),
-        *(groups.step(run, 5, kind=kind, sort=sort) for sort in groups.SORTS),
-        groups.group(run, 5, kind, 2),
-        groups.diff(run, 5, kind, 0, 9),
-        completion(run, 5, kind, 9),
-        evaluations(run),
+    """Call every reader, and return their answers: the first three are of one step."""
+    run = RunFolder(run_path)
+    calls = [
+        *((groups.step, 5, kind, sort) for sort in groups.SORTS),
+        (groups.group, 5, kind, 2),
+        (completion, 5, kind, 9),
+        (questions.questions, "eval" if kind == "eval" else "step"),
+        (questions.question, "eval" if kind == "eval" else "step", 1),
+        (tools.tools,),
     ]
-    return [json.loads(to_json(answer)) for answer in answers]
+    found = list(search(run, Search(text="text"), lambda: False))
+    return [*(answering(function)(run, *arguments) for function, *arguments in calls), answering(lambda: found[-1])()]
+
+
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("damage", "reason"),
     [
-        (None, ""),
-        (b"", "completions/step-000005.parquet is empty."),
-        (b"PAR1" + b"x" * 50, "completions/step-000005.parquet is truncated."),
-        (b"<script>alert(1)</script>", "completions/step-000005.parquet is damaged: "),
+        (lambda path: path.write_bytes(b""), "Parquet file size is 0 bytes"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-9]),
+            "Parquet magic bytes not found in footer",
+        ),
+        (lambda path: path.write_bytes(b"<script>alert(1)</script>"), "Parquet magic bytes not found"),
+        (make_pipe, "not an ordinary file."),
+        (make_folder, "not an ordinary file."),
     ],
+    ids=["empty", "cut", "other", "pipe", "folder"],
 )
-def test_files_that_are_none(tmp_path, content, problem):
-    path = write_rows(tmp_path, ROWS)
-    path.unlink() if content is None else path.write_bytes(content)
-    for answer in read_all(tmp_path)[1:-1]:
-        assert answer["problems"][0].startswith(problem)
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, damage, reason):
+    damage(write_rows(tmp_path, ROWS))
+    *answers, of_question, of_tools, of_search = read_all(tmp_path)
+    for answer in (*answers, of_tools):
+        assert [problem.startswith(f"{NAME} cannot be read: {reason}") for problem in answer["problems"]] == [True]
+    assert of_question["problems"] == [*answers[-1]["problems"], "No completions of question 1."]
+    assert [problem.startswith(f"{NAME} cannot be searched: ") for problem in of_search["problems"]] == [True]
 
 
 @pytest.mark.parametrize(
@@ -62,88 +81,27 @@ def test_files_that_are_none(tmp_path, content, problem):
 )
 def test_why_there_are_no_completions(tmp_path, kind, every, reason):
     run = RunFolder(tmp_path, {"run": {"completions_every": every}})
-    assert groups.step(run, 5, kind).problems == (reason,)
-    assert groups.group(run, 5, kind, 0).problems == [reason]
-
-
-def test_a_folder_in_place_of_a_file(tmp_path):
-    write_rows(tmp_path, ROWS).unlink()
-    (tmp_path / "completions/step-000005.parquet").mkdir()
-    assert all(answer["problems"] for answer in read_all(tmp_path)[1:-1])
+    assert step(run, 5, kind).problems == group(run, 5, kind, 0).problems == [reason]
 
 
 def test_links_out_of_the_run_folder_are_not_followed(tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     path = write_rows(other, ROWS)
     (run / "completions").mkdir(parents=True)
-    (run / "completions/step-000005.parquet").symlink_to(path)
-    for answer in read_all(run)[1:-1]:
-        assert answer["problems"][0].endswith("cannot be read: a link that leads outside of the run folder.")
-    (run / "completions/step-000005.parquet").unlink()
+    (run / NAME).symlink_to(path)
+    for answer in read_all(run)[:-3]:
+        assert answer["problems"] == [f"{NAME} cannot be read: a link that leads outside of the run folder."]
+    (run / NAME).unlink()
     (run / "completions").rmdir()
     (run / "completions").symlink_to(path.parent)
-    assert groups.steps(RunFolder(run)).steps == ()
+    assert steps_around(run)["steps"] == []
 
 
-@pytest.mark.parametrize("missing", list(ROWS[0]))
-@pytest.mark.parametrize("rows", [ROWS, [as_written_before(row) for row in ROWS]], ids=["now", "before"])
-def test_a_column_is_missing(tmp_path, rows, missing):
-    for kind in ("step", "eval"):
-        write_rows(tmp_path, [{k: v for k, v in row.items() if k != missing} for row in rows], kind=kind)
-        assert len(read_all(tmp_path, kind)) == 11
-
-
-def test_columns_of_other_types(tmp_path):
-    columns = {name: pa.array([row[name] for row in ROWS]) for name in ROWS[0]}
-    columns |= {
-        "prompt_id": pa.array([f"q-{i // 4}" for i in range(40)]),
-        "reward": pa.array(["0.5", "nan", "much", None] * 10),
-        "completion": pa.array([b"\xff\xfe <b>"] * 40, pa.binary()),
-        "sampling_logprobs": pa.array([-0.5] * 40),
-        "advantage": pa.array([float("inf"), float("nan")] * 20),
-        "finish_reason": pa.array([1] * 40),
-        "prompt": pa.nulls(40),
-        "completion_token_ids": pa.array([[2**40] * 3] * 40),
-    }
-    write_columns(tmp_path, columns)
-    step = groups.step(RunFolder(tmp_path, {"rollout": {"num_generations": 4}}), 5)
-    assert (step.num_groups, step.groups[1].prompt_id, step.groups[0].rows[0].reward) == (10, "q-1", 0.5)
-    assert step.groups[0].rows[0].text == "\ufffd\ufffd <b>"
-    assert read_all(tmp_path)[1]["groups"][0]["rows"][0]["advantage"] is None
-    write_columns(tmp_path, columns, kind="eval")
-    assert "left out" in read_all(tmp_path)[-1]["problems"][0]
-
-
-def test_texts_that_are_not_utf8(tmp_path):
-    texts = pa.Array.from_buffers(pa.string(), 2, [None, *pa.array([b"a\xff", b"\xf0\x9d"], pa.binary()).buffers()[1:]])
-    columns = {name: pa.array([row[name] for row in ROWS[:2]]) for name in ROWS[0]} | {
-        "completion": texts,
-        "prompt": texts,
-    }
-    write_columns(tmp_path, columns)
-    run = RunFolder(tmp_path)
-    assert [c.text for c in groups.group(run, 5, "step", 0).completions] == ["a\ufffd", "\ufffd"]
-    assert groups.step(run, 5).groups[0].prompt == "a\ufffd"
-    assert completion(run, 5, "step", 1).text == "\ufffd"
-
-
-def test_a_damaged_column_leaves_the_others(tmp_path):
-    import pyarrow.parquet as pq
-
-    path = write_rows(tmp_path, ROWS, row_group_size=20)
-    metadata = pq.ParquetFile(path).metadata.row_group(0)
-    column = next(metadata.column(i) for i in range(99) if metadata.column(i).path_in_schema == "completion")
-    content = bytearray(path.read_bytes())
-    start = column.dictionary_page_offset
-    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    path.write_bytes(content)
-    run = RunFolder(tmp_path, {"rollout": {"num_generations": 4}})
-    step = groups.step(run, 5)
-    assert "column 'completion' cannot be read" in step.problems[0]
-    assert [row.text[:4] for group in step.groups[4:6] for row in group.rows] == [""] * 4 + ["some"] * 4
-    assert [row.reward for row in step.groups[0].rows] == [0, 1, 0, 1]
-    assert groups.group(run, 5, "step", 0).completions[0].text == ""
-    assert completion(run, 5, "step", 0).sequences[0].tokens.ids == list(range(10, 40))
+@pytest.mark.parametrize("missing", ["group", "num_tokens", "end", "prompt_is_chat", "prompt_id", "completion"])
+def test_a_file_of_a_version_that_lacked_a_column_is_one_sentence(tmp_path, missing):
+    write_rows(tmp_path, [{k: v for k, v in row.items() if k != missing} for row in ROWS])
+    for answer in read_all(tmp_path)[:8]:
+        assert answer["problems"] == [f"{NAME} cannot be read: it has no column '{missing}'."]
 
 
 @given(st.integers(0, 2**32))
@@ -157,25 +115,26 @@ def test_any_truncation_and_any_text_is_answered(tmp_path_factory, seed):
         "\x00\u202e",
         "[[[",
         '[{"role": 3}]',
+        '[{"role": "tool", "content": [[' + "[" * 3000,
         "NaN",
         "\ufeff",
     ]
     rows = [
         a_row(rng.randrange(3), rng.choice([None, 0.0, float("nan"), float("inf"), -1e308]), length=rng.randrange(4))
         | {"prompt": rng.choice(texts), "completion": rng.choice(texts), "messages": rng.choice([None, *texts])}
-        | {"details/x": rng.choice(texts), "policy_version": rng.choice([None, 0, -5, 2**62])}
+        | {"prompt_is_chat": rng.choice([True, False])}
+        | {"details/x": rng.choice(texts), "policy_version": rng.choice([None, 0, -5, 2**52])}
         for _ in range(rng.randrange(1, 12))
     ]
     file = write_rows(path, rows, kind=rng.choice(["step", "eval"]), row_group_size=rng.randrange(1, 5))
-    for kind in ("step", "eval"):
-        read_all(path, kind)
     content = file.read_bytes()
-    file.write_bytes(content[: rng.randrange(len(content))])
-    for kind in ("step", "eval"):
-        read_all(path, kind)
+    for length in (len(content), rng.randrange(len(content))):
+        file.write_bytes(content[:length])
+        for kind in ("step", "eval"):
+            read_all(path, kind)
 
 
-@slow("files that are cut short, and a column of which every byte is wrong")
+@slow("files in which single bytes are wrong")
 @given(st.integers(0, 2**32))
 @examples(300)
 def test_random_damage_is_answered(tmp_path_factory, seed):
@@ -190,22 +149,21 @@ def test_random_damage_is_answered(tmp_path_factory, seed):
 
 
 def test_the_cache_keeps_what_was_used_last(tmp_path):
-    cache: FileCache[int] = FileCache(10, lambda value: value)
+    cache: FileCache[int] = FileCache(2)
     files = [tmp_path / name for name in "abc"]
     for file in files:
         file.touch()
-    for file, value in zip(files, (4, 5, 3), strict=True):
+    for value, file in enumerate(files, 1):
         assert cache.get(file, lambda value=value: value) == value
-        assert cache.get(files[0], lambda: 4) == 4
-    assert [cache.peek(file) for file in files] == [4, None, 3]
+        assert cache.get(files[0], lambda: 99) == 1
+    assert [cache.peek(file) for file in files] == [1, None, 3]
     files[0].write_text("changed")
-    assert (cache.peek(files[0]), cache.get(files[0], lambda: 99)) == (None, 99)  # kept alone, though too heavy
-    assert [cache.peek(file) for file in files] == [99, None, None]
+    assert (cache.peek(files[0]), cache.get(files[0], lambda: 4)) == (None, 4)
 
 
 def test_a_file_that_is_replaced_is_read_again(tmp_path):
     write_rows(tmp_path, ROWS[:4])
     run = RunFolder(tmp_path)
-    assert groups.step(run, 5).num_groups == 1
+    assert step(run, 5).num_groups == 1
     write_rows(tmp_path, ROWS[:8])
-    assert groups.step(run, 5).num_groups == 2
+    assert step(run, 5).num_groups == 2

@@ -8,13 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from cohort.errors import UserError
 from cohort_view import export
 from cohort_view.export import export_run
+from completions_files import a_row, write_rows
 from view_server import make_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u2028 😀 <!--"
@@ -22,20 +21,11 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u2028
 
 def write_step(run: Path, step: int, texts: list[str]) -> None:
     """Write a step of two groups."""
-    half = len(texts) // 2
-    table = pa.table(
-        {
-            "prompt_id": [0] * half + [1] * half,
-            "prompt": [f"prompt {HOSTILE}"] * len(texts),
-            "completion": texts,
-            "reward": [float(i % 2) for i in range(len(texts))],
-            "advantage": [0.5] * len(texts),
-            "finish_reason": ["stop"] * len(texts),
-            "completion_token_ids": [[1, 2, 3]] * len(texts),
-            "sampling_logprobs": [[-0.123456789, -1.0, -2.0]] * len(texts),
-        }
-    )
-    pq.write_table(table, run / "completions" / f"step-{step:06d}.parquet")
+    rows = [
+        a_row(i // (len(texts) // 2), float(i % 2), prompt=f"prompt {HOSTILE}", completion=text, advantage=0.123456789)
+        for i, text in enumerate(texts)
+    ]
+    write_rows(run, rows, step=step)
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -65,7 +55,9 @@ def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_finds_its_answers_by_their_paths(page: str) -> None:
     data = data_of(page)
-    assert {f"/api/runs/run/{name}" for name in ("now", "metrics", "config", "machine", "eval")} < data.keys()
+    assert {
+        f"/api/runs/run/{name}" for name in ("now", "metrics", "config", "questions?kind=step", "questions?kind=eval")
+    } < data.keys()
     assert [entry["id"] for entry in data["/api/runs"]["runs"]] == ["run"]
     assert {(c["name"], tuple(c["y"])) for c in data["/api/curves?x=step"]["curves"]} == {
         ("reward", (0.5, None)),
@@ -77,24 +69,38 @@ def test_the_page_finds_its_answers_by_their_paths(page: str) -> None:
     assert data["/api/runs/run/steps/2"]["num_groups"] == 2
     group = data["/api/runs/run/steps/2/groups/1"]
     assert [completion["text"] for completion in group["completions"]] == [f"{HOSTILE} 2 2", f"{HOSTILE} 2 3"]
-    [sequence] = data["/api/runs/run/steps/1/completions/0"]["sequences"]
-    assert sequence["sampling_logprobs"] == [-0.123457, -1.0, -2.0]
+    assert group["completions"][0]["advantage"] == 0.123457
+    assert data["/api/runs/run/questions?kind=step"]["num_questions"]["always"] == 2
+    assert not [path for path in data if "/completions/" in path]
 
 
 def test_only_its_own_scripts_run(page: str) -> None:
     [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.startswith("default-src 'none'; script-src 'strict-dynamic' 'sha256-")
     assert "unsafe" not in policy
-    scripts = re.findall(r"<script(?: type=\"module\")?>(.*?)</script>", page, re.S)
+    scripts = re.findall(r"<script(?: type=\"importmap\")?>(.*?)</script>", page, re.S)
     styles = re.findall(r"<style>(.*?)</style>", page, re.S)
-    assert len(scripts) == 2
     hashes = [base64.b64encode(sha256(text.encode()).digest()).decode() for text in (*scripts, *styles)]
     assert re.findall("'sha256-([^']*)'", policy) == hashes
-    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script>")
+    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
     # nothing is loaded, and nothing of the run is markup
     assert not re.findall(r'<(?:link|script|img)[^>]* (?:src|href)="(?!data:)', page)
+    assert not re.findall(r"@import|url\((?!\"?data:)", "".join(styles))
     assert "alert(1)" not in page
-    assert page.count("<script") == 3
+    assert page.count("<script") == len(scripts) + 1 == 4
+
+
+def test_each_module_is_in_the_import_map(page: str) -> None:
+    [text] = re.findall(r'<script type="importmap">(.*?)</script>', page)
+    imports = json.loads(text)["imports"]
+    prefix = "data:text/javascript;base64,"
+    assert {url[: len(prefix)] for url in imports.values()} == {prefix}
+    modules = {name: base64.b64decode(url[len(prefix) :]).decode() for name, url in imports.items()}
+    assert modules["cohort/app.js"] == (export.STATIC / "js" / "app.js").read_text()
+    for name, source in modules.items():
+        used = re.findall(r'^import\b[^;"]*?"([^"]+)";|^export\b[^;"(]* from "([^"]+)";', source, re.M)
+        assert {a or b for a, b in used} <= set(imports), name
+        assert not re.search(r"\bimport\s*\(", source), name
 
 
 def test_passwords_are_left_out(page: str) -> None:
@@ -111,8 +117,6 @@ def test_what_does_not_fit_is_left_out_and_said(run: Path, tmp_path: Path, monke
         report = export_run(run, tmp_path / "report.html", max_bytes=limit)
         assert (tmp_path / "report.html").stat().st_size == report.num_bytes <= limit
         assert re.search(r"Completions: [1-4] of 5 steps: .*5", report.note)  # the last step is wanted first
-    monkeypatch.setattr(export, "_NUM_TOKEN_VIEWS", 3)
-    assert "Token by token: 3 of 20 completions." in export_run(run, tmp_path / "report.html").note
     with pytest.raises(UserError, match=r"--export: the run's metrics and configuration alone exceed 0\.0 MB"):
         export_run(run, tmp_path / "report.html", max_bytes=2200)
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort_view.config_info import config_info, differences
-from cohort_view.machine import machine, now, runs
-from cohort_view.records import Now, to_json
+from cohort_view import config_info, series
+from cohort_view import now as now_module
 from cohort_view.run import ViewedRun
-from cohort_view.series import curves, marks, messages, metrics_list
-from completions_files import a_row, write_rows
+from cohort_view.server.runs import looks_like_run
+from completions_files import answering
 from selection import examples
+
+now, runs, log = (answering(function) for function in (now_module.now, now_module.runs, now_module.log))
+marks, messages = answering(series.marks), answering(series.messages)
+provenance, differences = answering(config_info.config_info), answering(config_info.differences)
 
 CONFIG = (
     "# Written by cohort\nmodel: {path: /models/tiny}\ntrain: {steps: 50}\neval: {every: 5}\nalgorithm: {name: grpo}\n"
@@ -79,13 +83,6 @@ def test_a_run_of_another_machine_runs_if_it_wrote_lately(tmp_path: Path):
 def test_a_finished_run(tmp_path: Path):
     assert write(tmp_path, summary_json={"steps": 5}).state == "finished"
     assert write(tmp_path, status_json=status(phase="finished")).state == "finished"
-
-
-def test_a_run_of_a_version_without_status(tmp_path: Path):
-    run = write(tmp_path, metrics_jsonl=[{"step": 1, "kind": "train"}])
-    assert run.state == "running"
-    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
-    assert run.state == "stopped"
 
 
 def test_a_process_that_dies_changes_the_run(tmp_path: Path):
@@ -158,14 +155,7 @@ def test_the_list_of_runs_reads_the_end_of_long_runs_only(tmp_path: Path, monkey
     assert run.metrics.steps.tolist() == list(range(1, 102))  # opened
     (entry,) = runs([run]).runs
     assert entry.has_all_metrics
-    assert entry.banner is not None
     assert run.problems == []
-
-
-def values_of(answer: Now, metric: str) -> tuple[float | None, ...]:
-    """First value of a metric and its step, last value and its step."""
-    found = answer.numbers[metric]
-    return found.first, found.first_step, found.last, found.last_step
 
 
 def test_now_of_a_running_run(tmp_path: Path):
@@ -203,22 +193,9 @@ def test_now_of_a_running_run(tmp_path: Path):
     # 10 steps, evaluations after 45 and 50, less the 5 s since step 40 was written
     assert answer.seconds_left == pytest.approx(105.0, abs=2.0)
     assert answer.elapsed_s == pytest.approx(445.0, abs=2.0)
-    assert values_of(answer, "reward") == (0.01, 1, 0.4, 40)
-    assert values_of(answer, "eval/accuracy") == (0.1, 0, 0.9, 40)
-    assert values_of(answer, "entropy") == (0.4, 1, 0.3, 2)  # old: not measured since
-    assert values_of(answer, "completions/mean_length") == (None, None, None, None)
     assert answer.progress is not None
     assert (answer.progress.done, answer.progress.total, answer.tokens_per_second) == (3, 10, 7)
     assert [(w.level, w.text, w.step, w.num) for w in answer.warnings] == [("warning", "rewards are equal", 3, 2)]
-    assert len(answer.numbers["reward"].spark) == 40
-
-
-def test_accuracies_that_the_metrics_lack_are_counted(tmp_path: Path):
-    run = write(tmp_path, config_yaml=CONFIG, metrics_jsonl=[{"step": 5, "kind": "eval", "eval/accuracy": None}])
-    for step, rewards in ((0, [0.0, 0.0]), (5, [0.0, 1.0])):
-        rows = [a_row(number, reward, end="answer") for number, reward in enumerate(rewards)]
-        write_rows(tmp_path, rows, kind="eval", step=step)
-    assert values_of(now(run), "eval/accuracy") == (0.0, 0, 0.5, 5)
 
 
 def test_a_pause_between_two_starts_is_no_step(tmp_path: Path):
@@ -232,18 +209,16 @@ def test_memory_against_the_plan(tmp_path: Path):
         "sampling": {"total": 60, "parts": {"weights": 10, "framework": 50}},
         "backward": {"total": 90, "parts": {"weights": 10, "activations": 30, "framework": 50, "gradients": 0}},
     }
-    plan = {"hardware": {"gpu_memory_bytes": 200}, "memory": {"phases": phases, "peak_phase": "backward"}}
-    rows = [{"step": step, "kind": "train", "memory/peak_bytes": 40 + step, "step_time": 1.0} for step in (1, 2)]
+    plan: dict[str, Any] = {"hardware": {"gpu_memory_bytes": 200}, "memory": {"phases": phases}}
+    assert now(write(tmp_path, plan_json=plan)).memory.verdict is None
+    plan["memory"]["peak_phase"] = "backward"
+    rows = [{"step": step, "kind": "train", "memory/peak_bytes": 43 + step, "step_time": 1.0} for step in (1, 2)]
+    verdict = "50% below the plan; on CPU the peak is that of the whole process"
     memory = now(write(tmp_path, plan_json=plan, metrics_jsonl=rows)).memory
-    assert (memory.peak_bytes, memory.predicted_bytes, memory.capacity_bytes) == (42, 90, 200)
-    assert {part.name: part.bytes for part in memory.parts} == {"framework": 50, "activations": 30, "weights": 10}
+    assert memory == {"peak_bytes": 45, "predicted_bytes": 90, "capacity_bytes": 200, "verdict": verdict}
     plan["hardware"]["on_gpu"] = True  # measured is what PyTorch allocates, without the framework's own memory
-    run = write(tmp_path, plan_json=plan)
-    assert now(run).memory.predicted_bytes == 40
-    assert [(phase.phase, phase.measured, phase.total) for phase in machine(run).memory.plan] == [
-        ("sampling", "rollout", 10),
-        ("backward", "train", 40),
-    ]
+    memory = now(write(tmp_path, plan_json=plan)).memory
+    assert (memory.predicted_bytes, memory.verdict) == (40, "12% above the plan")
 
 
 def test_why_a_run_stopped(tmp_path: Path):
@@ -254,7 +229,7 @@ def test_why_a_run_stopped(tmp_path: Path):
 
     def said(run: ViewedRun) -> tuple[list[str], str | None]:
         answer = now(run)
-        return [finding.sentence for finding in answer.banners], answer.stopped
+        return [f"{finding.text}. {finding.advice}" for finding in answer.banners], answer.stopped
 
     killed = "Died after step 2 without saying why: its process was killed, or the machine went down"
     assert said(run) == ([f"{killed}. {over}"], None)
@@ -263,7 +238,7 @@ def test_why_a_run_stopped(tmp_path: Path):
     assert said(run) == ([f"Died after step 2: ValueError: http://***@host is down. {over}"], None)
     events.append({**events.pop(), "reason": "SIGINT"})
     banners, stopped = said(write(tmp_path, events_jsonl=events))
-    assert (banners[0][:9], stopped) == ("Too early", f"Stopped after step 2 by SIGINT. {over}")
+    assert (banners, stopped) == ([], f"Stopped after step 2 by SIGINT. {over}")
     assert said(write(tmp_path, summary_json={"steps": 2}))[1] is None
     assert said(write(tmp_path / "old", metrics_jsonl=rows))[1] is None
 
@@ -303,19 +278,14 @@ def test_marks(tmp_path: Path):
     assert [message.level for message in messages(run)] == ["fault", "note"]
 
 
-def test_seconds_by_phase(tmp_path: Path):
-    row = {"kind": "train", "time/rollout_s": 3.0, "time/publish_s": 0.5, "time/communication_s": 1.0, "step_time": 3.5}
-    answer = machine(write(tmp_path, metrics_jsonl=[{"step": step, **row} for step in (1, 2)]))
-    assert list(answer.phases) == ["rollout", "publish"]
-    assert answer.totals == {"rollout": 6.0, "publish": 1.0, "evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
-    assert answer.seconds["rollout"].tolist() == [3.0, 3.0]
-
-
 def test_phases_add_up_to_the_time_of_the_run(tmp_path: Path):
     """Two starts: 13 and 9 seconds, without the pause between them."""
     rows: list[dict[str, Any]] = [
         {"step": 0, "kind": "eval", "timestamp": 103.0, "eval/time_s": 2.0},
-        *({"step": s, "kind": "train", "timestamp": at, "time/rollout_s": 3.0} for s, at in ((1, 106.0), (2, 204.0))),
+        *(
+            {"step": s, "kind": "train", "timestamp": at, "time/rollout_s": 3.0, "time/move_s": 1.0}
+            for s, at in ((1, 106.0), (2, 204.0))
+        ),
         {"step": 2, "kind": "eval", "timestamp": 207.0, "eval/time_s": 2.5},
     ]
     events = [
@@ -327,9 +297,9 @@ def test_phases_add_up_to_the_time_of_the_run(tmp_path: Path):
     ]
     run = write(tmp_path, metrics_jsonl=rows, events_jsonl=events, status_json=status(phase="finished"))
     assert now(run).elapsed_s == 22.0
-    assert machine(run).totals == {"rollout": 6.0, "evaluation": 4.5, "checkpoint": 0.75, "other": 10.75}
+    assert now(run).time == {"rollout": 6.0, "evaluation": 4.5, "checkpoint": 0.75, "other": 10.75}
     run = write(tmp_path, summary_json={"steps": 2, "seconds": 20.5})
-    assert sum(machine(run).totals.values()) == now(run).elapsed_s == 20.5
+    assert sum(now(run).time.values()) == now(run).elapsed_s == 20.5
 
 
 def test_provenance_without_secrets(tmp_path: Path):
@@ -348,9 +318,7 @@ def test_provenance_without_secrets(tmp_path: Path):
         "versions": {"torch": "2.13"},
     }
     run = write(tmp_path, config_yaml=json.dumps(config), events_jsonl=[start], plan_json={})
-    (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-5" / "model").write_text("1234")
-    answer = config_info(run)
+    answer = provenance(run)
     changed = {change.key: (change.value, change.default) for change in answer.changed}
     assert changed == {
         "model.path": ("m", None),
@@ -368,9 +336,7 @@ def test_provenance_without_secrets(tmp_path: Path):
         {"torch": "2.13"},
         "cohort train a.yaml rewards.0.args.api_key=***",
     )
-    files = {file.path: (file.bytes, file.num_files) for file in answer.files}
-    assert files["checkpoints/step-5/"] == (4, 1)
-    assert "S3CR3T" not in to_json(answer)
+    assert "S3CR3T" not in json.dumps(answer)
     assert "api_key" in answer.yaml
 
 
@@ -384,7 +350,7 @@ def test_differences_between_runs(tmp_path: Path):
     broken.id = "broken"
     answer = differences([a, broken, b])
     assert answer.unknown == ["broken"]
-    found = {difference.key: difference.values for difference in answer.keys}
+    found = {difference["key"]: difference["values"] for difference in answer["keys"]}
     assert found == {
         "rewards.0.args.api_key": {"a": "***", "b": "***"},
         "train.learning_rate": {"a": 0.1, "b": 0.2},
@@ -392,23 +358,44 @@ def test_differences_between_runs(tmp_path: Path):
     }
 
 
+def test_logs(tmp_path: Path):
+    run = write(tmp_path)
+    assert log(run) == {"files": [], "name": None, "lines": [], "problems": []}
+    folder = tmp_path / "logs" / "rank-0"
+    folder.mkdir(parents=True)
+    (folder / "out.log").write_text("".join(f"line {i} of http://me:hunter2@host\n" for i in range(500)))
+    (folder / "empty.log").touch()
+    os.mkfifo(folder / "pipe.log")
+    (tmp_path / "config.yaml").write_text("secret")
+    (folder / "other.log").symlink_to(tmp_path / "config.yaml")
+    (tmp_path / "logs" / "new.log").write_bytes(b"\xffnew")
+    os.utime(folder / "out.log", (1e9, 1e9))
+    os.utime(tmp_path / "config.yaml", (1e9, 1e9))
+    newest = log(run)
+    assert [file.name for file in newest.files] == ["new.log", "rank-0/other.log", "rank-0/out.log"]
+    assert (newest.name, newest.lines) == ("new.log", ["\ufffdnew"])
+    old = log(run, "rank-0/out.log")
+    assert (len(old.lines), old.lines[-1]) == (400, "line 499 of http://***@host")
+    assert log(run, "../config.yaml").problems == ["logs/../config.yaml cannot be read: there is no such log."]
+
+
 def answers(run: ViewedRun) -> list[str]:
     """JSON of everything that the page asks for."""
-    names = [metric.name for metric in metrics_list(run).metrics]
+    names = [metric["name"] for metric in series.metrics_list(run)["metrics"]]
     values = (
         now(run),
         runs([run]),
-        curves([run], names),
-        curves([run], names, "time"),
-        machine(run),
-        config_info(run),
+        answering(series.curves)([run], names),
+        answering(series.curves)([run], names, "time"),
+        provenance(run),
+        log(run),
         differences([run, run]),
     )
-    return [to_json(value) for value in values]
+    return [json.dumps(value) for value in values]
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path):
-    run = write(tmp_path, config_yaml="model: [", plan_json='{"memory": ', summary_json="[]", status_json="{}")
+    run = write(tmp_path, config_yaml="model: [", plan_json='{"memory": ', summary_json="[]", status_json="3")
     with (tmp_path / "metrics.jsonl").open("wb") as file:
         file.write(b'{"step": 1, "kind": "train", "reward": 1}\n\xff\n{"step": 2}\n{"step"')
     run.refresh()
@@ -417,14 +404,24 @@ def test_what_cannot_be_read_is_told(tmp_path: Path):
         "parsing a flow node",
         "plan.json cannot be read: Expecting value: line 1 column 12 (char 11)",
         "summary.json cannot be read: not a mapping of keys",
-        "status.json cannot be read: no phase",
+        "status.json cannot be read: not a mapping of keys",
         "metrics.jsonl: line 2 cannot be read and left out",
     ]
-    assert '"reward":{"first":1.0' in answers(run)[0]
     write(tmp_path, config_yaml=CONFIG, plan_json={}, summary_json={"steps": 2}, metrics_jsonl=[])
     (tmp_path / "status.json").unlink()
     run.refresh()
     assert run.problems == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_ordinary_file_is_told(tmp_path: Path, make: Callable[[Path], None]):
+    names = ["config.yaml", "plan.json", "summary.json", "status.json", "metrics.jsonl", "events.jsonl"]
+    for name in names:
+        make(tmp_path / name)
+    assert not looks_like_run(tmp_path)
+    run = write(tmp_path)
+    assert run.problems == [f"{name} cannot be read: not an ordinary file" for name in names]
+    assert [json.loads(answer) for answer in answers(run)]
 
 
 def test_links_that_lead_out_of_the_folder_are_not_followed(tmp_path: Path):

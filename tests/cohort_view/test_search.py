@@ -1,5 +1,7 @@
 """Search over a run's completions files: what it finds, in which order, and what damaged or large files do to it."""
 
+import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,44 +13,41 @@ import pytest
 
 from cohort_view.run import ViewedRun
 from cohort_view.search.condition import ConditionError
-from cohort_view.search.search import Done, Match, Progress, columns, search, snippet
+from cohort_view.search.search import Done, Match, Progress, Search, columns, search, snippet
 
 Row = dict[str, Any]
 
 
 def row(**values: Any) -> Row:
     """A completion as a test states it."""
-    return {"prompt_id": 0, "prompt": "1+1?", "text": "", "length": 1, "reward": 0.0, "finish_reason": "stop"} | values
+    columns = {"prompt_is_chat": False, "group": 0, "prompt_id": 0, "prompt": "1+1?", "text": "", "num_tokens": 1}
+    return columns | {"reward": 0.0, "end": "answer"} | values
 
 
 def write(folder: Path, name: str, rows: Sequence[Row], *, row_group_size: int = 100) -> Path:
     """Write a completions file of a run folder."""
-    names = {"text": "completion"}
-    table = {names.get(key, key): [r[key] for r in rows] for key in rows[0] if key != "length"}
-    table["completion_token_ids"] = pa.array(
-        [None if r["length"] is None else [7] * r["length"] for r in rows], pa.list_(pa.int32())
-    )
+    table = {{"text": "completion"}.get(key, key): [r[key] for r in rows] for key in rows[0]}
     file = folder / "completions" / f"{name}.parquet"
     file.parent.mkdir(exist_ok=True)
     pq.write_table(pa.table(table), file, row_group_size=row_group_size)
     return file
 
 
-def events_of(folder: Path, text: str, where: str = "", limit: int = 100) -> list[Match | Progress | Done]:
-    return list(search(ViewedRun(folder, "run"), text, where, limit, lambda: False))
+def events_of(folder: Path, text: str, where: str = "", **wanted: Any) -> list[Match | Progress | Done]:
+    return list(search(ViewedRun(folder, "run"), Search(text=text, where=where, **wanted), lambda: False))
 
 
-def matches_of(folder: Path, text: str, where: str = "", limit: int = 100) -> list[Match]:
-    return [event for event in events_of(folder, text, where, limit) if isinstance(event, Match)]
+def matches_of(folder: Path, text: str, where: str = "", **wanted: Any) -> list[Match]:
+    return [event for event in events_of(folder, text, where, **wanted) if isinstance(event, Match)]
 
 
-def found(folder: Path, text: str, where: str = "", limit: int = 100) -> list[tuple[str, int, int]]:
+def found(folder: Path, text: str, where: str = "", **wanted: Any) -> list[tuple[str, int, int]]:
     """Kind, step and row of each match, in order."""
-    return [(match.kind, match.step, match.row) for match in matches_of(folder, text, where, limit)]
+    return [(match.kind, match.step, match.row) for match in matches_of(folder, text, where, **wanted)]
 
 
-def done(folder: Path, text: str, where: str = "", limit: int = 100) -> Done:
-    last = events_of(folder, text, where, limit)[-1]
+def done(folder: Path, text: str, where: str = "", **wanted: Any) -> Done:
+    last = events_of(folder, text, where, **wanted)[-1]
     assert isinstance(last, Done)
     return last
 
@@ -59,19 +58,42 @@ def test_newest_step_first_and_training_before_evaluation(tmp_path: Path):
     order = [("step", 10), ("replaced", 10), ("eval", 10), ("step", 9), ("eval", 0)]
     assert found(tmp_path, "yes") == [(*file, i) for file in order for i in (0, 2)]
     assert found(tmp_path, "yes", limit=3) == [("step", 10, 0), ("step", 10, 2), ("replaced", 10, 0)]
-    assert done(tmp_path, "yes", limit=3).reason == "limit"
-    assert done(tmp_path, "yes", limit=10).reason == "limit"
-    assert done(tmp_path, "yes").reason == "end"
+    assert found(tmp_path, "yes", step=10, kind="eval") == found(tmp_path, "yes", "step == 10 and kind == 'eval'")
+    for limit in (0, 3, 100):  # all are counted
+        last = done(tmp_path, "yes", limit=limit)
+        assert (last.reason, last.matches, last.by_step) == ("end", 10, {10: 6, 9: 2, 0: 2})
+    assert done(tmp_path, "yes", step=9).files_total == 1
     assert found(tmp_path, "yes", "kind == 'eval' and step > 0") == [("eval", 10, 0), ("eval", 10, 2)]
 
 
 def test_a_match_shows_where_its_row_is_in_the_file_and_what_it_is(tmp_path: Path):
-    rows = [row(text=f"<{i}>", length=i, reward=None if i == 6 else i / 2) for i in range(8)]
+    chat = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}])
+    rows = [
+        row(
+            text=f"<{i}>",
+            num_tokens=i,
+            reward=None if i == 6 else i / 2,
+            group=i // 4,
+            prompt=chat,
+            prompt_is_chat=True,
+        )
+        for i in range(8)
+    ]
     write(tmp_path, "step-000001", rows, row_group_size=3)
     for i, match in zip((2, 6), matches_of(tmp_path, "", "matches(text, '<[26]>')"), strict=True):
         reward = None if i == 6 else 1.0
         parts = ["", f"<{i}>", ""]
-        assert match == Match(step=1, kind="step", row=i, reward=reward, length=i, column="text", parts=parts)
+        assert match == Match(
+            step=1,
+            kind="step",
+            row=i,
+            group=i // 4,
+            prompt="Hello?",
+            reward=reward,
+            length=i,
+            column="text",
+            parts=parts,
+        )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +141,13 @@ def test_unreadable_files_are_reported_and_skipped(tmp_path: Path):
     middle[4:200] = bytes(196)
     (folder / "step-000004.parquet").write_bytes(middle)
     (folder / "step-000005.parquet").mkdir()
+    os.mkfifo(folder / "step-000006.parquet")
     (folder / "notes.txt").write_text("not a completions file")
     assert {step for _, step, _ in found(tmp_path, "yes")} == {1}
     problems = done(tmp_path, "yes").problems
-    assert [re.search(r"step-(\d+)", problem)[1] for problem in problems] == ["000005", "000004", "000003", "000002"]
-    assert problems[3] == "completions/step-000002.parquet cannot be searched: Parquet file size is 0 bytes."
+    assert [re.search(r"step-(\d+)", problem)[1] for problem in problems] == [f"00000{i}" for i in (6, 5, 4, 3, 2)]
+    assert problems[0] == "completions/step-000006.parquet cannot be searched: not an ordinary file."
+    assert problems[4] == "completions/step-000002.parquet cannot be searched: Parquet file size is 0 bytes."
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path):
@@ -151,7 +175,7 @@ def test_columns_of_other_types_are_a_problem_of_their_file(tmp_path: Path):
 
 def test_files_may_vanish_and_appear(tmp_path: Path):
     files = [write(tmp_path, f"step-{step:06d}", [row(text="yes")] * 2) for step in (1, 2, 3)]
-    running = search(ViewedRun(tmp_path, "run"), "yes", "", 100, lambda: False)
+    running = search(ViewedRun(tmp_path, "run"), Search(text="yes"), lambda: False)
     assert isinstance(next(running), Progress)
     assert isinstance(next(running), Match)
     files[2].unlink()
@@ -165,7 +189,7 @@ def test_files_may_vanish_and_appear(tmp_path: Path):
 def test_cancelled_between_row_groups(tmp_path: Path):
     write(tmp_path, "step-000001", [row(text="yes")] * 6, row_group_size=2)
     seen: list[Match | Progress | Done] = []
-    for event in search(ViewedRun(tmp_path, "run"), "yes", "", 100, lambda: len(seen) > 1):
+    for event in search(ViewedRun(tmp_path, "run"), Search(text="yes"), lambda: len(seen) > 1):
         seen.append(event)
     assert [event.row for event in seen if isinstance(event, Match)] == [0, 1]
     assert seen[-1].reason == "cancelled"
@@ -178,7 +202,7 @@ def test_one_row_group_is_held_at_a_time(tmp_path: Path):
     pq.write_table(pa.table({"completion": texts}), file, use_dictionary=False, row_group_size=1)
     before = pa.total_allocated_bytes()
     most = 0
-    for event in search(ViewedRun(tmp_path, "run"), "", 'matches(text, "<[67]>")', 100, lambda: False):
+    for event in search(ViewedRun(tmp_path, "run"), Search(where='matches(text, "<[67]>")'), lambda: False):
         most = max(most, pa.total_allocated_bytes() - before)
         if isinstance(event, Match):
             assert event.parts[1] in ("<6>", "<7>")

@@ -12,24 +12,21 @@ from hypothesis import strategies as st
 
 from cohort_view.run import ViewedRun
 from cohort_view.search.condition import MAX_CHARACTERS, Columns, ConditionError, parse
-from cohort_view.search.search import Match, search
+from cohort_view.search.search import Match, Search, search
 
 NAN = float("nan")
 
 
 def write(run: Path, name: str, columns: dict[str, list[Any]], *, row_group_size: int = 2) -> None:
-    """Write a completions file of a run; `completion_token_ids` are given by their number."""
-    ids = columns.get("completion_token_ids", [])
-    lists = pa.array([None if n is None else [7] * n for n in ids], pa.list_(pa.int32()))
-    table = pa.table({k: lists if k == "completion_token_ids" else v for k, v in columns.items()})
+    """Write a completions file of a run."""
     file = run / "completions" / f"{name}.parquet"
     file.parent.mkdir(exist_ok=True)
-    pq.write_table(table, file, row_group_size=row_group_size)
+    pq.write_table(pa.table(columns), file, row_group_size=row_group_size)
 
 
 def rows_of(run: Path, where: str, text: str = "") -> list[tuple[str, int]]:
     """Return kind and row of the matches, the newest file first."""
-    found = search(ViewedRun(run, "run"), text, where, 100, lambda: False)
+    found = search(ViewedRun(run, "run"), Search(text=text, where=where), lambda: False)
     return [(event.kind, event.row) for event in found if isinstance(event, Match)]
 
 
@@ -43,19 +40,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "reward": [0.0, 0.5, 1.0, None, NAN],
         "advantage": [-1.0, 0.25, 1.0, 0.0, 0.0],
         "prompt_id": [0, 1, 1, 2, 3],
-        "completion_token_ids": [5, 2, 0, 3, None],
-        "finish_reason": ["stop", "length", "stop", "length", None],
+        "num_tokens": [5, 2, 0, 3, None],
+        "end": ["answer", "length", "answer", "length", None],
         "rewards/math": [0.0, 1.0, 1.0, None, 0.0],
         "rewards/my own": [1.0, 1.0, 2.0, 3.0, 4.0],
         "details/math": ['{"answer": "caf\\u00e9"}', None, "{}", None, None],
     }
     write(run, "step-000003", step)
-    write(run, "eval-000003", {"completion": ["so", "no"], "reward": [1, 0], "finish_reason": ["stop", "stop"]})
+    write(run, "eval-000003", {"completion": ["so", "no"], "reward": [1, 0], "end": ["answer", "answer"]})
     replaced = {
         "completion": ["a", "b", "c"],
         "reward": [0.5, None, None],
-        "completion_token_ids": [1, 1, 9],
-        "finish_reason": ["stop", "stop", None],
+        "num_tokens": [1, 1, 9],
         "end": ["max_turns", "timeout", "environment_error"],
         "error": [None, "gone", "refused"],
         "environment/score": [2.0, NAN, None],
@@ -194,25 +190,17 @@ def test_errors_say_what_is_wrong_and_where(where: str, position: int | None, me
     [
         "reward",
         "not reward",
-        "therefore",
         "__import__('os').system('x')",
         "text.__class__ == 'a'",
         "text.lower() == 'a'",
         "len(text) > 3",
-        "text[0] == 'a'",
         "reward + 1 > 2",
-        "[x for x in (1, 2)]",
-        "(lambda: 1) == 1",
-        "f'{reward}' == 'a'",
         "reward < (1 if True else 2)",
         "(reward := 1) > 0",
         "reward < 1, reward > 2",
         "matches(text, prompt)",
-        "matches(text, 'a', 'b')",
         "matches(text, pattern='a')",
-        "b'a' in text",
         "reward < 1j",
-        "reward == ...",
         "(" * 300,
         "a\0b",
     ],
@@ -222,26 +210,8 @@ def test_all_else_of_python_is_refused(where: str):
         parse("", where, COLUMNS)
 
 
-PIECES = [
-    "(",
-    ")",
-    "not ",
-    " and ",
-    " or ",
-    " in ",
-    " is ",
-    "None",
-    "matches(",
-    "text",
-    "reward",
-    "<",
-    "==",
-    ",",
-    "1",
-    '"',
-    "'",
-    "-",
-]
+PIECES = ["(", ")", "not ", " and ", " or ", " in ", " is ", "None", "matches(", "text", "reward"]
+PIECES += ["<", "==", ",", "1", '"', "'", "-"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -323,10 +293,10 @@ ROW = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(condition=CONDITIONS, rows=st.lists(ROW, min_size=1, max_size=7), num_tokens=st.booleans())
-def test_results_equal_evaluation_row_by_row(tmp_path: Path, condition: Pair, rows: list[dict], num_tokens: bool):
+@given(condition=CONDITIONS, rows=st.lists(ROW, min_size=1, max_size=7))
+def test_results_equal_evaluation_row_by_row(tmp_path: Path, condition: Pair, rows: list[dict]):
     where, holds = condition
-    names = {"text": "completion", "length": "num_tokens" if num_tokens else "completion_token_ids"}
+    names = {"text": "completion", "length": "num_tokens"}
     table = {names.get(name, name): [row[name] for row in rows] for name in rows[0]}
     write(tmp_path, "step-000002", table)
     facts = {"rewards/math": None, "step": 2.0, "kind": "step"}

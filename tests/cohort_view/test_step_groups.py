@@ -1,4 +1,4 @@
-"""Groups of a step: how rows are divided, sorted and counted, and what two texts share."""
+"""Groups of a step: how rows are divided, sorted and counted."""
 
 import json
 
@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort_view import groups
-from cohort_view.completions import shared_prefix
-from cohort_view.records import to_json
-from cohort_view.tokens import completion
-from completions_files import RunFolder, a_row, as_written_before, write_rows
+from cohort_view.run import steps_around
+from completions_files import RunFolder, a_row, answering, write_rows
 from samples import NAN, answer
 from selection import examples
 
-CONFIG = {"rollout": {"num_generations": 2}, "eval": {"num_samples": 1}}
+steps, step, group = (answering(function) for function in (steps_around, groups.step, groups.group))
 ROWS = [
     a_row(7, 1.0, length=4, advantage=1.0),
     a_row(7, 0.0, length=2, advantage=-1.0),
@@ -31,15 +29,15 @@ ROWS = [
 @pytest.fixture
 def run(tmp_path):
     write_rows(tmp_path, ROWS)
-    return RunFolder(tmp_path, CONFIG)
+    return RunFolder(tmp_path)
 
 
 def test_groups_of_a_step(run):
-    found = groups.step(run, 5)
-    assert (found.num_groups, found.reward_names, found.problems) == (3, ["right"], ())
+    found = step(run, 5)
+    assert (found.num_groups, found.problems) == (3, [])
     first, equal, stale = found.groups
     assert (first.index, first.prompt_id, first.prompt, first.size) == (0, 7, "Question 7?", 2)
-    assert (first.reward_mean, first.equal, first.length_mean, first.length_max) == (0.5, False, 3.0, 4)
+    assert (first.reward_mean, first.equal, first.length_mean) == (0.5, False, 3.0)
     assert first.reward_std == pytest.approx(0.5**0.5)  # unbiased
     assert (first.staleness, first.clipped, first.broken) == (0, 0, 0)
     assert (equal.equal, equal.clipped) == (True, 1)
@@ -64,51 +62,36 @@ def test_groups_of_a_step(run):
         ("equal", False, [0, 1, 2]),
         ("staleness", True, [2, 0, 1]),
         ("reward", False, [2, 0, 1]),
-        ("unknown", True, [0, 1, 2]),
     ],
 )
 def test_groups_are_sorted(run, sort, descending, order):
-    found = groups.step(run, 5, sort=sort, descending=descending)
-    assert [group.index for group in found.groups] == order
-    page = groups.step(run, 5, sort=sort, descending=descending, offset=1, limit=1)
-    assert ([group.index for group in page.groups], page.num_groups) == (order[1:2], 3)
+    found = step(run, 5, sort=sort, descending=descending)
+    assert [g.index for g in found.groups] == order
+    page = step(run, 5, sort=sort, descending=descending, offset=1, limit=1)
+    assert ([g.index for g in page.groups], page.num_groups) == (order[1:2], 3)
 
 
 def test_groups_without_a_value_come_last_either_way(tmp_path):
     write_rows(tmp_path, [a_row(1, None), a_row(2, 0.0), a_row(3, 1.0)])
-    run = RunFolder(tmp_path, {"rollout": {"num_generations": 1}})
+    run = RunFolder(tmp_path)
     for descending, order in ((True, [2, 1, 0]), (False, [1, 2, 0])):
-        assert [g.index for g in groups.step(run, 5, sort="reward", descending=descending).groups] == order
+        assert [g.index for g in step(run, 5, sort="reward", descending=descending).groups] == order
 
 
 def test_groups_of_one_prompt_next_to_each_other(tmp_path):
     """Prompts of two epochs can meet in a file."""
     write_rows(tmp_path, [a_row(1, float(i), group=i // 2) for i in range(4)] + [a_row(2, group=2)])
-    found = groups.step(RunFolder(tmp_path), 5).groups
+    found = step(RunFolder(tmp_path), 5).groups
     assert [(g.prompt_id, g.size) for g in found] == [(1, 2), (1, 2), (2, 1)]
-    assert [c.row for c in groups.group(RunFolder(tmp_path), 5, "step", 1).completions] == [2, 3]
+    assert [c.row for c in group(RunFolder(tmp_path), 5, "step", 1).completions] == [2, 3]
 
 
 def test_a_text_that_happens_to_be_json_is_no_chat(tmp_path):
     prompt = json.dumps([{"role": "user", "content": "Hello?"}])
     write_rows(tmp_path, [a_row(1, prompt=prompt), a_row(2, prompt=prompt, prompt_is_chat=True)])
     run = RunFolder(tmp_path)
-    assert [groups.group(run, 5, "step", i).prompt for i in range(2)] == [prompt, json.loads(prompt)]
-    assert [group.prompt for group in groups.step(run, 5).groups] == [prompt, "Hello?"]
-
-
-def test_files_of_an_older_version_read_the_same(tmp_path):
-    chat = {"prompt": json.dumps([{"role": "user", "content": "Hello?"}]), "prompt_is_chat": True}
-    rows = [*ROWS, a_row(9, 1.0, **chat), a_row(9, 0.0, **chat)]
-    write_rows(tmp_path / "now", rows)
-    write_rows(tmp_path / "before", [as_written_before(row) for row in rows])
-    now, before = (RunFolder(tmp_path / name, CONFIG) for name in ("now", "before"))
-    assert to_json(groups.step(before, 5)) == to_json(groups.step(now, 5))
-    for group in range(4):
-        assert to_json(groups.group(before, 5, "step", group)) == to_json(groups.group(now, 5, "step", group))
-    for row in range(len(rows)):
-        assert to_json(completion(before, 5, "step", row)) == to_json(completion(now, 5, "step", row))
-    assert groups.group(before, 5, "step", 3).prompt == [{"role": "user", "content": "Hello?"}]
+    assert [group(run, 5, "step", i).prompt for i in range(2)] == [prompt, json.loads(prompt)]
+    assert [g.prompt for g in step(run, 5).groups] == [prompt, "Hello?"]
 
 
 @given(
@@ -121,7 +104,7 @@ def test_equal_groups_and_spread_are_those_of_the_metrics(tmp_path_factory, rewa
     path = tmp_path_factory.mktemp("run")
     rows = [a_row(p, None if np.isnan(r) else r) for p, of_group in enumerate(rewards) for r in of_group]
     write_rows(path, rows)
-    found = groups.step(RunFolder(path, {"rollout": {"num_generations": 3}}), 5).groups
+    found = step(RunFolder(path), 5).groups
     prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
     metrics = rollout_metrics(
         [
@@ -131,17 +114,17 @@ def test_equal_groups_and_spread_are_those_of_the_metrics(tmp_path_factory, rewa
             for of_group in rewards
         ]
     )
-    assert np.mean([group.equal for group in found]) == pytest.approx(metrics["frac_reward_zero_std"])
-    assert np.mean([group.reward_std or 0.0 for group in found]) == pytest.approx(metrics["reward_std"])
+    assert np.mean([g.equal for g in found]) == pytest.approx(metrics["frac_reward_zero_std"])
+    assert np.mean([g.reward_std or 0.0 for g in found]) == pytest.approx(metrics["reward_std"])
 
 
 def test_a_groups_completions(run, tmp_path):
-    found = groups.group(run, 5, "step", 0)
+    found = group(run, 5, "step", 0)
     assert (found.prompt, [c.row for c in found.completions], found.problems) == ("Question 7?", [0, 1], [])
     first = found.completions[0]
     assert (first.reward, first.rewards, first.advantage, first.length) == (1.0, {"right": 1.0}, 1.0, 4)
-    assert (first.end, first.policy_version, first.same_prefix) == ("answer", 4, 11)
-    assert groups.group(run, 5, "step", 3).problems == ["completions/step-000005.parquet has no group 3: it has 3."]
+    assert (first.end, first.policy_version, found.prompt_id, found.answer) == ("answer", 4, 7, "right 7")
+    assert group(run, 5, "step", 3).problems == ["completions/step-000005.parquet has no group 3: it has 3."]
 
 
 def test_turns_details_and_environment_of_a_completion(tmp_path):
@@ -155,37 +138,23 @@ def test_turns_details_and_environment_of_a_completion(tmp_path):
     row |= {"details/code": '{"passed": 3, "of": NaN}', "environment/score": 2.5, "model_s": 0.5}
     write_rows(tmp_path, [row])
     run = RunFolder(tmp_path)
-    assert groups.step(run, 5).groups[0].prompt == "Hello?"
-    assert groups.step(run, 5).groups[0].broken == 1
-    found = groups.group(run, 5, "step", 0)
+    assert step(run, 5).groups[0].prompt == "Hello?"
+    assert step(run, 5).groups[0].broken == 1
+    found = group(run, 5, "step", 0)
     assert found.prompt[0] == {"role": "system", "content": "Be brief."}
     one = found.completions[0]
     assert one.messages == [{"role": "assistant", "content": "a <b>\ufffd</b>"}, {"role": "tool", "content": "𝟙\x00"}]
     assert one.calls == [{"context_tokens": 2, "trained": True, "tokens": 3}]
     assert (one.end, one.error, one.tool_calls, one.model_s) == ("timeout", "Boom", 2, 0.5)
     assert (one.environment, one.details["code"]["passed"]) == ({"score": 2.5}, 3)
-    assert json.loads(to_json(found))["completions"][0]["details"]["code"]["of"] is None
+    assert one.details["code"]["of"] is None
 
 
 def test_long_texts_are_cut(tmp_path):
     write_rows(tmp_path, [a_row(1, completion="𝟙" * 5_000_000), a_row(1, completion="short")])
-    found = groups.group(RunFolder(tmp_path), 5, "step", 0)
+    found = group(RunFolder(tmp_path), 5, "step", 0)
     assert [(len(c.text), c.cut) for c in found.completions] == [(200_000, True), (5, False)]
-    assert len(groups.step(RunFolder(tmp_path), 5).groups[0].rows[0].text) == 160
-
-
-def test_two_completions_are_compared(run):
-    found = groups.diff(run, 5, "step", 0, 2)
-    assert found.ops == [("equal", "answer to ", "answer to "), ("replace", "7", "3")]
-    assert groups.diff(run, 5, "step", 0, 9).problems == ("completions/step-000005.parquet has no row 9: it has 6.",)
-
-
-@given(st.text("ab", max_size=40), st.text("ab", max_size=40))
-@examples(100)
-def test_shared_prefix(a, b):
-    count = shared_prefix(a, b)
-    assert a[:count] == b[:count]
-    assert a[count : count + 1] != b[count : count + 1] or not a[count:] or not b[count:]
+    assert len(step(RunFolder(tmp_path), 5).groups[0].rows[0].text) == 160
 
 
 def test_steps_are_listed_around_one(tmp_path):
@@ -193,11 +162,11 @@ def test_steps_are_listed_around_one(tmp_path):
     folder.mkdir()
     for name in ("step-000002", "eval-000002", "replaced-000004", "step-1000000", "other", "step-x"):
         (folder / f"{name}.parquet").touch()
-    found = groups.steps(RunFolder(tmp_path))
-    assert [(s.step, s.kinds) for s in found.steps] == [(2, ("step", "eval")), (4, ("replaced",)), (1000000, ("step",))]
+    found = steps(tmp_path)
+    assert [(s.step, s.kinds) for s in found.steps] == [(2, ["step", "eval"]), (4, ["replaced"]), (1000000, ["step"])]
     assert (found.first, found.last) == (2, 1000000)
-    for step in range(10, 400):
-        (folder / f"step-{step:06d}.parquet").touch()
-    shown = groups.steps(RunFolder(tmp_path), 200).steps
+    for number in range(10, 400):
+        (folder / f"step-{number:06d}.parquet").touch()
+    shown = steps(tmp_path, 200).steps
     assert (len(shown), shown[0].step, shown[-1].step) == (200, 100, 299)
-    assert groups.steps(RunFolder(tmp_path / "none")).steps == ()
+    assert steps(tmp_path / "none") == {"steps": [], "first": None, "last": None}

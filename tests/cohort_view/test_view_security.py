@@ -1,15 +1,16 @@
 """Who may read the page: raw requests to a real server."""
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from cohort_view.server.security import Guard
 from cohort_view.server.serve import ViewServer, build_app
+from completions_files import a_row, write_rows
 from view_server import Client, make_run, serving
 
 SECRET = "text of a file beside the run folder"
@@ -30,7 +31,7 @@ def client(server: ViewServer) -> Client:
 
 PATHS = [
     "/",
-    "/static/js/main.js",
+    "/static/js/app.js",
     "/api/runs",
     "/api/runs/run/now",
     "/api/runs/run/search?text=a",
@@ -124,10 +125,19 @@ def test_every_answer_has_the_headers(client: Client, path: str) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cross-origin-resource-policy"] == "same-origin"
         policy = headers["content-security-policy"].split("; ")
-        assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "frame-ancestors 'none'"} <= set(policy)
+        assert {"default-src 'none'", "style-src 'self'", "frame-ancestors 'none'"} <= set(policy)
         assert not any("unsafe" in part or "http" in part for part in policy)
         assert not any(name.startswith("access-control-") for name in headers)
         assert "server" not in headers
+
+
+def test_the_page_allows_its_import_map_and_no_other_inline_script(client: Client) -> None:
+    answer = client.get_in("/")
+    [import_map] = re.findall(rb'<script type="importmap">(.*?)</script>', answer.body, re.S)
+    digest = base64.b64encode(hashlib.sha256(import_map).digest()).decode()
+    assert f"; script-src 'self' 'sha256-{digest}'; " in answer.headers["content-security-policy"]
+    assert answer.body.count(b"<script") == answer.body.count(b"<script src=") + 2
+    assert "; script-src 'self'; " in client.get_in("/api/runs").headers["content-security-policy"]
 
 
 TRAVERSALS = [
@@ -190,10 +200,11 @@ def test_links_out_of_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     (outside / "config.yaml").write_text(f"data: {{path: {SECRET}}}\n")
     (outside / "metrics.jsonl").write_text('{"step": 987654321, "reward": 1.0}\n')
     (outside / "plan.json").write_text(f'{{"secret": "{SECRET}"}}')
-    rows = {"prompt_id": [0], "prompt": [SECRET], "completion": [SECRET], "reward": [1.0]}
-    pq.write_table(pa.table(rows), outside / "completions" / "step-000001.parquet")
+    write_rows(outside, [a_row(0, 1.0, prompt=SECRET, completion=SECRET)], step=1)
+    (outside / "logs").mkdir()
+    (outside / "logs" / "a.log").write_text(SECRET)
     (tmp_path / "one").mkdir()
-    for name in ("config.yaml", "metrics.jsonl", "plan.json", "completions"):
+    for name in ("config.yaml", "metrics.jsonl", "plan.json", "completions", "logs"):
         (tmp_path / "one" / name).symlink_to(outside / name)
     two = make_run(tmp_path / "two")
     (two / "completions" / "step-000001.parquet").symlink_to("../../outside/completions/step-000001.parquet")
@@ -201,7 +212,8 @@ def test_links_out_of_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     (two / "completions" / "step-000002.parquet").symlink_to("step-000003.parquet")
     with serving(tmp_path / "one", two) as server:
         client = Client(server)
-        paths = ["now", "config", "machine", "eval", "metrics", "steps", "steps/1", "steps/1/groups/0"]
+        paths = ["now", "config", "log", "log?name=a.log", "metrics", "questions", "questions/0", "questions?kind=eval"]
+        paths += ["tools", "steps", "steps/1", "steps/1/groups/0"]
         for path in [f"/api/runs/{run}/{path}" for run in ("one", "two") for path in (*paths, "steps/1/completions/0")]:
             answer = client.get_in(path)
             assert answer.status in (200, 404)

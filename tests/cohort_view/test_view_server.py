@@ -13,8 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from cohort.errors import UserError
@@ -24,6 +22,7 @@ from cohort_view.server import process
 from cohort_view.server.process import describe_address, open_browser
 from cohort_view.server.runs import Runs, check_is_run, find_run_folders
 from cohort_view.server.serve import EventStream, ViewServer
+from completions_files import a_row, write_rows
 from view_server import Client, make_run, serving
 from waiting import PATIENCE_S
 
@@ -47,6 +46,21 @@ def client(server: ViewServer) -> Client:
 def test_answers_have_no_bare_nan(client: Client) -> None:
     [curve] = client.get_in("/api/curves?runs=run&names=reward").json["curves"]
     assert (curve["x"], curve["y"]) == ([1, 2], [0.5, None])
+
+
+def test_the_first_view_reads_no_completions_and_imports_none_of_their_readers(folder: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom view_server import Client, serving\n"
+        "with serving(Path(sys.argv[1])) as server:\n"
+        "    client = Client(server)\n"
+        "    paths = ['/', '/api/runs', '/api/runs/run/now', '/api/runs/run/metrics', '/api/curves?names=reward']\n"
+        "    assert [client.get_in(path).status for path in paths] == [200] * 5\n"
+        "    assert 'pyarrow' not in sys.modules, 'imported'\n"
+        "    assert client.get_in('/api/runs/run/questions').status == 200\n"
+        "    assert 'pyarrow' in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=environment)
 
 
 def test_a_metric_with_a_comma(tmp_path: Path) -> None:
@@ -75,13 +89,11 @@ def test_curves_as_csv(client: Client) -> None:
     ("path", "error"),
     [
         ("/api/curves?points=1", "points: '1' is not a whole number from 4 to 20000"),
-        (
-            "/api/curves?points=9999999999999999999999",
-            "points: '9999999999999999999999' is not a whole number from 4 to 20000",
-        ),
         ("/api/curves?x=minutes", "x: 'minutes' is not one of step, time"),
         ("/api/curves?from=inf", "from: 'inf' is not a number"),
         ("/api/runs/run/search?text=a&limit=5001", "limit: '5001' is not a whole number from 1 to 5000"),
+        ("/api/runs/run/questions?kind=replaced", "kind: 'replaced' is not one of step, eval"),
+        ("/api/runs/run/search?step=x", "step: 'x' is not a whole number from 0 to 1000000000000"),
         (
             "/api/runs/run/steps/1?sort=worst",
             "sort: 'worst' is not one of order, spread, length, equal, staleness, reward",
@@ -118,19 +130,22 @@ def test_odd_values_are_no_error(tmp_path: Path, odd: str) -> None:
     (run / "status.json").write_text(f'{{"phase": "train", "timestamp": {odd}, "pid": {odd}, "step": {odd}}}')
     with serving(run) as server:
         client = Client(server)
-        for path in ("", "/run/now", "/run/metrics", "/run/config", "/run/machine", "/run/eval", "/run/steps/1"):
+        for path in (
+            "",
+            *(f"/run/{name}" for name in ("now", "metrics", "config", "questions", "tools", "log", "steps/1")),
+        ):
             answer = client.get_in(f"/api/runs{path}")
             assert (answer.status, "error" in answer.json) == (200, False)
 
 
 def test_static_files_are_compressed_and_kept_by_the_browser(client: Client) -> None:
-    answer = client.get_in("/static/js/main.js", "Accept-Encoding: gzip")
+    answer = client.get_in("/static/js/app.js", "Accept-Encoding: gzip")
     assert answer.headers["content-type"].startswith("text/javascript")
     assert answer.headers["content-encoding"] == "gzip"
     assert answer.body.startswith(b"//")
-    again = client.get_in("/static/js/main.js", f"If-None-Match: {answer.headers['etag']}")
+    again = client.get_in("/static/js/app.js", f"If-None-Match: {answer.headers['etag']}")
     assert (again.status, again.raw) == (304, b"")
-    assert client.get_in("/static/js/main.js").body == answer.body  # and uncompressed, if asked so
+    assert client.get_in("/static/js/app.js").body == answer.body  # and uncompressed, if asked so
 
 
 def test_head_has_no_body(client: Client) -> None:
@@ -174,13 +189,14 @@ def test_a_tab_that_opens_late_is_told_of_changes_just_before(tmp_path: Path) ->
 
 
 def test_a_search_streams_its_matches(client: Client, folder: Path) -> None:
-    table = pa.table({"prompt_id": [0, 0], "completion": ["one", "two </b>"], "reward": [0.0, 1.0]})
-    pq.write_table(table, folder / "completions" / "step-000002.parquet")
+    rows = [a_row(0, 0.0, completion="one"), a_row(0, 1.0, completion="two </b>")]
+    write_rows(folder, rows, step=2)
     with client.stream("/api/runs/run/search?where=reward%20%3E%200.5") as events:
         found = list(events)
     [match] = [data for name, data in found if name == "match"]
     assert (match["step"], match["row"], match["parts"]) == (2, 1, ["two </b>"])
-    assert (found[-1][0], found[-1][1]["reason"]) == ("done", "end")
+    assert (match["group"], match["prompt"]) == (0, "Question 0?")
+    assert (found[-1][0], found[-1][1]["reason"], found[-1][1]["by_step"]) == ("done", "end", {"2": 1})
     with client.stream("/api/runs/run/search?where=reward%20%3E") as events:
         name, error = next(events)
     assert name == "error"
@@ -218,13 +234,13 @@ def test_a_stream_ends_with_its_tab_while_it_sends() -> None:
 def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
-    def search(run: object, text: str, where: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[object]:
+    def search(run: object, wanted: object, cancelled: Callable[[], bool]) -> Iterator[object]:
         yield Progress(files_total=1)
         while not cancelled():
             time.sleep(0.01)
         ended.set()
 
-    monkeypatch.setattr("cohort_view.server.events.search", search)
+    monkeypatch.setattr("cohort_view.search.search.search", search)
     with client.stream("/api/runs/run/search?text=a") as events:
         assert next(events)[0] == "progress"
         assert not ended.is_set()

@@ -79,7 +79,7 @@ def test_a_step_that_learned_nothing(changed, of_groups, text):
     assert found.level == "warning"
     assert found.text.startswith(f"Step 12 learned nothing: {text}")
     assert found.facts
-    assert all(fact.link.startswith("#/run/a%20b/") for fact in found.facts)
+    assert all(fact.link.startswith(("#/run/a%20b/steps/12?", "#/run/a%20b?names=")) for fact in found.facts)
 
 
 def test_a_learning_rate_of_0_is_explained_by_the_warmup_of_the_critic_only_within_it():
@@ -119,10 +119,10 @@ def test_a_step_that_learned(changed, of_groups, text):
 def test_facts_have_values_and_lead_to_the_evidence():
     found = explain_step(HEALTHY | EQUAL | {"reward": 0.0}, groups(high=0.0), 12, run_id="demo")
     equal, reward, trained, norm = found.facts
-    assert (equal.metric, equal.value, equal.link) == ("frac_reward_zero_std", 1.0, "#/run/demo/step/12?sort=equal")
+    assert (equal.metric, equal.value, equal.link) == ("frac_reward_zero_std", 1.0, "#/run/demo/steps/12?sort=equal")
     assert (reward.text, reward.value) == ("The mean reward is 0", 0.0)
     assert (trained.value, norm.value) == (0.0, 0.0)
-    assert norm.link == "#/run/demo/curves?names=grad_norm"
+    assert norm.link == "#/run/demo?names=grad_norm"
 
 
 def test_the_fact_on_equal_groups_says_how_many_are_right_and_wrong():

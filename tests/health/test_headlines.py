@@ -1,37 +1,41 @@
 """What the page says first of real runs that go wrong, as `record_runs.py` made them."""
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from cohort.health.findings import Finding
-from cohort_view.machine import now
+from cohort.health.facts import facts_of
+from cohort.health.findings import HEALTH, Finding
+from cohort.health.metrics_table import MetricsBuilder
+from cohort.health.rules import judge
+from cohort_view.now import now
 from cohort_view.run import ViewedRun
 
 RECORDED = Path(__file__).with_name("recorded")
 
 
 def findings(name: str, folder: Path) -> list[Finding]:
-    """What the page says of a recorded run, which wrote no findings itself."""
+    """What the page says of a recorded run, with the event `health` of what the rules find in its metrics."""
     run: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text())
-    events = [{"timestamp": 1.0, "step": 0, "event": "start"}, {"timestamp": 2.0, **run["end"]}]
     rows = [
         {"kind": kind, **dict(zip(run[kind], values, strict=True))}
         for kind in ("train", "eval")
         for values in zip(*run[kind].values(), strict=True)
     ]
+    builder = MetricsBuilder()
+    builder.append(rows)
+    judged = [finding.as_json() for finding in judge(builder.table(), facts_of(run["config"]))]
+    health = {"timestamp": 2.0, "event": HEALTH, "findings": judged}
+    events = [{"timestamp": 1.0, "step": 0, "event": "start"}, health, {"timestamp": 2.0, **run["end"]}]
     (folder / "config.yaml").write_text(yaml.safe_dump(run["config"]))
     for file, lines in (("events.jsonl", events), ("metrics.jsonl", rows)):
         (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.utime(folder / "metrics.jsonl", (long_ago := time.time() - 3600, long_ago))
     viewed = ViewedRun(folder, name)
     viewed.refresh()
-    return list(now(viewed).banners)
+    return list(now(viewed)["banners"])
 
 
 # Of each run the sentence that must come first, and all rules that fire.

@@ -1,15 +1,15 @@
 """Completions files of a few literal rows, for the page's readers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cohort.run.completions import UPGRADED_FROM
-from cohort_view.completions import completions_name
+from cohort_view.run import ViewedRun, completions_name
+from cohort_view.values import to_json
 
 _TYPES = {
     "completion_token_ids": pa.list_(pa.int32()),
@@ -22,12 +22,23 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """A run folder with nothing but what a test writes into it."""
+class Answer(dict[str, Any]):
+    """An object of JSON whose fields are attributes too."""
 
-    path: Path
-    config: Mapping[str, Any] | None = None
+    __getattr__ = dict.__getitem__
+
+
+def answering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with what the page gets of its answer: JSON."""
+    return lambda *args, **kwargs: json.loads(to_json(function(*args, **kwargs)), object_hook=Answer)
+
+
+class RunFolder(ViewedRun):
+    """A run folder with nothing but what a test writes into it, and with a configuration."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any] | None = None):
+        super().__init__(path, "run")
+        self.config = config
 
 
 def a_row(prompt_id: int, reward: float | None = 0.0, *, length: int = 2, **columns: Any) -> dict[str, Any]:
@@ -39,6 +50,7 @@ def a_row(prompt_id: int, reward: float | None = 0.0, *, length: int = 2, **colu
         "prompt_id": prompt_id,
         "prompt": f"Question {prompt_id}?",
         "prompt_is_chat": False,
+        "answer": f"right {prompt_id}",
         "completion": f"answer to {prompt_id}",
         "prompt_token_ids": [1, 2],
         "completion_token_ids": token_ids,
@@ -60,11 +72,6 @@ def write_rows(
     """Write a completions file; columns are those of the first row."""
     columns = {name: pa.array([row[name] for row in rows], _TYPES.get(name)) for name in rows[0]}
     return write_columns(run_path, columns, kind=kind, step=step, **options)
-
-
-def as_written_before(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a single turn without the columns that older versions did not write."""
-    return {name: value for name, value in row.items() if name not in UPGRADED_FROM}
 
 
 def write_columns(

@@ -153,3 +153,11 @@ def test_values_of_environment_variables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RUN_NAME", "monday run")
     text = "the server of monday run answered: correct horse battery is no key"
     assert hide_in_text(text) == f"the server of monday run answered: {HIDDEN} is no key"
+
+
+def test_the_working_directory_is_no_secret(monkeypatch):
+    monkeypatch.setenv("PWD", "/home/me/experiments")
+    monkeypatch.setenv("OLDPWD", "/home/me/models")
+    monkeypatch.setenv("MYSQL_PWD", "hunter2hunter2")
+    text = "/home/me/experiments/run /home/me/models/base hunter2hunter2"
+    assert hide_in_text(text) == f"/home/me/experiments/run /home/me/models/base {HIDDEN}"

@@ -10,7 +10,7 @@ import pytest
 
 from cohort.config import config_from_dict
 from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
-from cohort.run.completions import UPGRADED_FROM, upgrade, write_completions_file
+from cohort.run.completions import write_completions_file
 from cohort.run.folder import config_changes
 from configs import MINIMAL
 from run_folders import open_folder
@@ -96,7 +96,9 @@ def test_config_changes_with_a_schedule_has_both_values():
 # Completions
 
 
-def a_group(prompt: Prompt, rewards: list[float], parts: dict[str, list[float]]) -> ScoredGroup:
+def a_group(
+    prompt: Prompt, rewards: list[float], parts: dict[str, list[float]], *, expected: str | None = None
+) -> ScoredGroup:
     trajectories = tuple(
         answer(
             prompt,
@@ -113,6 +115,7 @@ def a_group(prompt: Prompt, rewards: list[float], parts: dict[str, list[float]])
         trajectories=trajectories,
         rewards=np.array(rewards),
         reward_parts={name: np.array(part) for name, part in parts.items()},
+        answer=expected,
     )
 
 
@@ -120,7 +123,7 @@ TEXT = Prompt(id=4, epoch=0, content="say ½", token_ids=np.array([1, 2]), colum
 CHAT = Prompt(id=9, epoch=0, content=[{"role": "user", "content": "hi"}], token_ids=np.array([3]), columns={})
 NAN = float("nan")
 GROUPS = [
-    a_group(TEXT, [1.0, NAN], {"exact": [1.0, NAN], "format": [0.0, NAN]}),
+    a_group(TEXT, [1.0, NAN], {"exact": [1.0, NAN], "format": [0.0, NAN]}, expected="42"),
     a_group(CHAT, [0.5, 0.0], {"exact": [0.5, NAN], "format": [0.0, 0.0]}),
 ]
 SEQUENCES = [
@@ -143,6 +146,7 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
                 "prompt_id": pa.int64(),
                 "prompt": pa.string(),
                 "prompt_is_chat": pa.bool_(),
+                "answer": pa.string(),
                 "completion": pa.string(),
                 "prompt_token_ids": pa.list_(pa.int32()),
                 "completion_token_ids": pa.list_(pa.int32()),
@@ -165,6 +169,7 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
         "prompt_id": 4,
         "prompt": "say ½",
         "prompt_is_chat": False,
+        "answer": "42",
         "completion": "answer 1",
         "prompt_token_ids": [1, 2],
         "completion_token_ids": [5, 7],
@@ -181,6 +186,7 @@ def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
     assert [row["prompt_id"] for row in rows] == [4, 4, 9, 9]
     assert [row["group"] for row in rows] == [0, 0, 1, 1]
     assert [row["prompt_is_chat"] for row in rows] == [False, False, True, True]
+    assert [row["answer"] for row in rows] == ["42", "42", None, None]
     assert [row["reward"] for row in rows] == [1.0, None, 0.5, 0.0]
     assert [row["rewards/exact"] for row in rows] == [1.0, None, 0.5, None]
     assert [row["advantage"] for row in rows] == [0.5, 0.0, 1.0, -1.0]
@@ -261,6 +267,15 @@ def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path)
     assert {"messages", "calls", "tool_calls"} <= {*pq.read_schema(tmp_path / "c.parquet").names}
 
 
+def test_an_answer_is_written_once_per_row_group(tmp_path):
+    """A long answer does not make the file larger by the number of its group's completions."""
+    of_one = replace(GROUPS[0], answer="".join(map(str, range(1000))))
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[of_one] * 50)
+    columns = pq.read_metadata(tmp_path / "c.parquet").row_group(0).to_dict()["columns"]
+    column = next(column for column in columns if column["path_in_schema"] == "answer")
+    assert column["has_dictionary_page"] and column["total_uncompressed_size"] < 4 * len(of_one.answer)
+
+
 def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch):
     """One completion of a long file can be read without decoding the others."""
     answers = tuple(answer(TEXT, [5] * length) for length in (3, 5, 4, 4))
@@ -272,51 +287,6 @@ def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch)
         metadata = pq.read_metadata(tmp_path / "c.parquet")
         rows.append([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     assert rows == [[4], [2, 2], [1, 1, 1, 1]]
-
-
-# Files of older versions
-
-
-@pytest.mark.parametrize("groups", [GROUPS, [GROUPS[0]] * 2, [*GROUPS, *GROUPS]], ids=["two", "one prompt", "epochs"])
-def test_an_upgraded_file_has_the_columns_of_a_new_one(tmp_path, groups):
-    write_completions_file(tmp_path / "c.parquet", step=1, groups=groups)
-    table = pq.read_table(tmp_path / "c.parquet")
-    older = table.drop_columns(list(UPGRADED_FROM))
-    upgraded = upgrade(older, group_size=2)
-    assert upgraded.select(list(UPGRADED_FROM)).to_pydict() == table.select(list(UPGRADED_FROM)).to_pydict()
-    assert upgraded.select(older.column_names).equals(older)
-    assert upgrade(table).equals(table)
-    assert upgrade(older.select(["reward", "prompt"])).column_names == ["reward", "prompt", "prompt_is_chat"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "size", "groups"),
-    [
-        ([], 2, []),
-        ([1, 1, 2, 2], 2, [0, 0, 1, 1]),
-        ([1, 1, 1, 1, 2, 2], 2, [0, 0, 1, 1, 2, 2]),  # two epochs meet
-        ([1, 1, 1, 1, 2, 2, 3, 3], None, [0, 0, 1, 1, 2, 2, 3, 3]),
-        ([1, 1, 1, 2, 2, 2, 2], 4, [0, 0, 0, 1, 1, 1, 1]),  # a member was lost
-        ([None, None], None, [0, 0]),
-    ],
-)
-def test_rows_of_an_older_file_are_divided_into_groups(ids, size, groups):
-    assert upgrade(pa.table({"prompt_id": pa.array(ids, pa.int64())}), size)["group"].to_pylist() == groups
-
-
-@pytest.mark.parametrize(
-    ("prompt", "is_chat"),
-    [
-        ('[{"role": "user", "content": "hi"}]', True),
-        ('[{"content": "hi"}]', False),
-        ('[{"role": "user"}, 3]', False),
-        ("[{not JSON", False),
-        ("[1, 2]", False),
-        (None, False),
-    ],
-)
-def test_chats_of_an_older_file_are_told_by_their_text(prompt, is_chat):
-    assert upgrade(pa.table({"prompt": pa.array([prompt], pa.string())}))["prompt_is_chat"].to_pylist() == [is_chat]
 
 
 def test_details_of_some_groups_are_null_for_the_others(tmp_path):

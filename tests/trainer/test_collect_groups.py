@@ -398,6 +398,7 @@ def test_a_run_that_resamples_keeps_what_it_sampled_and_resumes(tmp_path: Path):
     for step, ratio in enumerate(ratios, start=1):
         file = expected.run_dir / "completions" / f"replaced-{step:06d}.parquet"
         replaced = pq.read_table(file).num_rows // 4 if file.exists() else 0
+        assert not file.exists() or pq.read_table(file)["answer"].null_count == 0
         assert ratio == pytest.approx(replaced / (3 + replaced))
     with pytest.raises(KeyboardInterrupt):
         cohort.train(config, display=stop_after(4))

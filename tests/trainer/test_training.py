@@ -109,9 +109,13 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
     for row in table:
         assert tokenizer.decode(row["completion_token_ids"], skip_special_tokens=True) == row["completion"]
         assert row["policy_version"] == 3
+        assert row["answer"] == copy_task_rows(40)[row["prompt_id"]]["answer"]
         parts = row["rewards/digit"] + 0.1 * (row["rewards/brevity"] or 0)
         assert row["reward"] == pytest.approx(parts)
         assert (row["finish_reason"] == "stop") == (row["completion_token_ids"][-1] == tokenizer.eos_token_id)
+    heldout = copy_task_rows(10, start=40)
+    for row in pq.read_table(run / "completions" / "eval-000003.parquet").to_pylist():
+        assert row["answer"] == heldout[row["prompt_id"]]["answer"]
     by_prompt = {row["prompt_id"]: [] for row in table}
     for row in table:
         by_prompt[row["prompt_id"]].append(row["advantage"])

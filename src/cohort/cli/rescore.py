@@ -15,7 +15,7 @@ from cohort.errors import UserError, excerpt
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
 from cohort.rewards.completion_text import completion_text
-from cohort.run.completions import looks_like_chat, prompt_text
+from cohort.run.completions import prompt_text
 from cohort.trainer.inputs import build_reward_functions
 from cohort.trainer.open_run import OpenRun, open_run
 
@@ -28,7 +28,7 @@ _RECORDED = frozenset(
         *("observation", "model_s", "environment_s"),
     }
 )
-_RECORDED_OF_RUNS = _RECORDED | {"group", "num_tokens", "prompt_is_chat"}
+_RECORDED_OF_RUNS = _RECORDED | {"answer", "group", "num_tokens", "prompt_is_chat"}
 _RECORDED_BY_NAME = ("rewards/", "details/", "environment/")
 Row = Mapping[str, Any]
 _TOLERANCE = 1e-9  # between values that count as equal
@@ -250,8 +250,7 @@ def _own_columns(row: Row) -> dict[str, Any]:
 def _content(row: Row) -> Any:
     """Return the prompt of a row: text, or messages, which may be written as JSON."""
     prompt = row.get("prompt", "")
-    is_chat = row["prompt_is_chat"] if "prompt_is_chat" in row else looks_like_chat(prompt)
-    return json.loads(prompt) if is_chat and isinstance(prompt, str) else prompt
+    return json.loads(prompt) if row.get("prompt_is_chat") and isinstance(prompt, str) else prompt
 
 
 def _trajectory(row: Row) -> Trajectory:

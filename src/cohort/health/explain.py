@@ -124,8 +124,8 @@ class _Step:
         """A fact with its metric's value, linked to the step's groups sorted by `sort`, or to the metric's curve."""
         value, link = self.get(metric), None
         if self.run_id is not None:
-            place = f"step/{self.number}?sort={sort}" if sort else f"curves?names={quote(metric, safe='/@')}"
-            link = f"#/run/{quote(self.run_id, safe='')}/{place}"
+            place = f"/steps/{self.number}?sort={sort}" if sort else f"?names={quote(metric, safe='/@')}"
+            link = f"#/run/{quote(self.run_id, safe='')}{place}"
         return Fact(text=text, metric=metric, value=None if math.isnan(value) else value, link=link)
 
     def equal_fact(self) -> Fact:

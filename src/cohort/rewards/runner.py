@@ -21,6 +21,7 @@ from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError, excerpt
 from cohort.ranks.stopping import NEVER_STOPPED
 from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
+from cohort.rewards.answers import expected_answer
 from cohort.rewards.builtin import BuiltinReward
 from cohort.rewards.call import AsyncCaller, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
@@ -235,9 +236,15 @@ class RewardRunner:
                     rewards=rewards_N[own],
                     reward_parts={name: part_N[own] for name, part_N in parts.items()},
                     reward_details={name: tuple(details_N[own]) for name, details_N in details.items()},
+                    answer=self._answer(group.prompt),
                 )
             )
         return scored
+
+    def _answer(self, prompt: Prompt) -> str | None:
+        rewards = [f for f in self.functions if is_for(prompt, f)]
+        named = {name for f in rewards for name in self._parameters[f.name].names}
+        return expected_answer(prompt.columns, [f.function for f in rewards], named)
 
     def counts(self) -> dict[str, int]:
         """Return `reward name/event` -> completions of the last step, from functions with `last_counts`."""

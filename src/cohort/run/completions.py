@@ -1,34 +1,26 @@
 """Completions of a step: `completions/step-N.parquet`, one row per trajectory (docs/metrics.md has the columns)."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
 from cohort.run.atomic import write_file_atomically
 
 _ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
-# Columns that earlier versions did not write (until December 2026), and the column that each follows from
-UPGRADED_FROM = {
-    "group": "prompt_id",
-    "num_tokens": "completion_token_ids",
-    "end": "finish_reason",
-    "prompt_is_chat": "prompt",
-}
 
 
 def write_completions_file(
     file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
 ) -> None:
-    """Write completions as a Parquet file: one row each, with prompt, tokens, rewards and, if given, advantage.
+    """Write completions as a Parquet file: one row each, with prompt, expected answer, tokens and rewards.
+
+    With `sequences` it has advantages too.
 
     A file with trajectories of several turns, or broken ones, also has their messages, calls, sequences and loss masks.
     Files of many tokens have several row groups, so that one completion can be read without the others.
@@ -45,45 +37,6 @@ def prompt_text(content: str | Sequence[Message]) -> str:
     return content if isinstance(content, str) else json.dumps(list(content))
 
 
-def upgrade(table: pa.Table, group_size: int | None = None) -> pa.Table:
-    """Add the columns that files of earlier versions lack, as far as the table has the columns that they follow from.
-
-    Args:
-        table: columns of a file, all rows if "prompt_id" is among them.
-        group_size: completions per group; None: as many as most prompts have.
-    """
-    for name, source in UPGRADED_FROM.items():
-        if name in table.column_names or source not in table.column_names:
-            continue
-        values = table[source].to_pylist() if name != "num_tokens" else ()
-        if name == "group":
-            column = pa.array(_groups_of(values, group_size), pa.int64())
-        elif name == "num_tokens":
-            column = pc.list_value_length(table[source])
-        elif name == "end":  # files with turns have the column
-            column = pa.array([{"stop": "answer", "length": "length"}.get(reason) for reason in values], pa.string())
-        else:
-            column = pa.array([looks_like_chat(prompt) for prompt in values], pa.bool_())
-        table = table.append_column(name, column)
-    return table
-
-
-def _groups_of(prompt_ids: Sequence[Any], size: int | None) -> list[int]:
-    """Number the groups: `size` consecutive rows of a prompt, of which several epochs can meet in a file."""
-    runs = [len(list(run)) for _, run in groupby(prompt_ids)]
-    size = size or (Counter(runs).most_common(1)[0][0] if runs else 1)
-    starts = [i % size == 0 for run in runs for i in range(run)]
-    return (np.cumsum(starts) - 1).tolist()
-
-
-def looks_like_chat(prompt: Any) -> bool:
-    """Whether the prompt of a file without `prompt_is_chat` is messages as JSON, by its text."""
-    try:
-        return isinstance(prompt, str) and prompt.startswith("[{") and all("role" in m for m in json.loads(prompt))
-    except (ValueError, TypeError, RecursionError):
-        return False
-
-
 def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     prompts = [groups[number].prompt for number in numbers]
@@ -94,6 +47,7 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
         "prompt": [prompt_text(p.content) for p in prompts],
         "prompt_is_chat": [not isinstance(p.content, str) for p in prompts],
+        "answer": pa.array([groups[number].answer for number in numbers], pa.string()),
         "completion": [c.text for c in completions],
         "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
         "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),

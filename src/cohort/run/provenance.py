@@ -93,6 +93,7 @@ _SECRET = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+_FOLDERS = ("PWD", "OLDPWD")  # a shell's working directories, whose names look like that of a password
 _MIN_LENGTH = 8  # of the value of an environment variable: shorter ones occur in other words
 
 
@@ -124,7 +125,7 @@ def hide(value: Any, key: str = "") -> Any:
 def hide_in_text(text: str) -> str:
     """Hide secrets in a text: the values of environment variables that hold one, and what looks like one."""
     for name, value in os.environ.items():
-        if len(value) >= _MIN_LENGTH and is_secret_key(name):
+        if len(value) >= _MIN_LENGTH and is_secret_key(name) and name not in _FOLDERS:
             text = text.replace(value, HIDDEN)
     return _SECRET.sub(lambda found: f"{found['before'] or ''}{HIDDEN}", text)
 

@@ -52,6 +52,7 @@ class Column:
 _FIXED = (
     Column("text", "text", "text that the policy sampled"),
     Column("prompt", "text", "the prompt; chat messages as JSON"),
+    Column("answer", "text", "the expected answer"),
     Column("reward", "number", "weighted sum of the rewards; None if not scored"),
     Column("advantage", "number", "mean over the sampled tokens"),
     Column("length", "number", "tokens that the policy sampled, over all turns"),
@@ -83,50 +84,32 @@ class Columns:
     """The columns of a run.
 
     Attributes:
+        by_name: the columns by their names in the files.
         schema: what files are read as; a column that a file lacks is null.
     """
 
     def __init__(self, files: Iterable[Collection[str]]):
         """Collect the columns of some files, each given by the names of its columns."""
-        names = [frozenset(of_one) for of_one in files]
-        self._in_files = frozenset[str]().union(*names)
-        self._all_have_num_tokens = all("num_tokens" in of_one for of_one in names)
+        self._in_files = frozenset[str]().union(*files)
         families = [
             replace(family, name=name)
             for name in sorted(self._in_files)
             for family in _FAMILIES
             if name.startswith(family.name)
         ]
-        self._columns = {column.name: column for column in (*_FIXED, *families)}
-        types = {name: _TYPES[column.type] for name, column in self._columns.items()}
-        others = {"completion": pa.string(), "num_tokens": pa.float64(), "completion_token_ids": pa.list_(pa.int32())}
+        self.by_name = {column.name: column for column in (*_FIXED, *families)}
+        types = {name: _TYPES[column.type] for name, column in self.by_name.items()}
+        others = {"completion": pa.string(), "num_tokens": pa.float64(), "prompt_is_chat": pa.bool_()}
         self.schema = pa.schema(types | others)
 
     def listed(self) -> list[Column]:
         """Return the columns that files have, named as in a condition."""
-        in_files = [name for name in self._columns if name in _IN_ALL_FILES or name in self._in_files]
-        return [replace(self._columns[name], name=_spelled(name)) for name in in_files]
-
-    def find(self, name: str) -> Column | None:
-        """Return the column of this name."""
-        return self._columns.get("text" if name == "completion" else name)
-
-    def nearest(self, name: str) -> str:
-        """Return "; did you mean x?" with the column whose name is most like `name`, or ""."""
-        return did_you_mean(name, map(_spelled, self._columns))
+        in_files = [name for name in self.by_name if name in _IN_ALL_FILES or name in self._in_files]
+        return [replace(self.by_name[name], name=_spelled(name)) for name in in_files]
 
     def expression(self, name: str) -> ds.Expression:
         """Return a column as an expression over `schema`."""
-        if name == "text":
-            return ds.field("completion")
-        if name == "length":
-            num_tokens, ids = ds.field("num_tokens"), ds.field("completion_token_ids")
-            return num_tokens if self._all_have_num_tokens else pc.coalesce(num_tokens, pc.list_value_length(ids))
-        if name == "end":  # a single turn may have a finish reason only
-            reason = ds.field("finish_reason")
-            cut = pc.if_else(reason == "length", "length", pa.scalar(None, pa.string()))
-            return pc.coalesce(ds.field("end"), pc.if_else(reason == "stop", "answer", cut))
-        return ds.field(name)
+        return ds.field({"text": "completion", "length": "num_tokens"}.get(name, name))
 
 
 def _spelled(name: str) -> str:
@@ -310,6 +293,7 @@ class _Parser:
         match node:
             case ast.Subscript(ast.Name(family), ast.Constant(str(rest))):
                 name = f"{family}/{rest}"
-        if (column := self._columns.find(name)) is None:
-            raise self._error(node, f"there is no column {name}{self._columns.nearest(name) or '; text is in quotes'}")
+        if (column := self._columns.by_name.get("text" if name == "completion" else name)) is None:
+            hint = did_you_mean(name, map(_spelled, self._columns.by_name)) or "; text is in quotes"
+            raise self._error(node, f"there is no column {name}{hint}")
         return column

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +15,25 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow.fs import LocalFileSystem
 
-from cohort_view.completions import KINDS, completions_name, steps_on_disk
-from cohort_view.run import ViewedRun
+from cohort_view.completions import PROMPT_CHARS, prompt_text
+from cohort_view.run import KINDS, ViewedRun, completions_name, steps_on_disk
 from cohort_view.search.condition import Column, Columns, Condition, parse
-from cohort_view.values import inside
+from cohort_view.values import integer, ordinary, reason
 
 _PROGRESS_EVERY_S = 0.3
+_SHOWN = ("reward", "length", "text", "group", "prompt", "prompt_is_chat")
 _MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What to search for."""
+
+    text: str = ""  # what the text of a completion contains, in any case; empty for any
+    where: str = ""  # a condition as `cohort_view.search.condition` reads it; empty for none
+    step: int | None = None  # only in this step
+    kind: str | None = None  # only in completions of this kind
+    limit: int = 200  # most matches to yield; all are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +43,8 @@ class Match:
     step: int
     kind: str
     row: int  # in the file
+    group: int | None
+    prompt: str  # its beginning
     reward: float | None
     length: int | None  # tokens
     column: str  # that `parts` are from
@@ -44,7 +58,8 @@ class Progress:
     files_total: int
     files_done: int = 0
     step: int | None = None  # of the last file
-    matches: int = 0
+    matches: int = 0  # all of them, also those after the limit
+    by_step: Mapping[int, int] = field(default_factory=dict)  # all matches so far
     problems: tuple[str, ...] = ()  # files that cannot be read
 
 
@@ -52,7 +67,7 @@ class Progress:
 class Done(Progress):
     """The end of a search."""
 
-    reason: Literal["end", "limit", "cancelled"]
+    reason: Literal["end", "cancelled"]
 
 
 def columns(run: ViewedRun) -> list[Column]:
@@ -60,52 +75,48 @@ def columns(run: ViewedRun) -> list[Column]:
     return _columns(run.path, _files(run.path)).listed()
 
 
-def search(
-    run: ViewedRun, text: str, where: str, limit: int, cancelled: Callable[[], bool]
-) -> Iterator[Match | Progress | Done]:
+def search(run: ViewedRun, wanted: Search, cancelled: Callable[[], bool]) -> Iterator[Match | Progress | Done]:
     """Search the completions files that a run has now.
 
     Args:
         run: the run.
-        text: what the text of a completion contains, in any case; empty for any.
-        where: a condition as `cohort_view.search.condition` reads it; empty for none.
-        limit: most matches.
+        wanted: what to search for.
         cancelled: called between row groups; True ends the search.
 
     Raises:
         ConditionError: the condition has no meaning, or names a column that the run does not have.
     """
-    files = _files(run.path)
-    known = _columns(run.path, files)
-    condition = parse(text, where, known)
+    all_files = _files(run.path)
+    known = _columns(run.path, all_files)
+    condition = parse(wanted.text, wanted.where, known)
+    files = [(s, k) for s, k in all_files if wanted.step in (None, s) and wanted.kind in (None, k)]
     possible = _possible_files(run.path, files, condition, known)
     progress = Progress(files_total=len(files))
     yield progress
     shown = time.monotonic()
     for step, kind in files:
-        if progress.matches >= limit or cancelled():
+        if cancelled():
             break
         name = completions_name(kind, step)
         try:
             if (fragment := possible.pop(name, None)) is not None:  # a fragment keeps the footer that it has read
-                inside(run.path, name)
-                for match in _matches(fragment, condition, known, limit - progress.matches, cancelled):
-                    progress = replace(progress, matches=progress.matches + 1)
-                    yield Match(step=step, kind=kind, **match)
+                ordinary(run.path, name)
+                for num, matches in _matches(fragment, condition, known, wanted.limit - progress.matches, cancelled):
+                    by_step = {**progress.by_step, step: progress.by_step.get(step, 0) + num}
+                    progress = replace(progress, matches=progress.matches + num, by_step=by_step)
+                    for match in matches:
+                        yield Match(step=step, kind=kind, **match)
         except FileNotFoundError:  # the run resumed from an earlier step
             pass
         except Exception as error:  # a damaged file can raise anything
             if len(progress.problems) < _MAX_PROBLEMS:
-                problem = f"{name} cannot be searched: {_reason(error)}."
+                problem = f"{name} cannot be searched: {reason(error)}."
                 progress = replace(progress, problems=(*progress.problems, problem))
         progress = replace(progress, files_done=progress.files_done + 1, step=step)
         if time.monotonic() - shown > _PROGRESS_EVERY_S:
             yield progress
             shown = time.monotonic()
-    if progress.matches >= limit:
-        yield Done(**vars(progress), reason="limit")
-    else:
-        yield Done(**vars(progress), reason="cancelled" if cancelled() else "end")
+    yield Done(**vars(progress), reason="cancelled" if cancelled() else "end")
 
 
 def _files(run_path: Path) -> list[tuple[int, str]]:
@@ -121,7 +132,7 @@ def _columns(run_path: Path, files: Sequence[tuple[int, str]]) -> Columns:
         of_kind = [step for step, its_kind in files if its_kind == kind]
         for step in {*of_kind[:1], *of_kind[-1:]}:
             try:
-                names.append(pq.read_schema(inside(run_path, completions_name(kind, step))).names)
+                names.append(pq.read_schema(ordinary(run_path, completions_name(kind, step))).names)
             except Exception:  # the search says which files are damaged
                 continue
     return Columns(names)
@@ -141,15 +152,15 @@ def _possible_files(
 
 def _matches(
     fragment: ds.Fragment, condition: Condition, known: Columns, most: int, cancelled: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
-    """Yield what a match shows of each row of a file for which a condition holds.
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield for each row group of a file the number of rows for which a condition holds, and `most` of them.
 
     Reads one row group at a time, in the calling thread: files are small, and starting threads takes longer.
     """
     row_groups = fragment.split_by_row_group(condition.possible, known.schema)
     first_rows = [0, *accumulate(group.num_rows for group in fragment.row_groups)]
     patterns = condition.pattern_by_column()
-    shown = {name: known.expression(name) for name in ("reward", "length", "text", *patterns)}
+    shown = {name: known.expression(name) for name in (*_SHOWN, *patterns)}
     for row_group in row_groups:
         if cancelled():
             return
@@ -158,17 +169,29 @@ def _matches(
             return part.scanner(known.schema, columns=columns, use_threads=False)
 
         holds = scan({"holds": condition.rows}).to_table()["holds"]
-        rows = np.flatnonzero(pc.fill_null(holds, False).to_numpy())[:most]
-        if not len(rows):
-            continue
+        rows = np.flatnonzero(pc.fill_null(holds, False).to_numpy())
+        of_rows = rows[: max(0, most)]
         most -= len(rows)
         first = first_rows[row_group.row_groups[0].id]
-        for row, values in zip(rows.tolist(), scan(shown).take(pa.array(rows)).to_pylist(), strict=True):
-            length = None if values["length"] is None else int(values["length"])
-            column, parts = _found(values, patterns)
-            yield {"row": first + row, "reward": values["reward"], "length": length, "column": column, "parts": parts}
-        if most <= 0:
-            return
+        values = scan(shown).take(pa.array(of_rows)).to_pylist() if len(of_rows) else []
+        if len(rows):
+            yield (
+                len(rows),
+                [_match(first + row, of, patterns) for row, of in zip(of_rows.tolist(), values, strict=True)],
+            )
+
+
+def _match(row: int, values: Mapping[str, Any], patterns: Mapping[str, str]) -> dict[str, Any]:
+    column, parts = _found(values, patterns)
+    return {
+        "row": row,
+        "group": integer(values["group"]),
+        "prompt": prompt_text(values["prompt"], values["prompt_is_chat"] is True, PROMPT_CHARS),
+        "reward": values["reward"],
+        "length": integer(values["length"]),
+        "column": column,
+        "parts": parts,
+    }
 
 
 def _found(values: Mapping[str, Any], patterns: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -178,13 +201,6 @@ def _found(values: Mapping[str, Any], patterns: Mapping[str, str]) -> tuple[str,
         if len(parts) > 1:
             return name, parts
     return "text", snippet(values["text"] or "", None)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error, without the path that Arrow names."""
-    detail = error.strerror if isinstance(error, OSError) else None
-    first_line = (detail or str(error).strip() or type(error).__name__).splitlines()[0]
-    return first_line.rpartition("': ")[2].rstrip(".")[:200]
 
 
 _OPENING, _CLOSING = "\ufdd0", "\ufdd1"  # around a match; Unicode has no such characters

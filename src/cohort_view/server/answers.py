@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import mimetypes
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -12,7 +11,8 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cohort_view.records import to_json
+from cohort_view.server.security import content_policy
+from cohort_view.values import to_json
 
 _COMPRESS_FROM_BYTES = 2000
 
@@ -60,10 +60,9 @@ class QueryParameters:
         given = self._params.get(name, "")
         if not given:
             return default
-        value = _whole_number(given)
-        if value is None or not low <= value <= high:
+        if not (given.isascii() and given.isdecimal() and len(given) <= 15 and low <= int(given) <= high):
             raise BadQueryError(f"{name}: {given!r} is not a whole number from {low} to {high}")
-        return value
+        return int(given)
 
     def optional_number(self, name: str) -> float | None:
         """Return a finite number, or None if it is not given."""
@@ -93,23 +92,8 @@ class QueryParameters:
         return list(dict.fromkeys(found))
 
 
-def _whole_number(text: str) -> int | None:
-    """Return the number, or None. Longer texts than any number here are not parsed."""
-    digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) <= 15 else None
-
-
 STATIC = Path(__file__).parent.parent / "static"
 _TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A file's contents. The stamp changes when the file does, as while the page is being worked on."""
-
-    stamp: tuple[int, int]
-    content: bytes
-    etag: str
 
 
 class StaticFiles:
@@ -122,26 +106,18 @@ class StaticFiles:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not path.is_symlink()
         }
-        self._loaded: dict[str, _Loaded] = {}
 
     def answer(self, request: Request, name: str) -> Response:
         """Answer with the file `name`, or with 304 if the browser has it."""
         path = self._files.get(name)
         if path is None:
             return Response("This file does not exist.\n", 404, media_type="text/plain")
-        loaded = self._load(name, path)
-        headers = {"etag": loaded.etag, "cache-control": "no-cache"}
-        if loaded.etag in request.headers.get("if-none-match", ""):
+        content = path.read_bytes()
+        etag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
+        headers = {"etag": etag, "cache-control": "no-cache"}
+        if path.suffix == ".html":
+            headers["content-security-policy"] = content_policy(content)
+        if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         media_type = _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-        return compressed(request, loaded.content, media_type=media_type, headers=headers)
-
-    def _load(self, name: str, path: Path) -> _Loaded:
-        stat = path.stat()
-        stamp = (stat.st_mtime_ns, stat.st_size)
-        found = self._loaded.get(name)
-        if found is None or found.stamp != stamp:
-            content = path.read_bytes()
-            found = _Loaded(stamp, content, f'"{hashlib.sha256(content).hexdigest()[:24]}"')
-            self._loaded[name] = found
-        return found
+        return compressed(request, content, media_type=media_type, headers=headers)

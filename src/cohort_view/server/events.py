@@ -3,14 +3,13 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from cohort.errors import describe_error
-from cohort_view.records import to_json
 from cohort_view.run import ViewedRun
-from cohort_view.search.condition import ConditionError
-from cohort_view.search.search import search
 from cohort_view.server.runs import Runs
+from cohort_view.values import to_json
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
@@ -154,15 +153,13 @@ def as_event(name: str, data: str) -> bytes:
 
 
 async def search_events(
-    run: ViewedRun, text: str, where: str, limit: int, *, stopped: Callable[[], bool]
+    run: ViewedRun, wanted: Mapping[str, Any], *, stopped: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
     """Yield a search's matches, progress and end.
 
     Args:
         run: run to search.
-        text: what the text of a completion contains.
-        where: the condition.
-        limit: most matches.
+        wanted: arguments of `cohort_view.search.search.Search`.
         stopped: whether the server stops.
     """
     left = threading.Event()
@@ -177,7 +174,7 @@ async def search_events(
 
     def work() -> None:
         try:
-            for event in _search(run, text, where, limit, lambda: left.is_set() or stopped()):
+            for event in _search(run, wanted, lambda: left.is_set() or stopped()):
                 put(event)
                 if left.is_set():
                     return
@@ -193,9 +190,12 @@ async def search_events(
         left.set()
 
 
-def _search(run: ViewedRun, text: str, where: str, limit: int, cancelled: Callable[[], bool]) -> Iterator[bytes]:
+def _search(run: ViewedRun, wanted: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[bytes]:
+    from cohort_view.search.condition import ConditionError  # pyarrow takes time to import
+    from cohort_view.search.search import Search, search
+
     try:
-        for found in search(run, text, where, limit, cancelled):
+        for found in search(run, Search(**wanted), cancelled):
             yield as_event(type(found).__name__.lower(), to_json(found))
     except ConditionError as error:
         yield as_event("error", to_json({"error": str(error), "position": error.position}))

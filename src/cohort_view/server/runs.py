@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cohort.errors import UserError
@@ -69,10 +69,13 @@ class Runs:
 
 def find_run_folders(root: Path, *, max_depth: int = MAX_DEPTH) -> list[Path]:
     """Return the run folders at most `max_depth` levels below `root`, in the order of their paths."""
-    found = []
-    for count, folder in enumerate(_folders(root, max_depth)):
-        if looks_like_run(folder):
-            found.append(folder)
+    found: list[Path] = []
+    for count, (path, below, _) in enumerate(os.walk(root)):  # links are not followed, and runs are not entered
+        folder = Path(path)
+        is_run = looks_like_run(folder)
+        found += [folder] if is_run else []
+        may_enter = not is_run and len(folder.parts) - len(root.parts) < max_depth
+        below[:] = [n for n in sorted(below) if may_enter and not n.startswith(".") and n not in _NEVER_ENTERED]
         if count >= _MAX_FOLDERS or len(found) >= _MAX_RUNS:
             break
     return sorted(found)
@@ -105,24 +108,7 @@ def check_is_run(folder: Path) -> None:
 def looks_like_run(folder: Path) -> bool:
     """Whether a folder holds a run, also one that lost its `config.yaml`."""
     try:
-        return is_run_folder(folder) or any((folder / name).is_file() for name in _TRACES)
+        is_file = {name: (folder / name).is_file() for name in ("config.yaml", *_TRACES)}  # to open a pipe would wait
+        return (is_file.pop("config.yaml") and is_run_folder(folder)) or any(is_file.values())
     except OSError:
         return False
-
-
-def _folders(root: Path, depth: int) -> Iterator[Path]:
-    """Yield `root` and the folders below it. Links are not followed, and runs are not entered."""
-    yield root
-    if depth == 0 or looks_like_run(root):
-        return
-    try:
-        with os.scandir(root) as entries:
-            below = sorted(e.path for e in entries if e.is_dir(follow_symlinks=False) and _may_enter(e.name))
-    except OSError:
-        return
-    for path in below:
-        yield from _folders(Path(path), depth - 1)
-
-
-def _may_enter(name: str) -> bool:
-    return not name.startswith(".") and name not in _NEVER_ENTERED

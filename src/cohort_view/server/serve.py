@@ -1,5 +1,6 @@
 """Run the server: its routes, and how it listens on 127.0.0.1 and stops."""
 
+import importlib
 import os
 import signal
 import socket
@@ -18,16 +19,29 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cohort.errors import UserError, describe_error
-from cohort_view import config_info, evaluations, groups, machine, series, tokens
-from cohort_view.completions import KINDS, completions_name, steps_on_disk
-from cohort_view.run import ViewedRun
-from cohort_view.search import search
+from cohort_view import config_info, now, series
+from cohort_view.run import KINDS, ViewedRun, completions_name, steps_around, steps_on_disk
 from cohort_view.server.answers import BadQueryError, QueryParameters, StaticFiles, json_answer, json_error
 from cohort_view.server.events import Watcher, search_events
 from cohort_view.server.runs import Runs
 from cohort_view.server.security import Guard
 
 MAX_POINTS = 20_000
+
+
+class _Later:
+    """A module that is imported when it is first used: pyarrow takes seconds on a slow disk."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+groups, questions, search, tokens, tools = (
+    _Later(f"cohort_view.{name}") for name in ("groups", "questions", "search.search", "tokens", "tools")
+)
 
 
 class NotFoundError(LookupError):
@@ -122,9 +136,16 @@ def build_app(watcher: Watcher, *, static: StaticFiles | None = None) -> ASGIApp
     async def search_stream(request: Request) -> Response:
         asked = Asked.by(request, watcher)
         run = await run_in_threadpool(asked.run)
-        limit = asked.query.integer("limit", 200, low=1, high=5000)
-        text, where = asked.query.text("text"), asked.query.text("where")
-        return _stream(request, search_events(run, text, where, limit, stopped=watcher.is_stopped))
+        query = asked.query
+        step = query.integer("step", -1, low=0, high=10**12)
+        wanted = {
+            "text": query.text("text"),
+            "where": query.text("where"),
+            "step": None if step < 0 else step,
+            "kind": query.choice("kind", "", ("", *KINDS)) or None,
+            "limit": query.integer("limit", 200, low=1, high=5000),
+        }
+        return _stream(request, search_events(run, wanted, stopped=watcher.is_stopped))
 
     def curves_csv(request: Request) -> Response:
         asked = Asked.by(request, watcher)
@@ -173,18 +194,6 @@ def _stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
     return Response(media_type="text/event-stream") if request.method == "HEAD" else EventStream(events)
 
 
-def _runs(asked: Asked) -> Any:
-    return machine.runs(asked.all_runs(), asked.root())
-
-
-def _now(asked: Asked) -> Any:
-    return machine.now(asked.run())
-
-
-def _metrics(asked: Asked) -> Any:
-    return series.metrics_list(asked.run())
-
-
 def _curves(asked: Asked) -> Any:
     query = asked.query
     x: Literal["step", "time"] = "time" if query.choice("x", "step", ("step", "time")) == "time" else "step"
@@ -193,13 +202,9 @@ def _curves(asked: Asked) -> Any:
     return series.curves(asked.runs(), query.names("names"), x, start, stop, points)
 
 
-def _differences(asked: Asked) -> Any:
-    return config_info.differences(asked.runs())
-
-
 def _steps(asked: Asked) -> Any:
     around = asked.query.integer("around", -1, low=0, high=10**12)
-    return groups.steps(asked.run(), None if around < 0 else around)
+    return steps_around(asked.run().path, None if around < 0 else around)
 
 
 def _step(asked: Asked) -> Any:
@@ -216,53 +221,47 @@ def _step(asked: Asked) -> Any:
     )
 
 
-def _group(asked: Asked) -> Any:
-    return groups.group(*asked.step(), asked.number("index"))
-
-
-def _diff(asked: Asked) -> Any:
-    rows = (asked.query.integer(name, 0, low=0, high=10**12) for name in ("a", "b"))
-    return groups.diff(*asked.step(), *rows)
-
-
 def _completion(asked: Asked) -> Any:
     offset = asked.query.integer("offset", 0, low=0, high=10**12)
     limit = asked.query.integer("limit", tokens.TOKENS_SHOWN, low=1, high=tokens.MAX_TOKENS)
     return tokens.completion(*asked.step(), asked.number("row"), offset, limit)
 
 
-def _search_columns(asked: Asked) -> Any:
-    return {"columns": search.columns(asked.run())}
+def _kind_of_questions(asked: Asked) -> str:
+    return asked.query.choice("kind", "step", ("step", "eval"))
 
 
-def _eval(asked: Asked) -> Any:
-    return evaluations.evaluations(asked.run())
-
-
-def _machine(asked: Asked) -> Any:
-    return machine.machine(asked.run())
-
-
-def _config(asked: Asked) -> Any:
-    return config_info.config_info(asked.run())
+def _questions(asked: Asked) -> Any:
+    query = asked.query
+    return questions.questions(
+        asked.run(),
+        _kind_of_questions(asked),
+        query.choice("show", "", ("", *questions.STATES)),
+        query.choice("sort", "order", questions.SORTS),
+        query.integer("offset", 0, low=0, high=10**9),
+        query.integer("limit", 100, low=1, high=1000),
+    )
 
 
 # What JSON each path answers with.
 ANSWERS: Mapping[str, Callable[[Asked], Any]] = {
-    "/api/runs": _runs,
+    "/api/runs": lambda asked: now.runs(asked.all_runs(), asked.root()),
     "/api/curves": _curves,
-    "/api/differences": _differences,
-    "/api/runs/{id}/now": _now,
-    "/api/runs/{id}/metrics": _metrics,
+    "/api/differences": lambda asked: config_info.differences(asked.runs()),
+    "/api/runs/{id}/now": lambda asked: now.now(asked.run()),
+    "/api/runs/{id}/metrics": lambda asked: series.metrics_list(asked.run()),
+    "/api/runs/{id}/config": lambda asked: config_info.config_info(asked.run()),
+    "/api/runs/{id}/log": lambda asked: now.log(asked.run(), asked.query.text("name")),
     "/api/runs/{id}/steps": _steps,
     "/api/runs/{id}/steps/{step}": _step,
-    "/api/runs/{id}/steps/{step}/diff": _diff,
-    "/api/runs/{id}/steps/{step}/groups/{index}": _group,
+    "/api/runs/{id}/steps/{step}/groups/{index}": lambda asked: groups.group(*asked.step(), asked.number("index")),
     "/api/runs/{id}/steps/{step}/completions/{row}": _completion,
-    "/api/runs/{id}/search/columns": _search_columns,
-    "/api/runs/{id}/eval": _eval,
-    "/api/runs/{id}/machine": _machine,
-    "/api/runs/{id}/config": _config,
+    "/api/runs/{id}/search/columns": lambda asked: {"columns": search.columns(asked.run())},
+    "/api/runs/{id}/questions": _questions,
+    "/api/runs/{id}/questions/{prompt_id}": lambda asked: questions.question(
+        asked.run(), _kind_of_questions(asked), asked.number("prompt_id")
+    ),
+    "/api/runs/{id}/tools": lambda asked: tools.tools(asked.run()),
 }
 
 

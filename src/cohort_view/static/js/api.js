@@ -1,7 +1,7 @@
 // Reads from the server; in an exported report, from the data embedded in the page (js/embedded.js).
 
-import { embeddedAnswer, hasEmbedded, isExport } from "./embedded.js";
-import { search } from "./router.js";
+import { embeddedAnswer, hasEmbedded, isExport } from "cohort/embedded.js";
+import { search } from "cohort/router.js";
 
 /** An answer that is not a success; the message is a sentence for the reader. */
 export class ApiError extends Error {

@@ -1,6 +1,6 @@
 // Axes of charts: ranges, and ticks with as few digits as tell them apart.
 
-import { bytes, count, isNumber, number, seconds } from "./format.js";
+import { bytes, count, isNumber, number, seconds } from "cohort/format.js";
 
 // Distances of ticks
 const SECONDS = [

@@ -10,8 +10,8 @@
   }
 
   function show(text) {
-    const main = document.getElementById("main");
-    if (!main) return;
+    const page = document.getElementById("page");
+    if (!page) return;
     const box = document.createElement("div");
     box.className = "failure";
     box.setAttribute("role", "alert");
@@ -22,10 +22,10 @@
     const advice = document.createElement("p");
     advice.textContent = "Reload the page. If this happens again, please report the text above.";
     box.append(title, detail, advice);
-    main.replaceChildren(box);
+    page.replaceChildren(box);
   }
 
-  // main.js takes over as soon as it runs: it sets window.cohortFailure to its own handler.
+  // app.js takes over as soon as it runs: it sets window.cohortFailure to its own handler.
   window.addEventListener(
     "error",
     (event) => {

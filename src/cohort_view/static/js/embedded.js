@@ -3,7 +3,7 @@
 // The element #cohort-data has base64 of deflated JSON: {"PATH": answer, ...}. A step's groups are there once, in the order of
 // their file, and sorted here; curves once for each x with all names.
 
-import { splitList } from "./router.js";
+import { splitList } from "cohort/router.js";
 
 const node = document.getElementById("cohort-data");
 

@@ -1,6 +1,6 @@
 // Live updates: server-sent events about changed files, with a retry of its own when the connection is lost.
 
-import { isExport } from "./api.js";
+import { isExport } from "cohort/api.js";
 
 /** @typedef {{run: string, step: number | null, state: string, gone: string | null, parts: string[]}} Change */
 
@@ -29,13 +29,6 @@ export class Live {
   /** Follow all runs, also those that start later. */
   start() {
     if (!isExport) this.#open();
-  }
-
-  /** Take as changed whatever happened to these runs while there was no connection. @param {string[]} runs */
-  catchUp(runs) {
-    runs.forEach((run) =>
-      this.#take({ run, step: null, state: "", parts: ["metrics", "status", "events", "completions"] }),
-    );
   }
 
   #open() {

@@ -5,7 +5,6 @@ const DASHES = { restart: [6, 4], fault: [], warning: [2, 3] };
 const FLAGS = { fault: "--bad", warning: "--warning" };
 const TICK_PX = 5;
 const FLAG_PX = 7;
-const TROUBLES = ["restart", "fault", "warning"];
 const LINES_AT_MOST = 24;
 const SHOWN_TEXTS = 3;
 
@@ -29,11 +28,6 @@ export function drawMarks(plot, marks, theme) {
     if (FLAGS[kind]) drawFlags(ctx, places, bbox.top, theme.color(FLAGS[kind]));
   }
   ctx.restore();
-}
-
-/** Marks without those of what happens regularly. */
-export function troubles(marks) {
-  return (marks ?? []).filter((mark) => TROUBLES.includes(mark.kind));
 }
 
 /** The text of the marks under the cursor, or null. */

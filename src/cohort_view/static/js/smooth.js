@@ -1,6 +1,6 @@
 // Smoothing of curves.
 
-import { isNumber } from "./format.js";
+import { isNumber } from "cohort/format.js";
 
 /**
  * Exponential moving average without the bias of its start: the average of all earlier values, of which each weighs

@@ -1,14 +1,17 @@
-// The theme: the system's, or the one the reader chose. `theme.on(listener)` tells charts to redraw.
+// The theme: the system's, or the one the reader chose.
+
+import { Store } from "cohort/store.js";
 
 const KEY = "cohort-theme";
 const CHOICES = ["system", "light", "dark"];
+const media = matchMedia("(prefers-color-scheme: dark)");
 
-export class Theme {
+class Theme extends Store {
+  #colors = new Map();
+
   constructor() {
-    this.listeners = new Set();
-    this.colors = new Map();
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", () => this.#tell());
+    super(0); // a number of the version of all colors
+    media.addEventListener("change", () => this.#changed());
   }
 
   /** "system", "light" or "dark". */
@@ -16,17 +19,9 @@ export class Theme {
     return document.documentElement.dataset.theme ?? "system";
   }
 
-  get isDark() {
-    return this.choice === "system" ? this.media.matches : this.choice === "dark";
-  }
-
   /** Switch to the next choice: system, light, dark. */
   next() {
-    this.set(CHOICES[(CHOICES.indexOf(this.choice) + 1) % CHOICES.length]);
-  }
-
-  /** @param {"system" | "light" | "dark"} choice */
-  set(choice) {
+    const choice = CHOICES[(CHOICES.indexOf(this.choice) + 1) % CHOICES.length];
     if (choice === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = choice;
     try {
@@ -35,14 +30,19 @@ export class Theme {
     } catch {
       // Storage can be forbidden; the choice then lasts until the page closes.
     }
-    this.#tell();
+    this.#changed();
   }
 
-  /** Value of a CSS custom property, such as color("--text"). */
+  /** Computed value of a CSS custom property that is a color, such as color("--text"). */
   color(name) {
-    if (!this.colors.has(name))
-      this.colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
-    return this.colors.get(name);
+    if (!this.#colors.has(name)) {
+      const probe = document.createElement("span");
+      probe.style.color = `var(${name})`;
+      document.body.append(probe);
+      this.#colors.set(name, getComputedStyle(probe).color);
+      probe.remove();
+    }
+    return this.#colors.get(name);
   }
 
   /** Color of the i-th run or line. */
@@ -50,14 +50,10 @@ export class Theme {
     return this.color(`--series-${(index % 8) + 1}`);
   }
 
-  /** Call `listener` when colors change; returns a function that stops it. */
-  on(listener) {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  }
-
-  #tell() {
-    this.colors.clear();
-    this.listeners.forEach((listener) => listener());
+  #changed() {
+    this.#colors.clear();
+    this.set(this.value + 1);
   }
 }
+
+export const theme = new Theme();

@@ -1,234 +1,197 @@
-// Parts that several views share: states without content, banners, tables, bars, small charts.
+// Parts that several views share: states without content, banners, controls, tables, bars.
 
-import { hasStep } from "./api.js";
-import { h, svg } from "./dom.js";
-import { isNumber } from "./format.js";
-import { link } from "./router.js";
-import { visibleLine } from "./visible.js";
-
-/** A view's title with what belongs next to it: title("Step 12", "finished", buttons). */
-export function title(text, ...beside) {
-  return h("div.view-title", null, h("h1", null, text), ...beside);
-}
+import { useQuery } from "cohort/hooks.js";
+import { isNumber } from "cohort/format.js";
+import { html, useEffect, useRef, useState } from "cohort/preact.js";
+import { splitList } from "cohort/router.js";
+import { visibleLine } from "cohort/visible.js";
 
 /** A place with nothing to show: why, and what to do. */
-export function empty(sentence, advice = null) {
-  return h("div.empty", null, h("p", null, sentence), advice && h("p.muted", null, linkify(advice)));
+export function Empty({ title, advice = null }) {
+  return html`<div class="empty"><p>${title}</p>${advice && html`<p class="muted"><${Linkify} text=${advice} /></p>`}</div>`;
 }
 
-/** A link to a step; only its text in an exported report without the step. */
-export function stepLink(id, step, text) {
-  return hasStep(id, step) ? h("a", { href: link.step(id, step) }, text) : h("span", null, text);
+/** A failure within a view: the sentence, and a button if `retry` is given. */
+export function Failure({ error, retry = null }) {
+  return html`<div class="failure" role="alert">
+    <p>${visibleLine(error.message || String(error))}</p>
+    ${retry && html`<p><button type="button" class="button" onClick=${retry}>Try again</button></p>`}
+  </div>`;
 }
 
-/** A failure within a view: the sentence, and a retry button if `retry` is given. */
-export function failure(error, retry = null) {
-  return h(
-    "div.failure",
-    { role: "alert" },
-    h("p", null, error.message || String(error)),
-    retry && h("p", null, h("button.button", { type: "button", on: { click: retry } }, "Try again")),
-  );
+/** Says that something is on its way, after a moment. */
+export function Loading() {
+  const [isLong, setLong] = useState(false);
+  useEffect(() => {
+    const timer = setTimeout(() => setLong(true), 200);
+    return () => clearTimeout(timer);
+  }, []);
+  return html`<p class="muted loading" role="status">${isLong ? "Loading…" : ""}</p>`;
 }
 
-/** What is wrong with the run's files, or null. @param {string[]} list */
-export function problems(list) {
+/** What is wrong with the run's files. @param {{list: string[]}} props */
+export function Problems({ list }) {
   if (!list?.length) return null;
-  if (list.length === 1) return h("p.problems", null, list[0]);
-  return h(
-    "details.problems",
-    null,
-    h("summary", null, `${list.length} problems in the run's files`),
-    h(
-      "ul",
-      null,
-      list.map((text) => h("li", null, text)),
-    ),
-  );
+  if (list.length === 1) return html`<p class="problems">${visibleLine(list[0])}</p>`;
+  return html`<details class="problems">
+    <summary>${list.length} problems in the run's files</summary>
+    <ul>${list.map((text) => html`<li key=${text}>${visibleLine(text)}</li>`)}</ul>
+  </details>`;
 }
 
 const LEVELS = { good: ["✓", "Good"], info: ["i", "Note"], warning: ["!", "Warning"], bad: ["✕", "Problem"] };
 
 /** The sign of a level; never color alone. */
-export function levelIcon(level) {
-  const [sign, name] = LEVELS[level] ?? LEVELS.info;
-  return h(`span.level-icon.level-${level in LEVELS ? level : "info"}`, { role: "img", "aria-label": name }, sign);
+export function LevelIcon({ level }) {
+  const known = level in LEVELS ? level : "info";
+  const [sign, name] = LEVELS[known];
+  return html`<span class=${`level-icon level-${known}`} role="img" aria-label=${name}>${sign}</span>`;
 }
 
-/** A banner of the contract, as a card whose sentence links to its evidence. */
-export function banner(data, { large = false } = {}) {
-  const sentence = data.link
-    ? h("a.banner-text", { href: data.link }, data.text)
-    : h("span.banner-text", null, data.text);
-  return h(
-    `div.banner.level-${data.level}`,
-    { class: large ? "large" : "" },
-    levelIcon(data.level),
-    h("div.banner-body", null, sentence, data.advice && h("p.banner-advice", null, linkify(data.advice))),
-  );
+/** A sentence with its level, advice and a link to its evidence. */
+export function Banner({ level, text, advice = null, href = null, large = false, children }) {
+  const sentence = visibleLine(text);
+  return html`<div class=${`banner level-${level} ${large ? "large" : ""}`}>
+    <${LevelIcon} level=${level} />
+    <div class="banner-body">
+      ${href ? html`<a class="banner-text" href=${href}>${sentence}</a>` : html`<span class="banner-text">${sentence}</span>`}
+      ${advice && html`<p class="banner-advice"><${Linkify} text=${advice} /></p>`}
+      ${children}
+    </div>
+  </div>`;
+}
+
+/** A word in a frame. @param {{kind?: "good" | "warning" | "bad"}} props */
+export function Chip({ kind = "", title, children }) {
+  return html`<span class=${`chip ${kind && `chip-${kind}`}`} title=${title}>${children}</span>`;
 }
 
 const STATES = { running: "Running", finished: "Finished", stopped: "Stopped", starting: "Starting" };
 
 /** The state of a run as a chip. */
 export function stateChip(state) {
-  return h(`span.chip.state-${state}`, null, h("span.dot", { "aria-hidden": "true" }), STATES[state] ?? state);
+  return html`<span class=${`chip state-${state}`}><span class="dot" aria-hidden="true"></span>${STATES[state] ?? state}</span>`;
 }
 
-/** Text with its https links made into links, and everything invisible as signs. */
-export function linkify(text) {
+/** Text with its http links made into links, and everything invisible as signs. */
+export function Linkify({ text }) {
   return visibleLine(String(text))
     .split(/(https?:\/\/[^\s)]+[^\s).,;])/)
     .map((part, index) =>
-      index % 2 ? h("a", { href: part, target: "_blank", rel: "noopener noreferrer" }, part) : part,
+      index % 2 ? html`<a href=${part} target="_blank" rel="noopener noreferrer">${part}</a>` : part,
     );
 }
 
-/** One number with its label and what goes below it. */
-export function stat(label, value, below = null, props = null) {
-  return h(
-    "div.stat",
-    props,
-    h("div.stat-label", null, label),
-    h("div.stat-value", null, value),
-    below !== null && h("div.stat-below", null, below),
-  );
+/** Buttons of which one is chosen. @param {{label: string, options: [string, any][], value: string}} props */
+export function Segmented({ label, options, value, onChange }) {
+  const root = useRef(null);
+  const move = (event, index) => {
+    const delta = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!delta) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = (index + delta + options.length) % options.length;
+    root.current.children[next].focus();
+    onChange(options[next][0]);
+  };
+  return html`<div class="segmented" role="radiogroup" aria-label=${label} ref=${root}>
+    ${options.map(
+      ([key, text], index) =>
+        html`<button
+          key=${key}
+          type="button"
+          role="radio"
+          aria-checked=${String(key === value)}
+          tabindex=${key === value ? 0 : -1}
+          onClick=${() => onChange(key)}
+          onKeyDown=${(event) => move(event, index)}
+        >${text}</button>`,
+    )}
+  </div>`;
 }
 
-/** A progress bar, or a bar of unknown length if `share` is not a number. */
-export function progress(share, label) {
-  const known = isNumber(share);
-  return h(
-    "div.progress",
-    {
-      role: "progressbar",
-      "aria-label": label,
-      "aria-valuemin": 0,
-      "aria-valuemax": 100,
-      "aria-valuenow": known ? Math.round(share * 100) : null,
-      class: known ? "" : "unknown",
-    },
-    h("div.progress-fill", { style: { "--share": known ? Math.min(1, Math.max(0, share)) : 1 } }),
-  );
+/** A labelled choice. @param {{label: string, options: [string, string][], value: string}} props */
+export function Select({ label, options, value, onChange }) {
+  return html`<label class="field">${label}
+    <select class="select" value=${value} onChange=${(event) => onChange(event.target.value)}>
+      ${options.map(([key, text]) => html`<option key=${key} value=${key} selected=${key === value}>${text}</option>`)}
+    </select>
+  </label>`;
 }
 
-/** A line of at most some hundred values, without axes; missing values leave gaps. @param {(number | null)[]} values */
-export function sparkline(values, label, { width = 160, height = 32 } = {}) {
-  const known = (values ?? []).filter(isNumber);
-  if (known.length < 2) return h("div.sparkline.none", { "aria-hidden": "true" });
-  const low = Math.min(...known);
-  const span = Math.max(...known) - low || 1;
-  const x = (index) => 2 + (index / (values.length - 1)) * (width - 4);
-  const y = (value) => height - 3 - ((value - low) / span) * (height - 6);
-  let path = "";
-  let pen = "M";
-  values.forEach((value, index) => {
-    if (!isNumber(value)) pen = "M";
-    else {
-      path += `${pen}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
-      pen = "L";
-    }
-  });
-  const last = values.findLastIndex(isNumber);
-  return svg(
-    "svg.sparkline",
-    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
-    svg("path", { d: path, "vector-effect": "non-scaling-stroke" }),
-    svg("path.sparkline-end", { d: `M${x(last)} ${y(values[last])}h0`, "vector-effect": "non-scaling-stroke" }),
-  );
+/** Something to unfold. The address has the names of all that are open; what is folded is not rendered. */
+export function Fold({ name, title, summary = null, children }) {
+  const [query, setQuery] = useQuery();
+  const opened = splitList(query.open);
+  const isOpen = opened.includes(name);
+  const toggle = (event) => {
+    if (event.currentTarget.open === isOpen) return;
+    setQuery({ open: isOpen ? opened.filter((other) => other !== name) : [...opened, name] });
+  };
+  return html`<details class="fold" open=${isOpen} onToggle=${toggle}>
+    <summary><h2>${title}</h2>${summary && html`<span class="muted fold-summary">${summary}</span>`}</summary>
+    ${isOpen && html`<div class="fold-body">${children}</div>`}
+  </details>`;
 }
 
 /**
- * A table. Columns: {label, value(row) -> Child, align?: "right", class?, title?}. `rowProps(row)` gives the properties of
- * a row (a class, tabindex, a click handler). `stacked`: on narrow screens a row's first cell is above the others.
+ * A table. Columns: {label, value(row), align?: "right", class?, title?}. `onRow(row)`: what a click or Enter on a row
+ * does; its first cell then has a button with the same effect, for the keyboard.
  */
-export function table(columns, rows, { caption = null, rowProps = null, stacked = false } = {}) {
-  return h(
-    "div.table-scroll",
-    { tabindex: 0, role: "region", "aria-label": caption ?? "Table" },
-    h(
-      "table.table",
-      { class: stacked ? "stacked" : "" },
-      caption && h("caption.visually-hidden", null, caption),
-      h(
-        "thead",
-        null,
-        h(
-          "tr",
-          null,
-          columns.map((column) =>
-            h(
-              "th",
-              { scope: "col", class: column.align === "right" ? "right" : "", title: column.title },
-              column.label,
-            ),
-          ),
-        ),
-      ),
-      h(
-        "tbody",
-        null,
-        rows.map((row) =>
-          h(
-            "tr",
-            rowProps?.(row) ?? null,
-            columns.map((column) =>
-              h("td", { class: `${column.align === "right" ? "right" : ""} ${column.class ?? ""}` }, column.value(row)),
-            ),
-          ),
-        ),
-      ),
-    ),
-  );
-}
-
-/** Buttons of which one is chosen: segmented("x axis", [["step", "Step"], ["time", "Time"]], "step", (value) => ...). */
-export function segmented(label, choices, chosen, onChoose) {
-  const group = h("div.segmented", { role: "radiogroup", "aria-label": label });
-  const buttons = choices.map(([value, text]) =>
-    h(
-      "button",
-      {
-        type: "button",
-        role: "radio",
-        "aria-checked": String(value === chosen),
-        dataset: { value },
-        tabindex: value === chosen ? 0 : -1,
-      },
-      text,
-    ),
-  );
-  const choose = (value) => {
-    buttons.forEach((button) => {
-      button.setAttribute("aria-checked", String(button.dataset.value === value));
-      button.tabIndex = button.dataset.value === value ? 0 : -1;
-    });
-    onChoose(value);
+export function Table({ caption, columns, rows, onRow = null, keyOf = null, rowClass = null }) {
+  const cell = (row, column, index) => {
+    const value = column.value(row);
+    const kind = `${column.align === "right" ? "right" : ""} ${column.class ?? ""}`;
+    const isButton = onRow && index === 0;
+    return html`<td key=${column.label} class=${kind}>
+      ${isButton ? html`<button type="button" class="row-button" onClick=${(event) => (event.stopPropagation(), onRow(row))}>${value}</button>` : value}
+    </td>`;
   };
-  buttons.forEach((button, index) => {
-    button.addEventListener("click", () => choose(button.dataset.value));
-    button.addEventListener("keydown", (event) => {
-      const delta = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!delta) return;
-      event.preventDefault();
-      event.stopPropagation();
-      const next = buttons[(index + delta + buttons.length) % buttons.length];
-      next.focus();
-      choose(next.dataset.value);
-    });
-  });
-  group.append(...buttons);
-  return group;
+  return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${caption}>
+    <table class="table">
+      <caption class="visually-hidden">${caption}</caption>
+      <thead>
+        <tr>${columns.map((column) => html`<th key=${column.label} scope="col" class=${column.align} title=${column.title}>${column.label}</th>`)}</tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          (row, place) =>
+            html`<tr key=${keyOf ? keyOf(row) : place} class=${`${onRow ? "is-link" : ""} ${rowClass?.(row) ?? ""}`} onClick=${onRow && (() => onRow(row))}>
+              ${columns.map((column, index) => cell(row, column, index))}
+            </tr>`,
+        )}
+      </tbody>
+    </table>
+  </div>`;
 }
 
-/** Where the reader is: [["Step 12", href], ["Group 3", null]]. */
-export function breadcrumbs(run, crumbs) {
-  return h(
-    "nav.breadcrumbs",
-    { "aria-label": "Breadcrumbs" },
-    [[run, link.now(run)], ...crumbs].map(([text, href], index) => [
-      index > 0 && h("span", { "aria-hidden": "true" }, "/"),
-      href ? h("a", { href }, text) : h("span", { "aria-current": "page" }, text),
-    ]),
-  );
+/** A progress bar, or a bar of unknown length if `share` is not a number. */
+export function Progress({ share, label }) {
+  const known = isNumber(share);
+  const width = known ? Math.min(1, Math.max(0, share)) : 1;
+  return html`<div
+    class=${`progress ${known ? "" : "unknown"}`}
+    role="progressbar"
+    aria-label=${label}
+    aria-valuemin="0"
+    aria-valuemax="100"
+    aria-valuenow=${known ? Math.round(share * 100) : null}
+  ><div class="progress-fill" style=${{ width: `${100 * width}%` }}></div></div>`;
+}
+
+const SAID_MS = 1500;
+
+/** A button that copies a text, which is computed at the click. */
+export function CopyButton({ label, text }) {
+  const [said, setSaid] = useState(null);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      setSaid("Copied");
+    } catch {
+      setSaid("Not allowed here");
+    }
+    setTimeout(() => setSaid(null), SAID_MS);
+  };
+  return html`<button type="button" class="button small" onClick=${copy}><span aria-live="polite">${said ?? label}</span></button>`;
 }

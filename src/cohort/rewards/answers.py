@@ -1,0 +1,48 @@
+"""The answer that a row of the dataset expects, which is recorded so that readers of completions see wrong verdicts."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from cohort.config.rewards import CodeSettings
+from cohort.errors import excerpt
+from cohort.rewards.builtin import BuiltinReward
+
+MAX_CHARACTERS = 4000
+_NAMES = ("answer", "solution", "ground_truth", "target", "label", "expected")
+
+
+def expected_answer(
+    row: Mapping[str, Any], functions: Sequence[Callable[..., Any]], named: Collection[str] = ()
+) -> str | None:
+    """Return the answer that rewards compare a row's completions with, as text; None if it is not known.
+
+    It is in the `answer_column` of a built-in reward. Without one it is in a column with one of the usual names, first
+    of those that a function takes, or in verl's `reward_model.ground_truth`. Tests of code are no answer.
+
+    Args:
+        row: columns of the row.
+        functions: the functions of the rewards that are for the row.
+        named: names of the parameters of these functions.
+    """
+    settings = [f.settings for f in functions if isinstance(f, BuiltinReward)]
+    compared = [s.answer_column for s in settings if hasattr(s, "answer_column")]
+    if compared:
+        values = [row.get(column) for column in compared]
+    else:
+        tests = {s.tests_column for s in settings if isinstance(s, CodeSettings)}
+        names = sorted(_NAMES, key=lambda name: name not in named)
+        nested = row.get("reward_model")
+        values = [row.get(name) for name in names if name not in tests]
+        values.append(nested.get("ground_truth") if isinstance(nested, Mapping) else None)
+    return next((_as_text(value) for value in values if value is not None), None)
+
+
+def _as_text(value: Any) -> str:
+    """Return lists and mappings as JSON, other values as they are."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    except (TypeError, ValueError, RecursionError):  # JSON has no such keys, or no such nesting
+        text = excerpt(value, MAX_CHARACTERS)
+    text = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."
+    return text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON may hold
