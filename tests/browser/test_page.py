@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ VIEWS = {
     "/steps/3?group=0&row=0&color=probability": "Color by",
     "/steps/3?where=reward+%3E%3D+0": "matches",
     "/questions?question=0": "Answers by step",
-    "/questions?kind=step": "Training (24)",
+    "/questions?kind=step&question=0": "Training (24)",
 }
+HAS_AXE = find_spec("axe_playwright_python") is not None
 PHONE = {"viewport": {"width": 390, "height": 800}, "has_touch": True}
 
 
 def violations(page: Any) -> list[str]:
-    """What axe-core finds wrong with the accessibility of the page."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-    found = axe.Axe().run(page).response["violations"]
+    """What axe-core finds wrong with the accessibility of the page; nothing where it is not installed."""
+    if not HAS_AXE:
+        return []
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
     return [f"{one['id']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
 
 
@@ -50,6 +55,8 @@ def test_every_view_fits_the_screen_and_is_accessible(open_page, address, theme,
     assert wrong == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert (background == "rgb(17, 20, 23)") == (theme == "dark")
+    if not HAS_AXE:
+        pytest.skip("the views fit, but axe-playwright-python, which checks their accessibility, is not installed")
 
 
 def test_back_returns_to_the_same_place(open_page, address):

@@ -51,7 +51,7 @@ export function QuestionsView({ id }) {
   const [query, setQuery] = useQuery();
   const kind = query.kind === "step" ? "step" : "eval";
   const shown = Math.min(MOST_SHOWN, Math.max(PAGE, Number(query.shown) || 0));
-  const listed = { show: query.show in STATES ? query.show : null, sort: query.sort, limit: shown };
+  const listed = { show: null, sort: query.sort, limit: shown };
   // An exported report has the first page of each kind
   const page = (of) => (isExport ? {} : of === kind ? listed : { limit: 1 });
   const ask = (of) => useData(runPath(id, "questions", { kind: of, ...page(of) }), ["completions"]);
@@ -148,7 +148,8 @@ function Questions({ id, data, kind, shown, query, setQuery }) {
     ["k | ArrowUp", "Previous question", () => moveFocus(list.current, -1)],
   ]);
   return html`
-    <section class="questions" aria-label="Questions" ref=${list}>
+    <section class="questions" ref=${list}>
+      <h2 class="visually-hidden">All questions</h2>
       <div class="row spread">
         <${Segmented} label="Show" options=${[["", `All (${count(sum(totals))})`], ...filters]} value=${show}
           onChange=${(value) => setQuery({ show: value, shown: null })} />
