@@ -205,6 +205,11 @@ _NOT_VLLM_ARGS = {
 }
 
 
+def _vllm_arg(key: str) -> str:
+    """Return the name of a server option: vLLM accepts no_x for x: false, and x.y for field y of x."""
+    return key.replace("-", "_").removeprefix("no_").partition(".")[0]
+
+
 class SamplingConfig(TurnsConfig):
     """Keys of all rollout engines, and the capabilities that each engine must declare.
 
@@ -240,6 +245,19 @@ class SamplingConfig(TurnsConfig):
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
+        "0 is off.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
+        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
+    )
     stop: Annotated[
         tuple[str, ...],
         must_be(
@@ -334,6 +352,7 @@ class ServerLimits:
     """What a server program cannot sample. The defaults limit nothing."""
 
     lowest_temperature: float = 0.0  # except 0 itself
+    unserved_sampling: tuple[str, ...] = ()  # keys of `rollout` and `eval` that change a token's distribution
     largest_adapter_rank: int | None = None
     serves_dora: bool = True
     unserved_targets: tuple[str, ...] = ()  # layers whose adapters are not served, by the last part of their names
@@ -503,11 +522,19 @@ class VllmRolloutConfig(ServersConfig):
     @classmethod
     def _check_vllm_args(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            # vLLM accepts no_x for x: false, and x.y for field y of x
-            name = key.replace("-", "_").removeprefix("no_").partition(".")[0]
+            name = _vllm_arg(key)
             if name in _NOT_VLLM_ARGS:
                 raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
         return value
+
+    @model_validator(mode="after")
+    def _check_speculative_decoding(self) -> Self:
+        if self.min_p > 0 and any(_vllm_arg(key) == "speculative_config" for key in self.vllm_args):
+            raise ValueError(
+                f"min_p: {self.min_p:g}: vLLM does not support it with speculative decoding; use top_p or top_k, or "
+                f"remove vllm_args.speculative_config"
+            )
+        return self
 
     @property
     def can_keep_base(self) -> bool:

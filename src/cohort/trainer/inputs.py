@@ -240,9 +240,11 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         sampling=SamplingParams(
             num_generations=settings.num_samples,
             max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+            repetition_penalty=settings.repetition_penalty,
             temperature=settings.temperature,
-            top_p=settings.top_p,
+            min_p=settings.min_p,
             top_k=settings.top_k,
+            top_p=settings.top_p,
             stop=config.rollout.stop,
         ),
         seed=config.train.seed,
