@@ -135,9 +135,14 @@ class TurnsConfig(Section):
     @field_validator("environment", mode="before")
     @classmethod
     def _read_environment(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "use" not in value:
-            return {name: _as_spec(entry) for name, entry in value.items()}
-        return _as_spec(value)
+        several = isinstance(value, dict) and "use" not in value
+        for entry in value.values() if several else [value]:
+            if callable(getattr(entry, "reset", None)) and not isinstance(entry, type):
+                kind = type(entry).__name__
+                raise ValueError(
+                    f"an instance of {kind} plays one trajectory; give {kind}, or a function that makes one"
+                )
+        return {name: _as_spec(entry) for name, entry in value.items()} if several else _as_spec(value)
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -347,6 +352,14 @@ class LocalRolloutConfig(TrainingProcessesConfig):
     engine: Literal["local"] = Field("local", description="Sample in the training processes with PyTorch.")
 
 
+class ObjectRolloutConfig(TrainingProcessesConfig):
+    """Sample with an object of your own, given as `cohort.Trainer(engine=...)` (python.md). Files cannot name one."""
+
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    sampled_by: ClassVar[str] = "by the object that is given as cohort.Trainer(engine=...)"
+    engine: Literal["object"] = Field("object", description="Sample with an object of your own.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
     """What a server program cannot sample. The defaults limit nothing."""
@@ -542,7 +555,9 @@ class VllmRolloutConfig(ServersConfig):
         return not self.vllm_args  # which may add to the weights
 
 
-RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]
+RolloutConfig = Annotated[
+    AutoRolloutConfig | LocalRolloutConfig | ObjectRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")
+]
 # Configuration class by the value of `rollout.engine`.
 ENGINES: dict[str, type[SamplingConfig]] = {
     section.model_fields["engine"].default: section for section in get_args(get_args(RolloutConfig)[0])

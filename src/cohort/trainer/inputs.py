@@ -46,6 +46,7 @@ class Inputs:
     environments: Environments | None  # None: single completions
     max_prompt_tokens: int
     sandbox: SharedSandbox
+    engine: Any  # the user's object that samples; None: an engine of Cohort's
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -128,6 +129,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=parts.sandbox,
+        engine=parts.engine,
     )
 
 
