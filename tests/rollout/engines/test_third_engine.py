@@ -263,7 +263,7 @@ def test_check_tells_who_samples():
 
 
 def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read():
-    message = r"rollout\.engine: 'sglang' is not one of auto, local, vllm, stub"
+    message = r"rollout\.engine: 'sglang' is not one of auto, local, object, vllm, stub"
     with pytest.raises(UserError, match=message):
         config_from_dict({**RUN, "rollout": {"engine": "sglang"}})
     settings = {"rollout.engine": Setting("sglang", ""), "model.path": Setting("m", "")}
