@@ -311,7 +311,7 @@ class Trainer:
         config = choose_engine(self.config, display.notify)
         self._opened.enter_context(closing(display))
         if (found := num_gpus(config)) > 1 and not config.rollout.uses_servers:
-            display.notify(f"training on 1 of {found} GPUs; start the script with torchrun --nproc-per-node {found}")
+            display.notify(f"training on 1 of {found} GPUs; start the script with `cohort launch local`")
         if (split := split_machine(config)) is not None:
             self._opened.enter_context(environment_variables(place(config, split, [0]).environment()))
         parts = Parts(config, tokenizer=self._tokenizer, engine=self._engine)
@@ -379,7 +379,7 @@ def _in_one_process(config: Config) -> Config:
     hardware = config.hardware
     if hardware.processes not in ("auto", 1) or hardware.max_restarts:
         raise UserError(
-            f"hardware.processes: {hardware.processes}: Trainer runs in this process; start the script with torchrun "
-            f"--nproc-per-node {hardware.processes}, and leave out processes and max_restarts"
+            f"hardware.processes: {hardware.processes}: Trainer runs in this process; start the script with `cohort "
+            f"launch local --processes {hardware.processes} SCRIPT`, and leave out processes and max_restarts"
         )
     return config.model_copy(update={"hardware": hardware.model_copy(update={"processes": 1})})
