@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
-from cohort.rollout.engines.local.sampler import penalize_repetition, sample_tokens
+from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
+from cohort.rollout.engines.local.sampler import _RepetitionPenalty, penalize_repetition, sample_tokens
 from engines import generate
 from processed import completion_log_p, processed_log_p
 from selection import examples
@@ -58,7 +58,7 @@ def test_equal_probabilities_are_kept_together():
 
 def test_the_penalty_divides_positive_logits_and_multiplies_negative_ones():
     logits = torch.tensor([[2.0, -1.0, 0.0, 3.0], [2.0, -1.0, 0.0, 3.0]])
-    seen = torch.tensor([[True, True, True, False], [False, False, False, True]])
+    seen = torch.tensor([[0, 2, 1], [3, 3, 3]])  # one of them several times, as in a text
     expected = torch.tensor([[1.6, -1.25, 0.0, 3.0], [2.0, -1.0, 0.0, 2.4]])
     torch.testing.assert_close(penalize_repetition(logits, seen, 1.25), expected)
 
@@ -88,9 +88,8 @@ def test_the_distribution_is_that_of_the_processors_of_transformers(
         top_k=top_k,
         top_p=top_p,
     )
-    seen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
     tokens, logprobs = sample_tokens(
-        penalize_repetition(logits, seen, penalty).expand(len(EACH), -1),
+        penalize_repetition(logits, ids, penalty).expand(len(EACH), -1),
         EACH,
         temperature=temperature,
         min_p=min_p,
@@ -118,12 +117,12 @@ def test_the_distribution_is_that_of_the_processors_of_transformers(
 def test_recorded_logprobs_are_those_of_the_distribution(model: Any, parameters: dict[str, Any]):
     """Also of completions that end, leave the batch and make room for others."""
     policy = model()
-    sampler = Sampler(policy, end_token_ids=frozenset({1, 5, 9}), max_num_seqs=6)
-    sampling = SamplingParams(**{"num_generations": 4, "max_completion_tokens": 24, "temperature": 1.0, **parameters})
+    sampler = Sampler(policy, end_token_ids=frozenset(range(1, 20)), max_num_seqs=3)
+    sampling = SamplingParams(**{"num_generations": 2, "max_completion_tokens": 24, "temperature": 1.0, **parameters})
     rng, lengths = np.random.default_rng(0), set()
     prompts = [
         Prompt(id=i, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, n), columns={})
-        for i, n in enumerate([3, 20, 9])
+        for i, n in enumerate([3, 9, 5, 60])
     ]
     key = StepKey(purpose="train", seed=3, step=5)
     for group in generate(LocalEngine(sampler.sample), prompts, sampling, key):
@@ -133,6 +132,29 @@ def test_recorded_logprobs_are_those_of_the_distribution(model: Any, parameters:
             assert trajectory.sampling_logprobs.tolist() == pytest.approx(expected, abs=1e-4)
             lengths.add(len(ids))
     assert len(lengths) > 1
+
+
+def test_each_row_is_penalized_for_its_own_tokens():
+    key = StepKey(purpose="train", seed=3, step=5)
+    sampling = SamplingParams(num_generations=2, max_completion_tokens=9, temperature=1.0, repetition_penalty=2.0)
+
+    def request(ids: list[int], count: int) -> SampleRequest:
+        prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array(ids), columns={})
+        return SampleRequest(
+            token_ids=prompt.token_ids, sampling=sampling, keys=tuple(key.call(prompt, i) for i in range(count))
+        )
+
+    penalty = _RepetitionPenalty(2.0, torch.device("cpu"))
+    penalty.start([request([3], 2)])
+    penalty.append(torch.tensor([4, 5]))
+    penalty.start([request([1, 2, 1, 6, 7], 1)])  # wider than those in flight
+    penalized = [[t for t, x in enumerate(row) if x == 0.5] for row in penalty.penalize(torch.ones(3, 8)).tolist()]
+    assert penalized == [[3, 4], [3, 5], [1, 2, 6, 7]]
+    penalty.keep(torch.tensor([0, 2]))
+    penalty.start([request([0], 1)])
+    penalty.append(torch.tensor([7, 7, 7]))
+    penalized = [[t for t, x in enumerate(row) if x == 0.5] for row in penalty.penalize(torch.ones(3, 8)).tolist()]
+    assert penalized == [[3, 4, 7], [1, 2, 6, 7], [0, 7]]
 
 
 def test_the_policy_itself():

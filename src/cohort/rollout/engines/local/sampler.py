@@ -44,9 +44,14 @@ def uniform_stream(key: CallKey, count: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 
-def penalize_repetition(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
-    """Divide positive logits of seen tokens by `penalty`, and multiply negative ones (CTRL, arXiv:1909.05858)."""
-    return torch.where(seen_NV, torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty), logits_NV)
+def penalize_repetition(logits_NV: Tensor, seen_NS: Tensor, penalty: float) -> Tensor:
+    """Divide positive logits of seen tokens by `penalty`, and multiply negative ones (CTRL, arXiv:1909.05858).
+
+    `seen_NS` are the tokens' ids, each once or more often.
+    """
+    seen_logits_NS = logits_NV.gather(-1, seen_NS)
+    penalized_NS = torch.where(seen_logits_NS > 0, seen_logits_NS / penalty, seen_logits_NS * penalty)
+    return logits_NV.scatter(-1, seen_NS, penalized_NS)
 
 
 def sample_tokens(
@@ -77,9 +82,8 @@ def sample_tokens(
         log_p = torch.log_softmax(logits_NV, dim=-1)
         tokens = log_p.argmax(dim=-1)
     else:
-        log_p = torch.log_softmax(logits_NV if temperature == 1 else logits_NV / temperature, dim=-1)
-        if min_p > 0 or top_k > 0 or top_p < 1:
-            log_p = torch.log_softmax(_keep_likeliest(log_p, min_p=min_p, top_k=top_k, top_p=top_p), dim=-1)
+        logits_NV = logits_NV if temperature == 1 else logits_NV / temperature
+        log_p = torch.log_softmax(_keep_likeliest(logits_NV, min_p=min_p, top_k=top_k, top_p=top_p), dim=-1)
         # float64: in float32 the sum over a large vocabulary would lose the tail
         cumulative = log_p.exp().cumsum(dim=-1, dtype=torch.float64)
         # right=True: the first token whose cumulative probability exceeds u, so one of probability 0 is never chosen
@@ -88,21 +92,20 @@ def sample_tokens(
     return tokens, log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _keep_likeliest(log_p: Tensor, *, min_p: float, top_k: int, top_p: float) -> Tensor:
-    """Set logprobs below min-p, outside top-k, then outside top-p of the rest, to -inf. Keeps ties."""
+def _keep_likeliest(logits_NV: Tensor, *, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """Set logits below min-p, outside top-k, then outside top-p of the rest, to -inf. Keeps ties."""
     if min_p > 0:
-        least = log_p.amax(dim=-1, keepdim=True) + math.log(min_p)
-        log_p = log_p.masked_fill(log_p < least, -torch.inf)
-    if 0 < top_k < log_p.shape[-1]:
-        kth = log_p.topk(top_k, dim=-1).values[:, -1:]
-        log_p = log_p.masked_fill(log_p < kth, -torch.inf)
+        least = logits_NV.amax(dim=-1, keepdim=True) + math.log(min_p)
+        logits_NV = logits_NV.masked_fill(logits_NV < least, -torch.inf)
+    if 0 < top_k < logits_NV.shape[-1]:
+        kth = logits_NV.topk(top_k, dim=-1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
     if top_p < 1:
-        log_p = torch.log_softmax(log_p, dim=-1)  # of what is left
-        ordered = log_p.sort(dim=-1, descending=True).values
-        mass_before = ordered.exp().cumsum(dim=-1) - ordered.exp()
-        last_kept = ordered.masked_fill(mass_before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
-        log_p = log_p.masked_fill(log_p < last_kept, -torch.inf)
-    return log_p
+        ordered = logits_NV.sort(dim=-1, descending=True).values
+        p = ordered.softmax(dim=-1)
+        last_kept = ordered.masked_fill(p.cumsum(dim=-1) - p >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+        logits_NV = logits_NV.masked_fill(logits_NV < last_kept, -torch.inf)
+    return logits_NV
 
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
@@ -239,7 +242,7 @@ class Sampler:
                 num_started += len(new)
                 row, t = torch.cat([row, new]), torch.cat([t, torch.zeros_like(new)])
                 running = torch.cat([running, torch.ones_like(new, dtype=torch.bool)])
-                repetition.start(joining, vocab_size=logits[-1].shape[-1])
+                repetition.start(joining)
             chosen, tokens_logprobs = sample_tokens(
                 repetition.penalize(torch.cat(logits)),
                 uniforms[row, t],
@@ -290,32 +293,32 @@ class _RepetitionPenalty:
 
     def __init__(self, penalty: float, device: torch.device):
         self._penalty = penalty
-        self._device = device
-        self._seen: Tensor | None = None  # [R, V] after the first start
+        self._seen = torch.zeros(0, 1, dtype=torch.int64, device=device)  # [R, S] ids of tokens, also several times
 
-    def start(self, requests: Sequence[SampleRequest], *, vocab_size: int) -> None:
+    def start(self, requests: Sequence[SampleRequest]) -> None:
         """Add the completions of these requests."""
         if self._penalty == 1:
             return
-        contexts = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-        for context, request in zip(contexts, requests, strict=True):
-            context[torch.from_numpy(request.token_ids)] = True
-        counts = torch.tensor([len(request.keys) for request in requests])
-        new = contexts.to(self._device).repeat_interleave(counts.to(self._device), dim=0)
-        self._seen = new if self._seen is None else torch.cat([self._seen, new])
+        contexts = [np.unique(request.token_ids) for request in requests]
+        wider = max(map(len, contexts)) - self._seen.shape[1]
+        if wider > 0:
+            self._seen = torch.cat([self._seen, self._seen[:, :1].expand(-1, wider)], dim=1)
+        rows = [np.resize(context, self._seen.shape[1]) for context in contexts]  # repeats the context
+        rows = [row for row, request in zip(rows, requests, strict=True) for _ in request.keys]
+        self._seen = torch.cat([self._seen, torch.from_numpy(np.stack(rows)).to(self._seen.device)])
 
     def penalize(self, logits: Tensor) -> Tensor:
         """Apply the penalty to the next logits [R, V]."""
-        return logits if self._seen is None else penalize_repetition(logits, self._seen, self._penalty)
+        return logits if self._penalty == 1 else penalize_repetition(logits, self._seen, self._penalty)
 
     def append(self, tokens: Tensor) -> None:
         """Add a token to each completion [R]."""
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens.unsqueeze(1), True)
+        if self._penalty != 1:
+            self._seen = torch.cat([self._seen, tokens.unsqueeze(1)], dim=1)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all completions but these."""
-        self._seen = None if self._seen is None else self._seen[rows]
+        self._seen = self._seen[rows] if self._penalty != 1 else self._seen
 
 
 class _StopStrings:
