@@ -13,12 +13,23 @@ from cohort.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from cohort.launch import train
     from cohort.launch.python_trainer import Trainer
+    from cohort.records import ModelCall
     from cohort.run.history import History
     from cohort.run.log import StepReport
     from cohort.run.result import RunResult
     from cohort.trainer.evaluation import EvalResult
 
-__all__ = ["EvalResult", "History", "RunResult", "StepReport", "Trainer", "TrainingError", "UserError", "train"]
+__all__ = [
+    "EvalResult",
+    "History",
+    "ModelCall",
+    "RunResult",
+    "StepReport",
+    "Trainer",
+    "TrainingError",
+    "UserError",
+    "train",
+]
 __version__ = "0.1.0"
 
 # Silence warnings that users cannot act on: those of torchao (which transformers imports if it is installed) about
@@ -36,6 +47,7 @@ for _talkative in (
 _PLACES = {
     "EvalResult": "cohort.trainer.evaluation",
     "History": "cohort.run.history",
+    "ModelCall": "cohort.records",
     "RunResult": "cohort.run.result",
     "StepReport": "cohort.run.log",
     "Trainer": "cohort.launch.python_trainer",

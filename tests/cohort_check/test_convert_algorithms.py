@@ -161,6 +161,24 @@ def test_verl(tmp_path: Path, said: str, expected: dict[str, Any]):
     assert "no equivalent: algorithm" not in notes and "no equivalent: actor" not in notes
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trl.yaml", TRL + "min_p: 0.1\nrepetition_penalty: 1.05\n"),
+        ("swift.sh", SWIFT + "--min_p 0.1 --repetition_penalty 1.05\n"),
+        (
+            "verl.sh",
+            VERL + "+actor_rollout_ref.rollout.min_p=0.1 +actor_rollout_ref.rollout.repetition_penalty=1.05\n",
+        ),
+    ],
+)
+def test_sampling_parameters(tmp_path: Path, name: str, text: str):
+    _, notes = converted(tmp_path, name, text)
+    rollout = load_config(tmp_path / "out.yaml").rollout
+    assert (rollout.min_p, rollout.repetition_penalty) == (0.1, 1.05)
+    assert "min_p" not in notes and "repetition_penalty" not in notes
+
+
 # --- adapters and optimizers
 
 

@@ -278,6 +278,15 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             {"run": {"checkpoint_every": 0, "keep_checkpoints": 2}},
             "run: keep_checkpoints: 2 has no effect with checkpoint_every: 0; remove one of the two",
         ),
+        ({"rollout": {"min_p": 1.5}}, "rollout.min_p: 1.5: input should be less than or equal to 1"),
+        ({"rollout": {"min_p": -0.1}}, "rollout.min_p: -0.1: input should be greater than or equal to 0"),
+        ({"rollout": {"repetition_penalty": 0}}, "rollout.repetition_penalty: 0: input should be greater than 0"),
+        (
+            {"rollout": {"engine": "vllm", "min_p": 0.1, "vllm_args": {"speculative-config": {"method": "ngram"}}}},
+            "rollout: min_p: 0.1: vLLM does not support it with speculative decoding; use top_p or top_k, or remove "
+            "vllm_args.speculative_config",
+        ),
+        ({"eval": {"path": "d", "min_p": 0.1}}, "eval: min_p: 0.1 has no effect with temperature: 0 (greedy)"),
         ({"eval": {"path": "d", "top_k": 5}}, "eval: top_k: 5 has no effect with temperature: 0 (greedy)"),
         (
             {"eval": {"path": "d", "top_p": 0.9}},

@@ -266,6 +266,8 @@ def test_an_override_that_is_never_called(tmp_path: Path, base: Path):
         ({"warmup_steps": 0.25}, "train", {"warmup_ratio": 0.25}),
         ({"generation_kwargs": {"stop": "x"}}, "rollout", {"stop": ("x",)}),
         ({"max_prompt_length": 99}, "rollout", {"max_prompt_tokens": 99}),
+        ({"min_p": 0.1}, "rollout", {"min_p": 0.1, "repetition_penalty": 1.0}),
+        ({"repetition_penalty": 1.2}, "rollout", {"min_p": 0.0, "repetition_penalty": 1.2}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.* is a field of earlier versions")
@@ -276,8 +278,8 @@ def test_fields(tmp_path: Path, base: Path, given: dict[str, Any], section: str,
 
 
 def test_fields_that_cannot_be_honored_and_those_of_earlier_versions(tmp_path: Path):
-    with pytest.raises(UserError, match=r"min_p: 0\.1 cannot be honored"):
-        settings(tmp_path, min_p=0.1)
+    with pytest.raises(UserError, match=r"label_smoothing_factor: 0\.1 cannot be honored: it has no meaning for GRPO"):
+        settings(tmp_path, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="overwrite_output_dir is a field of earlier versions: "):
         settings(tmp_path, overwrite_output_dir=True)
     with warnings.catch_warnings():

@@ -99,10 +99,11 @@ def test_facts_of_a_configuration():
     usual = facts(rewards=[{"use": "r.py:good", "weight": 2.0}, {"use": "math", "name": "m"}, shaping])
     assert usual.weights == {"good": 2.0, "m": 1.0, "overlong": 1.0}
     assert usual.shaping == {"overlong"}
-    assert usual.compares_groups and usual.adds_rewards and usual.samples_all_tokens
+    assert usual.compares_groups and usual.adds_rewards and usual.samples_from_policy
     assert usual.logprob_tolerance == 0.3
     assert not facts(algorithm={"name": "reinforce_pp"}).compares_groups
     assert not facts(algorithm={"name": "gdpo"}).adds_rewards
-    assert not facts(rollout={"top_p": 0.9}).samples_all_tokens
+    for key, value in {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}.items():
+        assert not facts(rollout={key: value}).samples_from_policy
     assert facts(hardware={"device": "cpu"}).logprob_tolerance == 1e-3
     assert facts(train={"prompts_per_step": 7, "max_grad_norm": 3}).prompts_per_step == 7

@@ -246,6 +246,8 @@ FLOAT32 = {"model": {"dtype": "float32", "compute_dtype": "float32"}}
         (0.5, 0.1, {}, 0, "bad"),
         (0.5, 0.1, {"rollout": {"top_p": 0.9}}, 0, None),
         (0.5, 0.1, {"rollout": {"top_k": 20}}, 0, None),
+        (0.5, 0.1, {"rollout": {"min_p": 0.1}}, 0, None),
+        (0.5, 0.1, {"rollout": {"repetition_penalty": 1.2}}, 0, None),
         (0.5, 0.1, {}, 2, None),
     ],
 )

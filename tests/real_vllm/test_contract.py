@@ -13,6 +13,7 @@ from cohort.rollout import SamplingParams
 from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
 from cohort.rollout.engines.vllm.api import GenerateClient
 from cohort.rollout.stop_strings import cut_at_stop
+from processed import completion_log_p
 from serving import (
     HEADERS,
     SECRET,
@@ -21,6 +22,7 @@ from serving import (
     models,
     processes_of,
     random_prompt,
+    serving_model,
 )
 from tiny import VOCAB_SIZE, make_tokenizer
 
@@ -52,7 +54,7 @@ BODIES = {
 }
 SAMPLING = {
     *("n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos"),
-    *("stop", "skip_special_tokens", "detokenize"),
+    *("stop", "skip_special_tokens", "detokenize", "min_p", "repetition_penalty"),
 }
 
 
@@ -146,30 +148,55 @@ def test_generation_gives_tokens_logprobs_and_versions(untied: Server):
         assert choice["weight_versions"] == [{"version": "42", "start": 0, "end": 4}]
 
 
+def sample(server: Server, prompt: list[int], *, version: int, **changes: Any) -> list[ModelCall]:
+    """Completions of one prompt, twelve by default, through Cohort's client."""
+    server.api.set_weight_version(version)
+    settings: dict[str, Any] = {"num_generations": 12, "max_completion_tokens": 30, "temperature": 1.0, **changes}
+    request = GenerateRequest(
+        prompt_id=0,
+        token_ids=np.array(prompt),
+        num_completions=settings["num_generations"],
+        sampling=SamplingParams(**settings),
+        seed=64,
+        urgent=False,
+    )
+
+    async def ask() -> list[ModelCall]:
+        client = GenerateClient(end_token_ids=frozenset({1}), vocab_size=VOCAB_SIZE, secret=SECRET, timeout_s=60)
+        async with client:
+            return await client.generate(server.process.url, request, allows=lambda label: label == version)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"min_p": 0.1, "top_p": 0.8},  # their order counts
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.5, "temperature": 0.0, "num_generations": 1},
+        {"repetition_penalty": 0.7, "temperature": 1.3, "min_p": 0.02, "top_k": 15, "top_p": 0.9},
+    ],
+)
+def test_logprobs_are_those_of_the_sampled_distribution(untied: Server, parameters: dict[str, Any]):
+    """As the local engine's are, of the same processors."""
+    model, prompt = serving_model(tie=False), random_prompt(9)
+    untied.publish(model, 44)
+    settings: dict[str, Any] = {"num_generations": 12, "max_completion_tokens": 30, "temperature": 1.0, **parameters}
+    for call in sample(untied, prompt, version=44, **parameters):
+        expected = completion_log_p(model, prompt, call.token_ids.tolist(), SamplingParams(**settings))
+        np.testing.assert_allclose(call.sampling_logprobs, expected, rtol=0, atol=2e-4)
+
+
 def test_stop_strings_keep_the_tokens_that_complete_them(untied: Server):
     """Through Cohort's client, against what the same seeds sample without them."""
-    untied.api.set_weight_version(43)
-    tokenizer, prompt, ends = make_tokenizer(), random_prompt(9), frozenset({1})
-
-    def sample(*stop: str) -> list[ModelCall]:
-        sampling = SamplingParams(num_generations=12, max_completion_tokens=30, temperature=1.0, stop=stop)
-        request = GenerateRequest(
-            prompt_id=0, token_ids=np.array(prompt), num_completions=12, sampling=sampling, seed=64, urgent=False
-        )
-
-        async def ask() -> list[ModelCall]:
-            client = GenerateClient(end_token_ids=ends, vocab_size=VOCAB_SIZE, secret=SECRET, timeout_s=60)
-            async with client:
-                return await client.generate(untied.process.url, request, allows=lambda version: version == 43)
-
-        return asyncio.run(ask())
-
-    whole = sample()
+    tokenizer, prompt = make_tokenizer(), random_prompt(9)
+    whole = sample(untied, prompt, version=43)
     texts = [tokenizer.decode(call.token_ids) for call in whole]
     spanning = tokenizer.decode(whole[0].token_ids[5:8])
     stop = (spanning, "e", "<system>", "longer than any completion of thirty tokens")
     num_cut = 0
-    for before, text, after in zip(whole, texts, sample(*stop), strict=True):
+    for before, text, after in zip(whole, texts, sample(untied, prompt, version=43, stop=stop), strict=True):
         expected = cut_at_stop(before, stop, tokenizer)
         assert after.token_ids.tolist() == expected.token_ids.tolist()
         np.testing.assert_allclose(after.sampling_logprobs, expected.sampling_logprobs, rtol=0, atol=1e-5)

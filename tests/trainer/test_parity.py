@@ -120,7 +120,8 @@ def test_a_probe_is_of_the_longest_prompt_and_others_and_of_the_whole_distributi
     chosen = probe_prompts(prompts(5, 70, 8, 300, 2, 300, 40))
     assert [len(prompt.token_ids) for prompt in chosen] == [300, 70, 8, 2]
     assert chosen[0].id == 3
-    assert probe_sampling(replace(SAMPLING, max_completion_tokens=1000, top_p=0.5, top_k=3)) == SamplingParams(
+    cut = replace(SAMPLING, max_completion_tokens=1000, top_p=0.5, top_k=3, min_p=0.2, repetition_penalty=2.0)
+    assert probe_sampling(cut) == SamplingParams(
         num_generations=2, max_completion_tokens=64, temperature=0.9, top_p=1.0, top_k=0
     )
 

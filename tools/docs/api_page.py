@@ -8,14 +8,14 @@ from typing import Any
 
 import cohort
 import cohort.trl
-from cohort.records import ModelCall, RolloutGroup, ScoredGroup, Trajectory
+from cohort.records import RolloutGroup, ScoredGroup, Trajectory
 
 _INTRO = """# Python API
 
 Generated from the docstrings by `make docs`; do not edit. [python.md](python.md) shows how to use `cohort.Trainer`, and
 [from-trl.md](from-trl.md) has the fields of `GRPOConfig`.
 """
-_RECORDS = (RolloutGroup, ScoredGroup, Trajectory, ModelCall)  # what groups and reports have in them
+_RECORDS = (RolloutGroup, ScoredGroup, Trajectory)  # what groups and reports have in them
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example):{1,2}$")
 _ENTRY = re.compile(r"^(\*{0,2}\w+): (.*)$")
 _WIDTH = 100

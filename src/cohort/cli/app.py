@@ -113,8 +113,28 @@ def serve(
         run_server(settings, host=host, port=port)
 
 
-launch = typer.Typer(help="Run on a cluster.", no_args_is_help=True)
+launch = typer.Typer(
+    help="Start a script on several GPUs of this machine, or a run on a cluster.", no_args_is_help=True
+)
 app.add_typer(launch, name="launch")
+
+
+@launch.command(context_settings={"allow_interspersed_args": False})  # options after the script are the script's
+def local(
+    script: Annotated[Path, typer.Argument(help="Python script that calls `trainer.train()` of a `cohort.Trainer`.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Of the script.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Training processes. Default: one per GPU; 1 without GPUs.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a script on several training processes, as torchrun does. Run the same command again to resume."""
+    print_loading_notice()
+    import torch
+
+    from cohort.launch.local import run_script
+
+    run_script(script, arguments or (), num_processes=processes or max(1, torch.cuda.device_count()))
 
 
 @launch.command()

@@ -20,7 +20,7 @@ from cohort.run.files import checkpoints, is_run_folder
 
 _DATA = {"prompt": "prompt", "system_prompt": "system_prompt", "chat_template": "apply_chat_template"}
 _ROLLOUT = ("max_prompt_tokens", "max_completion_tokens", "stop")
-_EVAL = ("split", "max_prompts", "num_samples", "temperature", "top_p", "top_k")
+_EVAL = ("split", "max_prompts", "num_samples", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def evaluate(
@@ -46,6 +46,10 @@ def evaluate(
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 (default): off.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Top-k sampling; 0 (default): off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Min-p sampling; 0 (default): off.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty for tokens that are there already; 1 (default): off.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop string, which ends a completion. Default for a run: its own.")
     ] = None,

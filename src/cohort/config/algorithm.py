@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_serializer, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, parameters
-from cohort.config.objects import name_callable
+from cohort.config.objects import NamedObject, name_callable
 from cohort.config.section import Section, find_function
 from cohort.errors import did_you_mean
 
@@ -112,7 +112,7 @@ class CustomFunction:
 
     def to_config(self) -> Any:
         """Return the value as written in a configuration."""
-        return {"use": str(self.use), "args": dict(self.args)} if self.args else str(self.use)
+        return {"use": self.use, "args": dict(self.args)} if self.args else self.use
 
 
 class _Components(Section):
@@ -263,14 +263,14 @@ class AlgorithmConfig(_WithParameters):
             is_own = isinstance(use, str) and ":" in use and value.keys() <= {"use", "args"}
             if not is_own or not _is_keyword_arguments(args):
                 raise ValueError(f"{value!r:.80}: must be {_OWN}; one of {', '.join(known)} is given by its name alone")
-            return CustomFunction(find_function(str(use), info), args)
+            return CustomFunction(_find(use, info), args)
         if isinstance(value, CustomFunction) or value == "":
             return value
         if not isinstance(value, str):
             raise ValueError(f"must be one of {', '.join(known)}, or {_OWN}")
         if ":" not in value and value not in known:
             raise ValueError(unknown_name(value, known) + ", or a function of your own as file.py:function")
-        return CustomFunction(find_function(value, info)) if ":" in value else value
+        return CustomFunction(_find(value, info)) if ":" in value else value
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
@@ -325,6 +325,11 @@ class AlgorithmConfig(_WithParameters):
         if self.off_policy_mask_threshold is not None:
             return f"off_policy_mask_threshold: {self.off_policy_mask_threshold}"
         return None
+
+
+def _find(use: Any, info: ValidationInfo) -> str:
+    """Make the file of a function absolute; an object keeps its name."""
+    return use if isinstance(use, NamedObject) else find_function(use, info)
 
 
 def _is_keyword_arguments(args: Any) -> bool:

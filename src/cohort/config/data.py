@@ -72,6 +72,19 @@ class EvalConfig(Section):
     temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
+        "0 is off.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
+        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
+    )
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
@@ -91,6 +104,6 @@ class EvalConfig(Section):
                     f"num_samples: {self.num_samples} with temperature: 0 gives the same completion "
                     f"{self.num_samples} times; set a temperature above 0 (such as 0.6), or num_samples: 1"
                 )
-            for key in ("top_p", "top_k"):
+            for key in ("top_p", "top_k", "min_p"):
                 self.refuse(key, "temperature: 0 (greedy)")
         return self

@@ -135,9 +135,14 @@ class TurnsConfig(Section):
     @field_validator("environment", mode="before")
     @classmethod
     def _read_environment(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "use" not in value:
-            return {name: _as_spec(entry) for name, entry in value.items()}
-        return _as_spec(value)
+        several = isinstance(value, dict) and "use" not in value
+        for entry in value.values() if several else [value]:
+            if callable(getattr(entry, "reset", None)) and not isinstance(entry, type):
+                kind = type(entry).__name__
+                raise ValueError(
+                    f"an instance of {kind} plays one trajectory; give {kind}, or a function that makes one"
+                )
+        return {name: _as_spec(entry) for name, entry in value.items()} if several else _as_spec(value)
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -205,6 +210,11 @@ _NOT_VLLM_ARGS = {
 }
 
 
+def _vllm_arg(key: str) -> str:
+    """Return the name of a server option: vLLM accepts no_x for x: false, and x.y for field y of x."""
+    return key.replace("-", "_").removeprefix("no_").partition(".")[0]
+
+
 class SamplingConfig(TurnsConfig):
     """Keys of all rollout engines, and the capabilities that each engine must declare.
 
@@ -240,6 +250,19 @@ class SamplingConfig(TurnsConfig):
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
+        "0 is off.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
+        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
+    )
     stop: Annotated[
         tuple[str, ...],
         must_be(
@@ -329,11 +352,20 @@ class LocalRolloutConfig(TrainingProcessesConfig):
     engine: Literal["local"] = Field("local", description="Sample in the training processes with PyTorch.")
 
 
+class ObjectRolloutConfig(TrainingProcessesConfig):
+    """Sample with an object of your own, given as `cohort.Trainer(engine=...)` (python.md). Files cannot name one."""
+
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    sampled_by: ClassVar[str] = "by the object that is given as cohort.Trainer(engine=...)"
+    engine: Literal["object"] = Field("object", description="Sample with an object of your own.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
     """What a server program cannot sample. The defaults limit nothing."""
 
     lowest_temperature: float = 0.0  # except 0 itself
+    unserved_sampling: tuple[str, ...] = ()  # keys of `rollout` and `eval` that change a token's distribution
     largest_adapter_rank: int | None = None
     serves_dora: bool = True
     unserved_targets: tuple[str, ...] = ()  # layers whose adapters are not served, by the last part of their names
@@ -503,11 +535,19 @@ class VllmRolloutConfig(ServersConfig):
     @classmethod
     def _check_vllm_args(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            # vLLM accepts no_x for x: false, and x.y for field y of x
-            name = key.replace("-", "_").removeprefix("no_").partition(".")[0]
+            name = _vllm_arg(key)
             if name in _NOT_VLLM_ARGS:
                 raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
         return value
+
+    @model_validator(mode="after")
+    def _check_speculative_decoding(self) -> Self:
+        if self.min_p > 0 and any(_vllm_arg(key) == "speculative_config" for key in self.vllm_args):
+            raise ValueError(
+                f"min_p: {self.min_p:g}: vLLM does not support it with speculative decoding; use top_p or top_k, or "
+                f"remove vllm_args.speculative_config"
+            )
+        return self
 
     @property
     def can_keep_base(self) -> bool:
@@ -515,7 +555,9 @@ class VllmRolloutConfig(ServersConfig):
         return not self.vllm_args  # which may add to the weights
 
 
-RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]
+RolloutConfig = Annotated[
+    AutoRolloutConfig | LocalRolloutConfig | ObjectRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")
+]
 # Configuration class by the value of `rollout.engine`.
 ENGINES: dict[str, type[SamplingConfig]] = {
     section.model_fields["engine"].default: section for section in get_args(get_args(RolloutConfig)[0])

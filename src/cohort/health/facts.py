@@ -6,6 +6,7 @@ from typing import Any
 
 from cohort.config import ALGORITHMS, COMPONENTS, Component
 
+_OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # with which the policy itself is sampled
 _SHAPES = ("overlong", "repetition_penalty")  # endings of the built-in rewards that only shape others
 
 
@@ -23,7 +24,7 @@ class RunFacts:
     max_grad_norm: float = 1.0
     max_turns: int = 8
     token_limit: str = "the token limit"  # keys that cut completions
-    samples_all_tokens: bool = True  # neither top-p nor top-k
+    samples_from_policy: bool = True  # nothing but the temperature changes the distribution that is sampled from
     logprob_tolerance: float = 0.3  # nats
 
 
@@ -63,7 +64,7 @@ def facts_of(config: Mapping[str, Any] | None) -> RunFacts:
         prompts_per_step=setting("train", "prompts_per_step", 0.0),
         max_grad_norm=setting("train", "max_grad_norm", 1.0),
         max_turns=setting("rollout", "max_turns", 8),
-        samples_all_tokens=setting("rollout", "top_p", 1.0) >= 1 and setting("rollout", "top_k", 0) <= 0,
+        samples_from_policy=all(setting("rollout", key, off) == off for key, off in _OFF.items()),
         logprob_tolerance=logprob_tolerance(has_bfloat16=not is_float32),
     )
 

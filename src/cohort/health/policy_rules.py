@@ -74,8 +74,8 @@ def kl_grows(h: History) -> Iterator[Sign]:
 def sampler_differs(h: History) -> Iterator[Sign]:
     """The sampler's logprobs differ from the trainer's by more than rounding, in steps in which they should agree.
 
-    The median over the recent steps of each step's largest difference counts. Top-p and top-k change the sampler's
-    distribution, and older weights sampled stale completions.
+    The median over the recent steps of each step's largest difference counts. Top-p, top-k, min-p and a repetition
+    penalty change the sampler's distribution, and older weights sampled stale completions.
     """
     stale, *differences = (
         h.column(name)[-h.num_recent :]
@@ -85,7 +85,7 @@ def sampler_differs(h: History) -> Iterator[Sign]:
         )
     )
     largest, mean = (values[np.isfinite(differences[0]) & ~(stale > 0)] for values in differences)
-    if len(largest) and h.facts.samples_all_tokens and np.median(largest) > h.facts.logprob_tolerance:
+    if len(largest) and h.facts.samples_from_policy and np.median(largest) > h.facts.logprob_tolerance:
         level: Level = "bad" if np.median(mean) > _LARGE_MEAN_DIFFERENCE else "warning"
         largest_text, mean_text = (number_text(float(np.median(values)), 2) for values in (largest, mean))
         yield Sign(level, largest=largest_text, mean=mean_text)

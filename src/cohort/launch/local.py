@@ -4,11 +4,13 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort.config import Config, to_yaml
-from cohort.errors import TrainingError
+from cohort.config.hardware import HardwareConfig
+from cohort.errors import TrainingError, UserError
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
 from cohort.processes.this_process import usable_cores
-from cohort.ranks.stopping import LAUNCHER, LAUNCHER_GRACE_S, SIGNALS, STOP_EXIT_CODES
+from cohort.ranks.stopping import LAUNCHER, LAUNCHER_GRACE_S, SIGNALS, STOP_EXIT_CODES, StopSignals
 from cohort.rollout.engines.servers.placement import num_gpus, place, visible_devices
 from cohort.run.files import checkpoints, read_metrics, resume_hint
 from cohort.run.folder import LOGS, check_folder, make_folder
@@ -168,46 +171,18 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     found = checkpoints(folder / "checkpoints")
     first_step = int(found[-1].name.removeprefix("step-")) if found else 0
     metrics_before = _identity(folder / "metrics.jsonl")
-    launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(slots),
-        run_id="run",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
-        rdzv_configs={"timeout": config.hardware.timeout_s},
-        local_addr="localhost",
-        max_restarts=0,  # restarts are handled here, since each may use fewer ranks
-        shutdown_timeout=math.ceil(config.hardware.grace_s) + LAUNCHER_GRACE_S,
-        # do not let the launcher install handlers for ignored signals
-        signals_to_handle=",".join(s.name for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
-        # rank 0 writes to the console; the output of the others goes to files
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
-        ),
-    )
-    environment = {
-        EXIT_STATUS_FILE: str(logs / "exit_status.json"),
-        "OMP_NUM_THREADS": _threads(len(slots)),
-        LAUNCHER: str(os.getpid()),
-    }
+    environment = {EXIT_STATUS_FILE: str(logs / "exit_status.json")}
     if split is not None:
         environment |= place(config, split, slots).environment()
     environment |= _gpus_of_ranks(config, slots)
-    arguments = ["-m", "cohort", "train", str(config_file), *(["--resume"] if resume else [])]
-    failures: tuple[Failure, ...] = ()
-    signal_code: int | None = None  # exit code, if a signal stopped the run
-    with environment_variables(environment), _quiet_launcher():
-        try:
-            elastic_launch(launch_config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            codes = {failure.exitcode for failure in error.failures.values()}
-            if codes <= STOP_EXIT_CODES:
-                signal_code = error.get_first_failure()[1].exitcode
-            else:
-                failures = read_failures(error, logs)
-        except SignalException as error:
-            signal_code = 128 + error.sigval
+    failures, signal_code = _launch(
+        ["-m", "cohort", "train", str(config_file), *(["--resume"] if resume else [])],
+        len(slots),
+        logs=logs,
+        environment=environment,
+        timeout_s=config.hardware.timeout_s,
+        grace_s=config.hardware.grace_s,
+    )
     exit_status = ExitStatus.read(logs / "exit_status.json")
     if exit_status is None and signal_code is not None:
         raise SystemExit(signal_code)
@@ -216,6 +191,95 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     # compare file identity: metrics of an earlier start are not progress of this one
     made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
     return _Attempt(exit_status=exit_status, failures=failures, made_progress=made_progress)
+
+
+def run_script(script: Path, arguments: Sequence[str], *, num_processes: int) -> None:
+    """Run a user's script on every rank, as torchrun does, and wait for the end.
+
+    Raises:
+        UserError: there is no such script.
+        TrainingError: a process failed.
+        SystemExit: a signal stopped the run after saving; the code is 128 plus its number.
+    """
+    if not script.is_file():
+        raise UserError(f"{str(script)!r}: no such file; give a Python script that calls trainer.train()")
+    if script.suffix in (".yaml", ".yml"):
+        raise UserError(f"{str(script)!r} is a configuration; start it with `cohort train {script}`")
+    logs, hardware = Path(tempfile.mkdtemp(prefix="cohort-launch-")), HardwareConfig()
+    with StopSignals("launcher"):
+        failures, signal_code = _launch(
+            [str(script), *arguments],
+            num_processes,
+            logs=logs,
+            environment={},
+            timeout_s=hardware.timeout_s,
+            grace_s=hardware.grace_s,
+            shows_errors=True,
+        )
+    if failures:
+        raise TrainingError("\n".join(failure.describe() for failure in failures))
+    shutil.rmtree(logs, ignore_errors=True)
+    if signal_code is not None:
+        raise SystemExit(signal_code)
+
+
+def _launch(
+    arguments: Sequence[str],
+    num_processes: int,
+    *,
+    logs: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    grace_s: float,
+    shows_errors: bool = False,
+) -> tuple[tuple[Failure, ...], int | None]:
+    """Start Python on every rank, and wait until all have ended, or one has failed and the others were stopped.
+
+    Args:
+        arguments: of the interpreter.
+        num_processes: number of ranks.
+        logs: folder for their output. Rank 0 writes to the console.
+        environment: additional environment variables.
+        timeout_s: deadline of their rendezvous.
+        grace_s: time that they may take to stop.
+        shows_errors: whether rank 0's stderr is on the console, too.
+
+    Returns:
+        The root causes of a failure, and the exit code if a signal stopped the ranks.
+    """
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        rdzv_configs={"timeout": timeout_s},
+        local_addr="localhost",
+        max_restarts=0,  # restarts are handled here, since each may use fewer ranks
+        shutdown_timeout=math.ceil(grace_s) + LAUNCHER_GRACE_S,
+        # do not let the launcher install handlers for ignored signals
+        signals_to_handle=",".join(s.name for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
+        # rank 0 writes to the console; the output of the others goes to files
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(logs),
+            redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(num_processes)},
+            tee={0: Std.ERR} if shows_errors else Std.NONE,
+        ),
+        log_line_prefix_template=" ",  # instead of "[default0]:"
+    )
+    environment = {"OMP_NUM_THREADS": _threads(num_processes), LAUNCHER: str(os.getpid()), **environment}
+    with environment_variables(environment), _quiet_launcher():
+        try:
+            elastic_launch(launch_config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            codes = {failure.exitcode for failure in error.failures.values()}
+            if codes <= STOP_EXIT_CODES:
+                return (), error.get_first_failure()[1].exitcode
+            return read_failures(error, logs), None
+        except SignalException as error:
+            return (), 128 + error.sigval
+    return (), None
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from cohort.ranks.stopping import RunStopped, StopSignals
 from cohort.records import RolloutGroup
 from cohort.rollout import SamplingParams, StepKey
 from cohort.rollout.engines.auto import choose_engine
+from cohort.rollout.engines.object.setup import check_engine
 from cohort.rollout.engines.servers.placement import num_gpus, place, split_machine
 from cohort.run.files import resume_hint
 from cohort.run.history import History
@@ -63,6 +64,7 @@ class Trainer:
         tools: Sequence[Any] = (),
         environment: Any = None,
         agent: Any = None,
+        engine: Any = None,
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
         **sections: Settings | str | None,
@@ -80,6 +82,8 @@ class Trainer:
             tools: functions that the model may call.
             environment: an environment class or function, or several by name.
             agent: function that plays a row through an OpenAI-compatible endpoint.
+            engine: object that samples, with a method `async def generate(self, token_ids, sampling, key)` that returns
+                a `cohort.ModelCall` (docs/python.md).
             callbacks: called with the report of each step.
             display: shows progress. Default: the notebook's cell, or the console.
             **sections: the other sections of the configuration, such as `rollout`, `train` and `run`; `algorithm` may
@@ -91,6 +95,11 @@ class Trainer:
         end_import()
         rollout = _mapping(sections.pop("rollout", None) or {})
         given = {"tools": tools, "environment": environment, "agent": agent}
+        if engine is not None:
+            check_engine(engine)
+            if "engine" in rollout:
+                raise UserError(f"engine: is given, and rollout.engine: {rollout['engine']} too; leave out one of them")
+            given["engine"] = "object"
         model = _section(model, key="path")
         given_model = GivenModel(model["path"], tokenizer) if is_model(model["path"]) else None
         raw = {
@@ -107,6 +116,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.result: RunResult | None = None  # of the finished run
         self._tokenizer = tokenizer
+        self._engine = engine
         self._display = display
         self._stop = StopSignals("guest")
         self._opened = ExitStack()
@@ -133,6 +143,8 @@ class Trainer:
         Under torchrun, every rank calls this; rewards and callbacks are called on rank 0.
         """
         if started_by_torchrun():
+            if self._engine is not None:
+                raise UserError("engine: an object samples for one process only; use rollout.engine under torchrun")
             if self._given_model is not None:
                 self._given_model.save(self.config)
             elif self._tokenizer is not None:
@@ -212,6 +224,8 @@ class Trainer:
             self._given_model.save(self.config)
         elif self._tokenizer is not None:
             unnamed.append("tokenizer")
+        if self._engine is not None:
+            unnamed.append(f"engine ({type(self._engine).__name__})")
         if unnamed:
             what = ", ".join(unnamed)
             raise UserError(
@@ -297,10 +311,10 @@ class Trainer:
         config = choose_engine(self.config, display.notify)
         self._opened.enter_context(closing(display))
         if (found := num_gpus(config)) > 1 and not config.rollout.uses_servers:
-            display.notify(f"training on 1 of {found} GPUs; start the script with torchrun --nproc-per-node {found}")
+            display.notify(f"training on 1 of {found} GPUs; start the script with `cohort launch local`")
         if (split := split_machine(config)) is not None:
             self._opened.enter_context(environment_variables(place(config, split, [0]).environment()))
-        parts = Parts(config, tokenizer=self._tokenizer)
+        parts = Parts(config, tokenizer=self._tokenizer, engine=self._engine)
         self._run = self._opened.enter_context(open_run(config, parts, notify=display.notify))
         opened = open_training(self._run, display=display, ranks=Ranks(stop=self._stop))
         if isinstance(opened, RunResult):
@@ -365,7 +379,7 @@ def _in_one_process(config: Config) -> Config:
     hardware = config.hardware
     if hardware.processes not in ("auto", 1) or hardware.max_restarts:
         raise UserError(
-            f"hardware.processes: {hardware.processes}: Trainer runs in this process; start the script with torchrun "
-            f"--nproc-per-node {hardware.processes}, and leave out processes and max_restarts"
+            f"hardware.processes: {hardware.processes}: Trainer runs in this process; start the script with `cohort "
+            f"launch local --processes {hardware.processes} SCRIPT`, and leave out processes and max_restarts"
         )
     return config.model_copy(update={"hardware": hardware.model_copy(update={"processes": 1})})

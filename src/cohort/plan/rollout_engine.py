@@ -75,10 +75,15 @@ def sampling_limit(config: Config, adapter: RequestedAdapter | None, *, servers:
     """
     limits, program = servers.limits, servers.program
     lowest, largest_rank = limits.lowest_temperature, limits.largest_adapter_rank
-    temperatures = {"rollout": config.rollout.temperature, "eval": config.eval.temperature if config.eval else 0.0}
-    for section, temperature in temperatures.items():
-        if 0 < temperature < lowest:
-            return f"{section}.temperature: {temperature:g} is below {program}'s minimum; use {lowest:g} or more"
+    for name, section in (("rollout", config.rollout), ("eval", config.eval)):
+        if section is None:
+            continue
+        if 0 < section.temperature < lowest:
+            return f"{name}.temperature: {section.temperature:g} is below {program}'s minimum; use {lowest:g} or more"
+        for key in limits.unserved_sampling:
+            off = type(section).model_fields[key].default
+            if (value := getattr(section, key)) != off:
+                return f"{name}.{key}: {value:g} is not supported by {program}; use {off:g}, which is off"
     if adapter is None:
         return None
     if adapter.dora and not limits.serves_dora:

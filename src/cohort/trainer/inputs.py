@@ -46,6 +46,7 @@ class Inputs:
     environments: Environments | None  # None: single completions
     max_prompt_tokens: int
     sandbox: SharedSandbox
+    engine: Any  # the user's object that samples; None: an engine of Cohort's
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -128,6 +129,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=parts.sandbox,
+        engine=parts.engine,
     )
 
 
@@ -240,9 +242,11 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         sampling=SamplingParams(
             num_generations=settings.num_samples,
             max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+            repetition_penalty=settings.repetition_penalty,
             temperature=settings.temperature,
-            top_p=settings.top_p,
+            min_p=settings.min_p,
             top_k=settings.top_k,
+            top_p=settings.top_p,
             stop=config.rollout.stop,
         ),
         seed=config.train.seed,

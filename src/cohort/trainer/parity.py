@@ -33,13 +33,11 @@ def probe_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def probe_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Return sampling parameters for few, short completions without top-p and top-k, which change the distribution."""
+    """Return sampling parameters for few, short completions, sampled from the policy itself."""
     return replace(
-        sampling,
+        sampling.unmodified(),
         num_generations=_NUM_COMPLETIONS,
         max_completion_tokens=min(_MAX_TOKENS, sampling.max_completion_tokens),
-        top_p=1.0,
-        top_k=0,
     )
 
 

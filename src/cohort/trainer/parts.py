@@ -31,15 +31,17 @@ class Parts:
     place. Weights are loaded by every rank, from `model.path`.
     """
 
-    def __init__(self, config: Config, *, tokenizer: Any = None):
+    def __init__(self, config: Config, *, tokenizer: Any = None, engine: Any = None):
         """Load nothing yet.
 
         Args:
             config: configuration of the run.
             tokenizer: used instead of the one in `model.path`.
+            engine: samples, with `rollout.engine: object`.
         """
         self._config = config
         self._tokenizer = tokenizer
+        self.engine = engine
         self.sandbox = SharedSandbox(config.sandbox)
 
     @cached_property

@@ -47,6 +47,7 @@ def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
             tokenizer=inputs.tokenizer,
             adapter=inputs.adapter,
             longest_sequence_tokens=inputs.longest_sequence_tokens,
+            engine=inputs.engine,
         )
     )
 

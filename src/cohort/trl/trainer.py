@@ -35,6 +35,7 @@ _open: WeakValueDictionary[str, Trainer] = (
     WeakValueDictionary()
 )  # by run folder, of which only one process has the lock
 _NOT_AVERAGED: tuple[str, ...] = ("learning_rate", "num_tokens")  # in logs: their last value
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HOOKS = {
     "_generate_and_score_completions": "an environment or agent of cohort.Trainer",
     "_calculate_rewards": "a reward function, which gets all completions of a step",
@@ -359,7 +360,7 @@ class GRPOTrainer:
             "every": every,
             "before_training": False,
             "num_samples": args.num_generations_eval or args.num_generations,
-            **{name: sampling[name] for name in ("temperature", "top_p", "top_k") if name in sampling},
+            **{name: sampling[name] for name in _DISTRIBUTION if name in sampling},
         }
 
     def _built(self) -> Trainer:

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from cohort.config import ServersConfig
+from cohort.config.rollout import ServerLimits
 
 
 class StubRolloutConfig(ServersConfig):
@@ -13,4 +14,5 @@ class StubRolloutConfig(ServersConfig):
     server_name: ClassVar[str] = "stub server"
     sampled_by: ClassVar[str] = "by stub servers"
     has_serve_command: ClassVar[bool] = False
+    limits: ClassVar[ServerLimits] = ServerLimits(unserved_sampling=("min_p", "repetition_penalty"))
     engine: Literal["stub"] = "stub"

@@ -311,22 +311,6 @@ def test_greedy_takes_the_likeliest_token():
         assert naive_log_p(policy, group.prompt, ids, 1.0).argmax(-1).tolist() == ids.tolist()
 
 
-def test_top_k_and_top_p_are_the_distribution_sampled_from():
-    policy = make_policy()
-    engine = make_engine(policy)
-    for settings_, keeps in (({"top_k": 3}, None), ({"top_p": 0.5}, 0.5)):
-        for group in generate(engine, prompts([4, 6]), sampling(**settings_), KEY):
-            for completion in group.trajectories:
-                p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, 1.0).exp()
-                for t, token in enumerate(completion.sampled_token_ids):
-                    order = p[t].argsort(descending=True)
-                    size = 3 if keeps is None else int((p[t][order].cumsum(0) < keeps).sum()) + 1
-                    kept = order[:size].tolist()
-                    assert int(token) in kept
-                    expected = (p[t][int(token)] / p[t][kept].sum()).log().item()
-                    assert completion.sampling_logprobs[t] == pytest.approx(expected, abs=1e-4)
-
-
 @examples(10)
 @given(order=st.permutations(range(5)), max_num_seqs=st.integers(1, 40), subset=st.integers(1, 5))
 def test_a_completion_depends_on_seed_step_prompt_and_index_alone(order, max_num_seqs: int, subset: int):

@@ -95,6 +95,24 @@ def test_trajectories_of_several_turns_are_sampled_on_it(tmp_path: Path):
     assert all(metric(tmp_path / "run", "rewards/run/std"))
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"rollout": {"min_p": 0.1}},
+            "rollout.min_p: 0.1 is not supported by stub; use 0, which is off, or rollout.engine: local",
+        ),
+        (
+            {"eval": {"repetition_penalty": 1.2}},
+            "eval.repetition_penalty: 1.2 is not supported by stub; use 1, which is off, or rollout.engine: local",
+        ),
+    ],
+)
+def test_sampling_that_its_program_does_not_have_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        train(changed(changed(make_inputs(tmp_path), rollout={"engine": "stub", "parity_every": 0}), **sections))
+
+
 def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The keys of servers have an effect without a line of the engine's about them."""
     handles: list[StubHandle] = []
@@ -245,7 +263,7 @@ def test_check_tells_who_samples():
 
 
 def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read():
-    message = r"rollout\.engine: 'sglang' is not one of auto, local, vllm, stub"
+    message = r"rollout\.engine: 'sglang' is not one of auto, local, object, vllm, stub"
     with pytest.raises(UserError, match=message):
         config_from_dict({**RUN, "rollout": {"engine": "sglang"}})
     settings = {"rollout.engine": Setting("sglang", ""), "model.path": Setting("m", "")}

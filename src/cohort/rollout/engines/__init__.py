@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 SETUPS = {
     "auto": "cohort.rollout.engines.local.setup:LocalSetup",
     "local": "cohort.rollout.engines.local.setup:LocalSetup",
+    "object": "cohort.rollout.engines.object.setup:ObjectSetup",
     "vllm": "cohort.rollout.engines.vllm.setup:VllmSetup",
 }
 

@@ -5,7 +5,7 @@ K context tokens and C sampled tokens of one model call.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self
 
 import numpy as np
@@ -18,13 +18,18 @@ Purpose = Literal["train", "eval", "parity"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of completions."""
+    """Sampling parameters of completions. A token's logits go through them in this order, as in vLLM:
+
+    repetition penalty, temperature, min-p, top-k, top-p.
+    """
 
     num_generations: int  # per prompt
     max_completion_tokens: int  # per call
+    repetition_penalty: float = 1.0  # 1 is off
     temperature: float  # 0 is greedy
-    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
     top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
     stop: tuple[str, ...] = ()  # strings that end a call; see `stop_strings`
 
     @classmethod
@@ -33,11 +38,22 @@ class SamplingParams:
         return cls(
             num_generations=rollout.num_generations,
             max_completion_tokens=rollout.max_completion_tokens,
+            repetition_penalty=rollout.repetition_penalty,
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
+            min_p=rollout.min_p,
             top_k=rollout.top_k,
+            top_p=rollout.top_p,
             stop=rollout.stop,
         )
+
+    @property
+    def distribution(self) -> tuple[float, ...]:
+        """The parameters of a token's distribution. Calls in which they are equal can be sampled in one batch."""
+        return self.repetition_penalty, self.temperature, self.min_p, self.top_k, self.top_p
+
+    def unmodified(self) -> Self:
+        """Return the parameters with which tokens are sampled from the policy itself, at its temperature."""
+        return replace(self, repetition_penalty=1.0, min_p=0.0, top_k=0, top_p=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

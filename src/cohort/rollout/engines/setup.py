@@ -31,6 +31,7 @@ class EngineInputs:
     tokenizer: Any
     adapter: AdapterSpec | None  # None: all weights are trained
     longest_sequence_tokens: int  # longest prompt plus the tokens after it, evaluation included
+    engine: Any = None  # the user's object, with `rollout.engine: object`
 
 
 class TrainingProcesses(Protocol):

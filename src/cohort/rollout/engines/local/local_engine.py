@@ -53,11 +53,10 @@ class LocalEngine:
         return await self._calls.put(token_ids, sampling, key)
 
     def advance(self) -> bool:
-        """Sample all waiting calls: one batch, unless they differ in purpose, temperature, top-p or top-k."""
+        """Sample all waiting calls: one batch, unless they differ in purpose or in a token's distribution."""
         batches: dict[object, list[PendingCall]] = {}
         for call in self._calls.take():
-            settings = (call.sampling.temperature, call.sampling.top_p, call.sampling.top_k)
-            batches.setdefault((call.key.purpose, settings), []).append(call)
+            batches.setdefault((call.key.purpose, call.sampling.distribution), []).append(call)
         for calls in batches.values():
             self._answer(_by_context(calls))
         return bool(batches)

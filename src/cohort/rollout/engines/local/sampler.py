@@ -5,6 +5,7 @@ A request's context is prefilled once. Completions that have ended leave the bat
 N completions, or rows of a batch; V vocabulary.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,17 +44,36 @@ def uniform_stream(key: CallKey, count: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 
+def penalize_repetition(logits_NV: Tensor, seen_NS: Tensor, penalty: float) -> Tensor:
+    """Divide positive logits of seen tokens by `penalty`, and multiply negative ones (CTRL, arXiv:1909.05858).
+
+    `seen_NS` are the tokens' ids, each once or more often.
+    """
+    seen_logits_NS = logits_NV.gather(-1, seen_NS)
+    penalized_NS = torch.where(seen_logits_NS > 0, seen_logits_NS / penalty, seen_logits_NS * penalty)
+    return logits_NV.scatter(-1, seen_NS, penalized_NS)
+
+
 def sample_tokens(
-    logits_NV: Tensor, uniforms_N: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0
+    logits_NV: Tensor,
+    uniforms_N: Tensor,
+    *,
+    temperature: float,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inversion of the cumulative distribution.
+
+    What is kept is normalized again before the next parameter is applied, in this order.
 
     Args:
         logits_NV: [N, V], float32 or wider.
         uniforms_N: [N] float64 in [0, 1).
         temperature: divides the logits; 0 is greedy.
-        top_p: keep the smallest set of most likely tokens with at least this total probability.
+        min_p: keep tokens with at least this fraction of the largest probability (arXiv:2407.01082); 0 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this total probability.
 
     Returns:
         tokens [N] int64 and their logprobs [N] under the distribution sampled from (greedy: at temperature 1).
@@ -62,9 +82,8 @@ def sample_tokens(
         log_p = torch.log_softmax(logits_NV, dim=-1)
         tokens = log_p.argmax(dim=-1)
     else:
-        log_p = torch.log_softmax(logits_NV if temperature == 1 else logits_NV / temperature, dim=-1)
-        if top_k > 0 or top_p < 1:
-            log_p = torch.log_softmax(_keep_likeliest(log_p, top_p=top_p, top_k=top_k), dim=-1)
+        logits_NV = logits_NV if temperature == 1 else logits_NV / temperature
+        log_p = torch.log_softmax(_keep_likeliest(logits_NV, min_p=min_p, top_k=top_k, top_p=top_p), dim=-1)
         # float64: in float32 the sum over a large vocabulary would lose the tail
         cumulative = log_p.exp().cumsum(dim=-1, dtype=torch.float64)
         # right=True: the first token whose cumulative probability exceeds u, so one of probability 0 is never chosen
@@ -73,17 +92,20 @@ def sample_tokens(
     return tokens, log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _keep_likeliest(log_p: Tensor, *, top_p: float, top_k: int) -> Tensor:
-    """Set logprobs outside top-k, then outside top-p of the rest, to -inf. Keeps ties."""
-    if 0 < top_k < log_p.shape[-1]:
-        kth = log_p.topk(top_k, dim=-1).values[:, -1:]
-        log_p = torch.log_softmax(log_p.masked_fill(log_p < kth, -torch.inf), dim=-1)
+def _keep_likeliest(logits_NV: Tensor, *, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """Set logits below min-p, outside top-k, then outside top-p of the rest, to -inf. Keeps ties."""
+    if min_p > 0:
+        least = logits_NV.amax(dim=-1, keepdim=True) + math.log(min_p)
+        logits_NV = logits_NV.masked_fill(logits_NV < least, -torch.inf)
+    if 0 < top_k < logits_NV.shape[-1]:
+        kth = logits_NV.topk(top_k, dim=-1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
     if top_p < 1:
-        ordered = log_p.sort(dim=-1, descending=True).values
-        mass_before = ordered.exp().cumsum(dim=-1) - ordered.exp()
-        last_kept = ordered.masked_fill(mass_before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
-        log_p = log_p.masked_fill(log_p < last_kept, -torch.inf)
-    return log_p
+        ordered = logits_NV.sort(dim=-1, descending=True).values
+        p = ordered.softmax(dim=-1)
+        last_kept = ordered.masked_fill(p.cumsum(dim=-1) - p >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+        logits_NV = logits_NV.masked_fill(logits_NV < last_kept, -torch.inf)
+    return logits_NV
 
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
@@ -140,7 +162,7 @@ class Sampler:
         """Sample a completion for each call of each request, in order.
 
         Args:
-            requests: requests with the same temperature, top-p and top-k.
+            requests: requests with the same `SamplingParams.distribution`.
 
         Raises:
             StopRequested: the run was asked to end.
@@ -200,6 +222,7 @@ class Sampler:
         )
         total = len(uniforms)
         stops = _StopStrings(requests, self._tokenizer)
+        repetition = _RepetitionPenalty(sampling.repetition_penalty, device)
         shares = self._policy.shares_prompts
         decoder: Decoder = SharedPromptDecoder(self._policy, limit=limit) if shares else self._policy.cache_decoder()
         tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
@@ -219,13 +242,16 @@ class Sampler:
                 num_started += len(new)
                 row, t = torch.cat([row, new]), torch.cat([t, torch.zeros_like(new)])
                 running = torch.cat([running, torch.ones_like(new, dtype=torch.bool)])
+                repetition.start(joining)
             chosen, tokens_logprobs = sample_tokens(
-                torch.cat(logits),
+                repetition.penalize(torch.cat(logits)),
                 uniforms[row, t],
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
+                min_p=sampling.min_p,
                 top_k=sampling.top_k,
+                top_p=sampling.top_p,
             )
+            repetition.append(chosen)
             tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
             t = t + 1
             age = t + unused[row]  # equals `limit` at a call's last allowed token
@@ -240,6 +266,7 @@ class Sampler:
             if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
                 keep = running.nonzero().squeeze(-1)
                 decoder.keep(keep)
+                repetition.keep(keep)
                 row, t, running, chosen = row[keep], t[keep], running[keep], chosen[keep]
             logits = [decoder.step(chosen)] if len(row) else []
         return _Rows(
@@ -259,6 +286,39 @@ class Sampler:
             joining.append(waiting.popleft())
             free -= len(joining[-1].keys)
         return joining
+
+
+class _RepetitionPenalty:
+    """The repetition penalty of the completions in flight, for tokens of their contexts and their own."""
+
+    def __init__(self, penalty: float, device: torch.device):
+        self._penalty = penalty
+        self._seen = torch.zeros(0, 1, dtype=torch.int64, device=device)  # [R, S] ids of tokens, also several times
+
+    def start(self, requests: Sequence[SampleRequest]) -> None:
+        """Add the completions of these requests."""
+        if self._penalty == 1:
+            return
+        contexts = [np.unique(request.token_ids) for request in requests]
+        wider = max(map(len, contexts)) - self._seen.shape[1]
+        if wider > 0:
+            self._seen = torch.cat([self._seen, self._seen[:, :1].expand(-1, wider)], dim=1)
+        rows = [np.resize(context, self._seen.shape[1]) for context in contexts]  # repeats the context
+        rows = [row for row, request in zip(rows, requests, strict=True) for _ in request.keys]
+        self._seen = torch.cat([self._seen, torch.from_numpy(np.stack(rows)).to(self._seen.device)])
+
+    def penalize(self, logits: Tensor) -> Tensor:
+        """Apply the penalty to the next logits [R, V]."""
+        return logits if self._penalty == 1 else penalize_repetition(logits, self._seen, self._penalty)
+
+    def append(self, tokens: Tensor) -> None:
+        """Add a token to each completion [R]."""
+        if self._penalty != 1:
+            self._seen = torch.cat([self._seen, tokens.unsqueeze(1)], dim=1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all completions but these."""
+        self._seen = self._seen[rows] if self._penalty != 1 else self._seen
 
 
 class _StopStrings:

@@ -158,9 +158,11 @@ class GenerateClient(HttpClient):
             "sampling_params": {
                 "n": request.num_completions,
                 "max_tokens": sampling.max_completion_tokens,
+                "repetition_penalty": sampling.repetition_penalty,
                 "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
                 "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
                 "seed": request.seed,
                 "stop_token_ids": sorted(self._end_token_ids),
                 "ignore_eos": True,  # only the run's end tokens
