@@ -36,8 +36,8 @@ from cohort.demo.tasks import WORDS
 from harness import machine, markdown
 from view_run import GENERATIONS, NEEDLE, write_run
 
-CHARTS = ("reward", "eval/accuracy", "frac_all_wrong", "frac_all_right", "completions/mean_length", "entropy", "grad_norm",
-          "step_time")  # fmt: skip
+CHARTS = ("reward", "eval/accuracy", "frac_all_wrong", "frac_all_right", "completions/mean_length", "entropy",
+          "grad_norm", "step_time")  # fmt: skip
 TOGETHER_S = 0.25  # changes within this time are one update, as in the page
 BLOCK_STEPS = 4  # training steps measured with the page open, then closed, and so on
 BETWEEN_STEPS = 2  # steps in which the page opens or closes, which are not measured
