@@ -31,11 +31,11 @@ class Picture:
     before: str = ""  # script to run first
 
 
-FOCUS_TOKEN = "document.querySelectorAll('.token')[9].focus()"
+FOCUS_TOKEN = "scrollBy(0, 420); document.querySelectorAll('.tokens .token')[17].focus()"
 PICTURES = (
     Picture(name="page-run", view="", size=(1280, 900)),
     Picture(name="page-step", view=f"/steps/{STEP}?group=3", size=(1280, 900)),
-    Picture(name="page-tokens", view="/steps/3?group=4&row=74", size=(1280, 900), before=FOCUS_TOKEN),
+    Picture(name="page-tokens", view=f"/steps/{STEP}?group=3&row=48&color=push", size=(1280, 900), before=FOCUS_TOKEN),
     Picture(name="page-filter", view=f"/steps/{STEP}?where=reward+%3C+0.2+and+length+%3E+25", size=(1280, 900)),
     Picture(name="page-questions", view="/questions", size=(1280, 900)),
     Picture(name="page-dark", view=f"/steps/{STEP}?group=3", size=(1280, 900), options={"color_scheme": "dark"}),
