@@ -118,7 +118,7 @@ def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Pa
         "begin:0",
         *["log:2", "log:2", "evaluate:2", "save:2"],
         *["log:4", "log:4", "evaluate:4", "save:4"],
-        "end:4",
+        *["log:4", "end:4"],
     ]
     assert isinstance(trainer.state, TrainerState) and trainer.state.max_steps == 4
     first, evaluated = trainer.state.log_history[:2]
@@ -154,11 +154,11 @@ def test_a_run_resumes_exactly(tmp_path: Path, base: Path):
     whole.train()
     assert parts.train().global_step == 3
     again = make("parts")
-    with pytest.raises(UserError, match=r"only the last one, '.*checkpoint-2', can be resumed"):
+    with pytest.raises(UserError, match=r"checkpoint-1' has no state that Cohort resumes from; use one of checkpoint-2"):
         again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))
     again.train(resume_from_checkpoint=True)
     assert_same_weights(tmp_path / "parts" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4")
-    assert [entry["step"] for entry in again.state.log_history] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3, 4]
     assert make("parts").train().global_step == 4, "without it, a run starts anew"
     assert metric(tmp_path / "parts" / "cohort-2", "reward") == metric(tmp_path / "whole" / "cohort", "reward")
 
@@ -227,7 +227,7 @@ def test_a_subclass_that_logs(tmp_path: Path, base: Path):
 
     trainer = Mine(str(base), digits, settings(tmp_path, max_steps=1), rows())
     trainer.train()
-    assert trainer.state.log_history[-1]["mine"] == 1.0
+    assert [entry["mine"] for entry in trainer.state.log_history] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,6 @@ def test_a_subclass_that_logs(tmp_path: Path, base: Path):
     [
         ({"rollout_func": print}, "rollout_func: cannot be honored; use environment_factory"),
         ({"optimizers": (1, None)}, "optimizers: cannot be honored; use args.optim"),
-        ({"eval_dataset": {"a": []}}, "eval_dataset: several sets cannot be honored"),
     ],
 )
 def test_arguments_without_an_equivalent(tmp_path: Path, base: Path, given: dict[str, Any], message: str):
@@ -362,7 +361,7 @@ def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.M
     trainer = GRPOTrainer(str(tmp_path / "base"), None, args, data, environment_factory=make_game())
     trainer.train()
     assert trainer._built().config.rollout.max_turns == 3
-    assert "rewards/Game/mean" in trainer.state.log_history[-1]
+    assert "rewards/Game/mean" in trainer.state.log_history[0]
 
 
 def chat_digits(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -385,7 +384,7 @@ def test_forms_of_data(tmp_path: Path, base: Path, form: str):
     reward = chat_digits if form == "mapped" else digits
     trainer = GRPOTrainer(str(base), [reward], settings(tmp_path, max_steps=1), data, callbacks=[Events])
     trainer.train()
-    assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 1
+    assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 2
 
 
 @slow("the other tests run the trainer in this process, and tests/launch/test_python_trainer.py runs scripts")
@@ -394,7 +393,7 @@ def test_a_script_and_torchrun(tmp_path: Path, base: Path, processes: int):
     out = str(tmp_path / "out")
     (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(base))).replace("OUT", repr(out)))
     lines = run_script(tmp_path / "script.py", processes=processes).stdout.splitlines()
-    assert [line for line in lines if line.startswith("logged")] == ["logged 1", "logged 2"]
+    assert [line for line in lines if line.startswith("logged")] == processes * ["logged 1", "logged 2", "logged 2"]
     assert f"done {processes}" in lines
     assert metric(Path(out) / "cohort", "processes") == [processes] * 2
     assert_same_weights(Path(out) / "final", Path(out) / "cohort" / "final")
