@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +18,7 @@ from transformers import (
     TrainerState,
 )
 
+import scripted
 from cohort.chat import ResponseParser
 from cohort.config.other_trainers import equivalents
 from cohort.errors import UserError
@@ -27,14 +27,11 @@ from cohort.trl.config import field_notes
 from commands import run_script
 from playing import make_game, save_turns_model
 from runs import assert_same_weights, metric
+from scripted import digits, rows
 from selection import slow
-from tiny import copy_task_rows, save_model_folder
+from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-
-
-def digits(completions: list[str], **kwargs: Any) -> list[float]:
-    return [sum(c.isdigit() for c in completion) / 12 for completion in completions]
 
 
 async def right(completions: list[str], answer: list[str], trainer_state: Any, log_metric: Any, **kwargs: Any) -> Any:
@@ -71,25 +68,8 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def rows(count: int = 12) -> Dataset:
-    return Dataset.from_list(copy_task_rows(count)).rename_column("question", "prompt")
-
-
 def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
-    usual = {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": "none",
-    }
-    return GRPOConfig(**{**usual, **given})
+    return scripted.settings(tmp_path / "out", **given)
 
 
 def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Path):
@@ -139,28 +119,6 @@ def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Pa
     assert_same_weights(tmp_path / "final", tmp_path / "out" / "checkpoint-4")
     assert_same_weights(tmp_path / "final", tmp_path / "out" / "cohort" / "final")
     AutoTokenizer.from_pretrained(tmp_path / "final")
-
-
-def test_a_run_resumes_exactly(tmp_path: Path, base: Path):
-    def make(out: str, callbacks: Any = ()) -> GRPOTrainer:
-        args = settings(tmp_path, output_dir=str(tmp_path / out), save_strategy="steps", save_steps=2)
-        return GRPOTrainer(str(base), digits, args, rows(), callbacks=list(callbacks))
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    whole, parts = make("whole"), make("parts", [Stop])
-    whole.train()
-    assert parts.train().global_step == 3
-    again = make("parts")
-    with pytest.raises(UserError, match=r"checkpoint-1' has no state that Cohort resumes from; use one of checkpoint-2"):
-        again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))
-    again.train(resume_from_checkpoint=True)
-    assert_same_weights(tmp_path / "parts" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4")
-    assert [entry["step"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3, 4]
-    assert make("parts").train().global_step == 4, "without it, a run starts anew"
-    assert metric(tmp_path / "parts" / "cohort-2", "reward") == metric(tmp_path / "whole" / "cohort", "reward")
 
 
 def test_a_model_object_with_peft_and_the_tokenizer(tmp_path: Path, base: Path):

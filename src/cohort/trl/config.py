@@ -160,6 +160,8 @@ class GRPOConfig(TrainingArguments):
         notes, given = field_notes(), set(changed_fields(self))
         for name in sorted(given & notes["refused"].keys()):
             raise UserError(f"{name}: {getattr(self, name)!r:.80} cannot be honored: {notes['refused'][name]}")
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            raise UserError(f"metric_for_best_model: {self.metric_for_best_model!r} is not measured; use eval_reward")
         for name in sorted(given & notes["dropped"].keys()):
             warnings.warn(f"{name} is a field of earlier versions: {notes['dropped'][name]}", stacklevel=3)
 

@@ -101,9 +101,7 @@ class GRPOTrainer:
         self._refuse(rollout_func=rollout_func, optimizers=optimizers)
         self.args = args or GRPOConfig(output_dir=f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
-            raise UserError(
-                f"args: is a {type(self.args).__module__}.GRPOConfig; import GRPOConfig from cohort.trl too"
-            )
+            raise UserError(f"args: {type(self.args).__module__}.{type(self.args).__name__}; use cohort.trl.GRPOConfig")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.reward_funcs = self._reward_functions(_as_list(reward_funcs), reward_processing_classes)
         self.reward_func_names = names_of(self.reward_funcs)
@@ -154,12 +152,10 @@ class GRPOTrainer:
             raise
         seconds, steps = time.perf_counter() - start, self.state.global_step - begin
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
-        schedule, _done = trainer.progress()
+        completions = steps / self.args.num_iterations * trainer.progress()[0].completions_per_step
         metrics = {
             "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(
-                steps / self.args.num_iterations * schedule.completions_per_step / seconds, 3
-            ),
+            "train_samples_per_second": round(completions / seconds, 3),
             "train_steps_per_second": round(steps / seconds, 3),
             "train_loss": sum(losses) / max(1, len(losses)),
         }
@@ -213,13 +209,11 @@ class GRPOTrainer:
         return asked
 
     def _obey(self) -> None:
-        for flag, asked in zip(
-            _FLAGS, self._built().on_any_rank([getattr(self.control, f) for f in _FLAGS]), strict=True
-        ):
-            setattr(self.control, flag, asked)
+        asked = self._built().on_any_rank([getattr(self.control, flag) for flag in _FLAGS])
+        vars(self.control).update(zip(_FLAGS, asked, strict=True))
         if self.control.should_log and self._metrics["train"]:
             self.control.should_log = False
-            self.log({})
+            self.log(self._take_means("train", only=_FIRST))
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             self._note_best(self.evaluate())
