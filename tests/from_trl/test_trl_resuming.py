@@ -70,6 +70,7 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, base: Path, whole: Path, as_
     make(base, out, as_object=as_object).train()
     last = (out / "checkpoint-4" / "model.safetensors").read_bytes()
     trainer = make(base, out, as_object=as_object)
+    assert trainer.model is not None, "which makes a folder that is not used"
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     assert_same_run(out, whole, run="cohort-2")
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """TRL's `GRPOTrainer` in front of `cohort.Trainer`."""
 
 import math
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from cohort.errors import UserError
 from cohort.launch.python_trainer import Trainer
 from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 from cohort.ranks.stopping import RunStopped
-from cohort.run.files import checkpoints
+from cohort.run.files import checkpoints, has_progress
 from cohort.run.log import StepReport
 from cohort.trl.checkpoints import EARLIER, OutputFolder
 from cohort.trl.config import GRPOConfig
@@ -483,6 +484,7 @@ class GRPOTrainer:
             UserError: there is no such checkpoint.
         """
         found = self._output.find(wanted)
+        self._drop_unused_run()
         state, run_dir = found.state(), found.run_dir()
         siblings = found.siblings(self._output.checkpoints())
         self._built().on_any_rank([False])  # before rank 0 writes
@@ -495,6 +497,15 @@ class GRPOTrainer:
             self.state.is_local_process_zero,
         )
         self.state, self._is_trained = state, False
+
+    def _drop_unused_run(self) -> None:
+        """Delete the folder of the run that was opened before it was known that another one is resumed."""
+        trainer = self._built()
+        folder, was_opened = Path(trainer.config.run.dir), trainer._run is not None
+        trainer.close()
+        if was_opened and not has_progress(folder):
+            shutil.rmtree(folder)
+        trainer.on_any_rank([False])  # before the others look for a free folder
 
     def _set_aside(self, but: Sequence[Path]) -> None:
         """Move the checkpoints of other runs out of the way, on rank 0."""
