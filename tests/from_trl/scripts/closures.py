@@ -21,7 +21,7 @@ trainer = GRPOTrainer(
     reward_funcs=[
         make_length_reward(4),
         partial(contains, word="1"),
-        lambda completions, **_: [0.0 for _ in completions],
+        lambda completions, **kwargs: [0.0] * len(completions),
     ],
     args=GRPOConfig("out", max_steps=2, num_generations=2, max_completion_length=4, reward_weights=[1.0, 0.5, 0.0]),
     train_dataset=[{"prompt": "1 2 3"}, {"prompt": "3 2 1"}],

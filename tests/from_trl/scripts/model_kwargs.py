@@ -9,7 +9,6 @@ args = GRPOConfig(
     num_generations=2,
     max_completion_length=4,
     model_init_kwargs={"torch_dtype": torch.float32, "attn_implementation": "sdpa", "use_cache": False},
-    chat_template_kwargs={"enable_thinking": False},
     generation_kwargs={"stop_strings": ["<stop>"]},
     gradient_checkpointing=True,
     optim="adamw_torch_fused",

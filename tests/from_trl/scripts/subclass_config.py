@@ -13,19 +13,7 @@ class MyConfig(GRPOConfig):
     learning_rate: float = 1e-4
 
 
-sys.argv = [
-    "train.py",
-    "--output_dir",
-    "out",
-    "--target_length",
-    "3",
-    "--max_steps",
-    "1",
-    "--num_generations",
-    "2",
-    "--max_completion_length",
-    "4",
-]
+sys.argv = ["train.py", "--output_dir=out", "--target_length=3", "--max_steps=1", "--max_completion_length=4"]
 (config,) = HfArgumentParser(MyConfig).parse_args_into_dataclasses()
 
 

@@ -3,15 +3,7 @@
 import sys
 
 from datasets import load_dataset
-from trl import (
-    GRPOConfig,
-    GRPOTrainer,
-    ModelConfig,
-    ScriptArguments,
-    TrlParser,
-    get_peft_config,
-    get_quantization_config,
-)
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 RECIPE = """
 model_name_or_path: base
@@ -42,7 +34,6 @@ def main(script_args, training_args, model_args):
         train_dataset=dataset[script_args.dataset_train_split].rename_column("question", "prompt"),
         eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
         peft_config=get_peft_config(model_args),
-        quantization_config=get_quantization_config(model_args),
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)
