@@ -20,15 +20,13 @@ from transformers import (
 
 import scripted
 from cohort.chat import ResponseParser
-from cohort.config.other_trainers import equivalents
+from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
-from cohort.trl.config import field_notes
-from commands import run_script
+from cohort_check.findings import load_table
 from playing import make_game, save_turns_model
-from runs import assert_same_weights, metric
+from runs import assert_same_weights
 from scripted import digits, rows
-from selection import slow
 from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -252,9 +250,13 @@ def test_every_field_has_one_place():
         for row in tables[table].values()
         for key in (row if isinstance(row, str) else row["from"]).split()
     }
-    groups = [set(field_notes()[group]) for group in ("refused", "dropped", "read", "no_effect")]
-    assert names - read <= set().union(*groups) <= names
-    assert sum(map(len, groups)) == len(set().union(*groups)), "each in one group"
+    refused, dropped, as_there, no_effect = (
+        set(grpo_config_fields()[group]) for group in ("refused", "dropped", "read", "no_effect")
+    )
+    assert names - read <= refused | dropped | as_there | no_effect <= names
+    assert not (refused & (dropped | as_there | no_effect) or as_there & (dropped | no_effect))
+    converting = load_table("convert/not_needed/trl.yaml")
+    assert not no_effect & {key for keys in converting.values() for key in keys.split()}, "a reason has one place"
 
 
 def test_arguments_are_parsed_and_subclassed(tmp_path: Path):
@@ -273,39 +275,6 @@ def test_it_is_trl_config():
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     assert {name: ours.get(name, "missing") for name in theirs} == theirs
-
-
-SCRIPT = """
-from transformers import AutoModelForCausalLM, TrainerCallback
-
-from cohort.trl import GRPOConfig, GRPOTrainer
-
-
-class Say(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        print("logged", state.global_step)
-
-
-def digits(completions, **kwargs):
-    return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
-
-
-args = GRPOConfig(
-    output_dir=OUT,
-    max_steps=2,
-    per_device_train_batch_size=2,
-    num_generations=4,
-    max_completion_length=6,
-    logging_steps=1,
-    report_to=[],
-)
-rows = [{"prompt": f"{n} 1"} for n in range(8)]
-trainer = GRPOTrainer(AutoModelForCausalLM.from_pretrained(MODEL), digits, args, rows, callbacks=[Say()])
-trainer.train()
-trainer.save_model(OUT + "/final")
-if trainer.accelerator.is_main_process:
-    print("done", trainer.accelerator.num_processes)
-"""
 
 
 def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -343,15 +312,3 @@ def test_forms_of_data(tmp_path: Path, base: Path, form: str):
     trainer = GRPOTrainer(str(base), [reward], settings(tmp_path, max_steps=1), data, callbacks=[Events])
     trainer.train()
     assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 2
-
-
-@slow("the other tests run the trainer in this process, and tests/launch/test_python_trainer.py runs scripts")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_script_and_torchrun(tmp_path: Path, base: Path, processes: int):
-    out = str(tmp_path / "out")
-    (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(base))).replace("OUT", repr(out)))
-    lines = run_script(tmp_path / "script.py", processes=processes).stdout.splitlines()
-    assert [line for line in lines if line.startswith("logged")] == processes * ["logged 1", "logged 2", "logged 2"]
-    assert f"done {processes}" in lines
-    assert metric(Path(out) / "cohort", "processes") == [processes] * 2
-    assert_same_weights(Path(out) / "final", Path(out) / "cohort" / "final")

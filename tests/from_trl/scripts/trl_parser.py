@@ -24,7 +24,7 @@ report_to: []
 
 def main(script_args, training_args, model_args):
     training_args.model_init_kwargs = dict(
-        revision=None, attn_implementation=model_args.attn_implementation, dtype=model_args.dtype
+        revision="main", attn_implementation=model_args.attn_implementation, dtype=model_args.dtype
     )
     dataset = load_dataset("json", data_files=script_args.dataset_name)
     trainer = GRPOTrainer(
