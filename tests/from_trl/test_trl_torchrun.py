@@ -1,6 +1,7 @@
 """A script of TRL under torchrun: every rank runs it, callbacks of any rank count, and rank 0 writes."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,14 @@ from waiting import PATIENCE_S
 SCRIPT = """
 import os
 import sys
+import time
 
 from transformers import TrainerCallback
 
 from cohort.trl import GRPOConfig, GRPOTrainer
 
 rank, out = int(os.environ["RANK"]), sys.argv[1]
-stop_at, resume = int(sys.argv[2]), sys.argv[3:] or [None]
+stop_at, resume = int(sys.argv[2]), [a for a in sys.argv[3:] if "checkpoint" in a] or [None]
 
 
 def write(event, arguments):
@@ -45,6 +47,7 @@ class Stop(TrainerCallback):
 
 def digits(completions, **kwargs):
     print("scored", rank, flush=True)
+    time.sleep(0.5 * ("slowly" in sys.argv))
     return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
 
 
@@ -69,7 +72,7 @@ rows = [{"prompt": f"{n} 1"} for n in range(8)]
 held_out = {"few": rows[:2], "many": rows[:3]}
 trainer = GRPOTrainer(BASE, digits, args, rows, held_out, callbacks=[Stop()])
 print(f"before {rank} {trainer.evaluate()['eval_few_reward']}\\n", end="", flush=True)
-steps = trainer.train(resume_from_checkpoint=resume[0] if resume[0] != "best" else None).global_step
+steps = trainer.train(resume_from_checkpoint=resume[0]).global_step
 after = trainer.evaluate(rows[:3])["eval_reward"]
 print(f"after {rank} {steps} {after} {trainer.state.best_model_checkpoint}\\n", end="", flush=True)
 trainer.save_model(out + "/final")
@@ -88,10 +91,14 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "script.py"
 
 
-def launch(script: Path, *arguments: object, launcher: tuple[str, ...] = ("torch.distributed.run",)) -> list[str]:
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no")
+
+
+def launch(script: Path, *arguments: object, launcher: tuple[str, ...] = TORCHRUN) -> list[str]:
     """The lines that a script prints with two processes; it must not fail."""
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "--nproc-per-node", "2", str(script), *map(str, arguments)],
+        [sys.executable, "-m", *launcher, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -131,11 +138,35 @@ def test_ranks_do_the_same_and_resume(script: Path, tmp_path: Path):
 
 
 @slow("the other tests run the trainer in one process")
-def test_a_new_run_with_the_best_model(script: Path, tmp_path: Path):
-    launch(script, tmp_path / "out", 1)
+def test_a_new_run_with_the_best_model_by_accelerate(script: Path, tmp_path: Path):
+    launch(script, tmp_path / "out", 1, launcher=(*ACCELERATE, "--num_machines", "1", "--dynamo_backend", "no"))
     lines = launch(script, tmp_path / "out", 9, "best")
     (_, steps, _, best), other = said(lines, "after")
     assert steps == "4" and other[1:] == [steps, other[2], best]
     assert_same_weights(tmp_path / "out" / "final", Path(best))
     assert len(metric(tmp_path / "out" / "cohort", "reward")) == 1
     assert len(metric(tmp_path / "out" / "cohort-2", "reward")) == 4
+
+
+@slow("tests/launch has signals to the ranks of a run; test_trl_resuming.py interrupts a trainer in one process")
+def test_a_signal_saves_and_the_run_resumes(script: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *TORCHRUN, str(script), str(out), "9", "slowly"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("logged 0 2"):
+            process.send_signal(signal.SIGTERM)
+            break
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    last = max(int(p.name.rpartition("-")[2]) for p in out.glob("checkpoint-*"))
+    assert last in (2, 3), errors
+    lines = launch(script, out, 9, out / f"checkpoint-{last}")
+    assert said(lines, "done") == [["0", "4"], ["1", "4"]]
+    assert len(metric(out / "cohort", "reward")) == 4
