@@ -229,8 +229,10 @@ class Trainer:
         elif last is not None and last[0] == loop.steps_done:
             return last[1]
         assert evaluation is not None, "the configuration has the section"
-        with self._stoppable():
-            return evaluate(evaluation, loop.components.collector, rewards)
+        with self._stoppable(), loop.checkpointer.saving_when_stopped():
+            result = evaluate(evaluation, loop.components.collector, rewards)
+            self._stop.check()
+            return result
 
     @_on_every_rank
     def load(self, path: str | Path) -> None:
@@ -380,8 +382,6 @@ class Trainer:
     def _ensure_started(self) -> None:
         if self._loop is not None or self.result is not None:
             return
-        if started_by_torchrun():
-            self._stop = script_rank(self.config).stop
         try:
             with self._stoppable():
                 self._start()
@@ -425,6 +425,8 @@ class Trainer:
         Raises:
             KeyboardInterrupt: for SIGINT, as Python does.
         """
+        if started_by_torchrun():
+            self._stop = script_rank(self.config).stop
         try:
             with self._stop, reporting_stop(self.config, self._display or Display(), self._stop):
                 yield

@@ -147,7 +147,8 @@ class GRPOTrainer:
             self._set_aside(())
         trainer, start, begin = self._built(), time.perf_counter(), self.state.global_step
         try:
-            self._run(trainer)
+            with trainer._stoppable():  # a signal during a callback waits for the next step, which saves
+                self._run(trainer)
         except (KeyboardInterrupt, RunStopped):
             self._keep_interrupted(trainer)
             raise
