@@ -109,6 +109,7 @@ GRPOTrainer(
 def test_functions_of_a_script_by_the_module_that_they_are_from(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     output = convert_file(tmp_path / "train.py")
+    assert "# Or run the script with `from cohort.trl import GRPOConfig, GRPOTrainer`" in output
     rewards = yaml.safe_load(output)["rewards"]
     assert [(reward["use"], reward.get("args")) for reward in rewards] == [
         ("trl.accuracy", None),

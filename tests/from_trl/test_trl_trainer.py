@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -19,22 +18,18 @@ from transformers import (
     TrainerState,
 )
 
+import scripted
 from cohort.chat import ResponseParser
-from cohort.config.other_trainers import equivalents
+from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
-from cohort.trl.config import field_notes
-from commands import run_script
+from cohort_check.findings import load_table
 from playing import make_game, save_turns_model
-from runs import assert_same_weights, metric
-from selection import slow
-from tiny import copy_task_rows, save_model_folder
+from runs import assert_same_weights
+from scripted import digits, rows
+from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-
-
-def digits(completions: list[str], **kwargs: Any) -> list[float]:
-    return [sum(c.isdigit() for c in completion) / 12 for completion in completions]
 
 
 async def right(completions: list[str], answer: list[str], trainer_state: Any, log_metric: Any, **kwargs: Any) -> Any:
@@ -71,25 +66,8 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def rows(count: int = 12) -> Dataset:
-    return Dataset.from_list(copy_task_rows(count)).rename_column("question", "prompt")
-
-
 def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
-    usual = {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": "none",
-    }
-    return GRPOConfig(**{**usual, **given})
+    return scripted.settings(tmp_path / "out", **given)
 
 
 def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Path):
@@ -118,7 +96,7 @@ def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Pa
         "begin:0",
         *["log:2", "log:2", "evaluate:2", "save:2"],
         *["log:4", "log:4", "evaluate:4", "save:4"],
-        "end:4",
+        *["log:4", "end:4"],
     ]
     assert isinstance(trainer.state, TrainerState) and trainer.state.max_steps == 4
     first, evaluated = trainer.state.log_history[:2]
@@ -139,28 +117,6 @@ def test_a_script_trains_with_events_in_order_and_a_log(tmp_path: Path, base: Pa
     assert_same_weights(tmp_path / "final", tmp_path / "out" / "checkpoint-4")
     assert_same_weights(tmp_path / "final", tmp_path / "out" / "cohort" / "final")
     AutoTokenizer.from_pretrained(tmp_path / "final")
-
-
-def test_a_run_resumes_exactly(tmp_path: Path, base: Path):
-    def make(out: str, callbacks: Any = ()) -> GRPOTrainer:
-        args = settings(tmp_path, output_dir=str(tmp_path / out), save_strategy="steps", save_steps=2)
-        return GRPOTrainer(str(base), digits, args, rows(), callbacks=list(callbacks))
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    whole, parts = make("whole"), make("parts", [Stop])
-    whole.train()
-    assert parts.train().global_step == 3
-    again = make("parts")
-    with pytest.raises(UserError, match=r"only the last one, '.*checkpoint-2', can be resumed"):
-        again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))
-    again.train(resume_from_checkpoint=True)
-    assert_same_weights(tmp_path / "parts" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4")
-    assert [entry["step"] for entry in again.state.log_history] == [1, 2, 3, 4]
-    assert make("parts").train().global_step == 4, "without it, a run starts anew"
-    assert metric(tmp_path / "parts" / "cohort-2", "reward") == metric(tmp_path / "whole" / "cohort", "reward")
 
 
 def test_a_model_object_with_peft_and_the_tokenizer(tmp_path: Path, base: Path):
@@ -227,7 +183,7 @@ def test_a_subclass_that_logs(tmp_path: Path, base: Path):
 
     trainer = Mine(str(base), digits, settings(tmp_path, max_steps=1), rows())
     trainer.train()
-    assert trainer.state.log_history[-1]["mine"] == 1.0
+    assert [entry["mine"] for entry in trainer.state.log_history] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +191,6 @@ def test_a_subclass_that_logs(tmp_path: Path, base: Path):
     [
         ({"rollout_func": print}, "rollout_func: cannot be honored; use environment_factory"),
         ({"optimizers": (1, None)}, "optimizers: cannot be honored; use args.optim"),
-        ({"eval_dataset": {"a": []}}, "eval_dataset: several sets cannot be honored"),
     ],
 )
 def test_arguments_without_an_equivalent(tmp_path: Path, base: Path, given: dict[str, Any], message: str):
@@ -297,9 +252,13 @@ def test_every_field_has_one_place():
         for row in tables[table].values()
         for key in (row if isinstance(row, str) else row["from"]).split()
     }
-    groups = [set(field_notes()[group]) for group in ("refused", "dropped", "read", "no_effect")]
-    assert names - read <= set().union(*groups) <= names
-    assert sum(map(len, groups)) == len(set().union(*groups)), "each in one group"
+    refused, dropped, as_there, no_effect = (
+        set(grpo_config_fields()[group]) for group in ("refused", "dropped", "read", "no_effect")
+    )
+    assert names - read <= refused | dropped | as_there | no_effect <= names
+    assert not (refused & (dropped | as_there | no_effect) or as_there & (dropped | no_effect))
+    converting = load_table("convert/not_needed/trl.yaml")
+    assert not no_effect & {key for keys in converting.values() for key in keys.split()}, "a reason has one place"
 
 
 def test_arguments_are_parsed_and_subclassed(tmp_path: Path):
@@ -320,39 +279,6 @@ def test_it_is_trl_config():
     assert {name: ours.get(name, "missing") for name in theirs} == theirs
 
 
-SCRIPT = """
-from transformers import AutoModelForCausalLM, TrainerCallback
-
-from cohort.trl import GRPOConfig, GRPOTrainer
-
-
-class Say(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        print("logged", state.global_step)
-
-
-def digits(completions, **kwargs):
-    return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
-
-
-args = GRPOConfig(
-    output_dir=OUT,
-    max_steps=2,
-    per_device_train_batch_size=2,
-    num_generations=4,
-    max_completion_length=6,
-    logging_steps=1,
-    report_to=[],
-)
-rows = [{"prompt": f"{n} 1"} for n in range(8)]
-trainer = GRPOTrainer(AutoModelForCausalLM.from_pretrained(MODEL), digits, args, rows, callbacks=[Say()])
-trainer.train()
-trainer.save_model(OUT + "/final")
-if trainer.accelerator.is_main_process:
-    print("done", trainer.accelerator.num_processes)
-"""
-
-
 def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ResponseParser, "check_tools", lambda self: None)
     save_turns_model(tmp_path / "base")
@@ -364,7 +290,7 @@ def test_an_environment_and_its_own_reward(tmp_path: Path, monkeypatch: pytest.M
     trainer = GRPOTrainer(str(tmp_path / "base"), None, args, data, environment_factory=make_game())
     trainer.train()
     assert trainer._built().config.rollout.max_turns == 3
-    assert "rewards/Game/mean" in trainer.state.log_history[-1]
+    assert "rewards/Game/mean" in trainer.state.log_history[0]
 
 
 def chat_digits(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -387,16 +313,4 @@ def test_forms_of_data(tmp_path: Path, base: Path, form: str):
     reward = chat_digits if form == "mapped" else digits
     trainer = GRPOTrainer(str(base), [reward], settings(tmp_path, max_steps=1), data, callbacks=[Events])
     trainer.train()
-    assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 1
-
-
-@slow("the other tests run the trainer in this process, and tests/launch/test_python_trainer.py runs scripts")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_script_and_torchrun(tmp_path: Path, base: Path, processes: int):
-    out = str(tmp_path / "out")
-    (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(base))).replace("OUT", repr(out)))
-    lines = run_script(tmp_path / "script.py", processes=processes).stdout.splitlines()
-    assert [line for line in lines if line.startswith("logged")] == ["logged 1", "logged 2"]
-    assert f"done {processes}" in lines
-    assert metric(Path(out) / "cohort", "processes") == [processes] * 2
-    assert_same_weights(Path(out) / "final", Path(out) / "cohort" / "final")
+    assert trainer.state.global_step == 1 and len(trainer.state.log_history) == 2

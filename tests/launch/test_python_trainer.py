@@ -266,3 +266,65 @@ def test_a_script_without_a_main_guard(tmp_path: Path, processes: int):
     assert done.stderr.count("ends") == processes
     assert [line for line in done.stdout.splitlines() if line.startswith("called")] == ["called 1", "called 2"]
     assert metric(run, "processes") == [processes, processes] and len(metric(run, "rewards/digits/mean")) == 2
+
+
+ON_EVERY_RANK = """
+import os
+
+import cohort
+
+rank = os.environ["RANK"]
+
+
+def digits(completions, **kwargs):
+    if FAILS:
+        raise ValueError("no reward today")
+    return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
+
+
+def make(folder):
+    return cohort.Trainer(
+        MODEL,
+        ROWS,
+        [digits],
+        eval_data=ROWS[:2],
+        rollout={"num_generations": 2, "max_completion_tokens": 4},
+        train={"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-2},
+        run={"dir": folder, "view": False},
+    )
+
+
+trainer = make("one")
+for step in trainer:
+    if step.steps_done == 2:
+        break
+(group,) = trainer.generate(["1 2"], num_generations=2)
+values = step.metrics["reward"], trainer.evaluate().accuracy, trainer.evaluate(ROWS[:1]).accuracy, group.prompt.id
+print(f"said {rank} {len(step.groups)} {values}\\n", end="", flush=True)
+if rank == "0":
+    trainer.save("by-rank-0")
+assert trainer.train().final_dir.exists() and trainer.tokenizer is not None
+make("two").train()
+"""
+
+
+@slow(
+    "test_step_by_step_is_the_whole_run has one process, and tests/from_trl/test_trl_torchrun.py this with TRL's names"
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_rank_makes_the_same_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool):
+    """Groups are rank 0's; what it calls alone, the others serve until they end. A failure ends all."""
+    files = make_inputs(tmp_path)
+    rows = [{"prompt": f"{n} 1"} for n in range(4)]
+    text = ON_EVERY_RANK.replace("MODEL", repr(files["model"]["path"])).replace("ROWS", repr(rows))
+    (tmp_path / "script.py").write_text(text.replace("FAILS", str(fails)))
+    monkeypatch.chdir(tmp_path)
+    if fails:
+        with pytest.raises(AssertionError, match="no reward today"):
+            run_script(tmp_path / "script.py", processes=2)
+        return
+    lines = run_script(tmp_path / "script.py", processes=2).stdout.splitlines()
+    first, second = sorted(line.split(maxsplit=3)[1:] for line in lines if line.startswith("said"))
+    assert first[:2] == ["0", "2"] and second[:2] == ["1", "0"] and first[2] == second[2]
+    assert load_file(tmp_path / "by-rank-0" / "model.safetensors").keys()
+    assert_same_weights(tmp_path / "one" / "final", tmp_path / "two" / "final")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from cohort.config.other_trainers import equivalents
-from cohort.trl.config import GRPOConfig, field_notes
+from cohort.config.other_trainers import equivalents, grpo_config_fields
+from cohort.trl.config import GRPOConfig
 
 _MARKED = re.compile(r"(<!-- fields, made by `make docs` -->\n).*?(<!-- end of fields -->)", re.DOTALL)
 _TABLES = ("transformers", "reference", "evaluation", "trl", "trl_vllm")
@@ -21,7 +21,7 @@ def with_fields(page: str) -> str:
 
 
 def _rows() -> Iterator[str]:
-    notes, ours = field_notes(), _equivalents()
+    notes, ours = grpo_config_fields(), _equivalents()
     for name in sorted(field.name for field in fields(GRPOConfig)):
         keys = ", ".join(f"`{key}`" for key in ours[name])
         if name in notes["refused"]:

@@ -19,6 +19,22 @@ def equivalents() -> dict[str, dict[str, Any]]:
     return loaded
 
 
+@cache
+def grpo_config_fields() -> dict[str, dict[str, str]]:
+    """Return what fields of TRL's `GRPOConfig` are in `cohort.trl`, with a note: refused, dropped, read and no_effect.
+
+    Fields of the other tables of "trl" may have none. They are shared: do not change them.
+    """
+    said = equivalents()["trl"]["fields"]
+    no_effect = {name: why for why, names in said["no_effect"].items() for name in names.split()}
+    return {
+        "refused": said["refused"],
+        "dropped": {name: why or no_effect[name] for name, why in said["dropped"].items()},
+        "read": dict.fromkeys(said["read"].split(), ""),
+        "no_effect": no_effect,
+    }
+
+
 def explain_trl_key(key: str, value: Any, raw: Mapping[str, Any]) -> str | None:
     """Say what to use instead of a key of TRL; None if it is none, or has the same name here.
 

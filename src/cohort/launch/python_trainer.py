@@ -1,24 +1,27 @@
 """`cohort.Trainer`: a run from Python objects, one step at a time."""
 
+import atexit
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.config.objects import unnamed_objects
 from cohort.config.section import Section
 from cohort.config.user_code import end_import
-from cohort.display import Display, Displays, default_display
+from cohort.display import Display, default_display
 from cohort.errors import TrainingError, UserError
 from cohort.launch.given_model import GivenModel, is_model
 from cohort.launch.local import environment_variables
-from cohort.launch.start import train
+from cohort.launch.rank import script_rank
+from cohort.plan.schedule import RunSchedule
 from cohort.ranks.collectives import Ranks
-from cohort.ranks.join import started_by_torchrun
+from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 from cohort.ranks.stopping import RunStopped, StopSignals
 from cohort.records import RolloutGroup
 from cohort.rollout import SamplingParams, StepKey
@@ -30,14 +33,38 @@ from cohort.run.history import History
 from cohort.run.log import StepReport
 from cohort.run.result import RunResult
 from cohort.trainer.evaluation import EvalResult, evaluate
-from cohort.trainer.inputs import render_prompts
+from cohort.trainer.inputs import build_evaluation, render_prompts
 from cohort.trainer.loop import TrainingLoop
 from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.parts import Parts
 from cohort.trainer.run import open_training, reporting_stop
+from cohort.trainer.worker import Worker
 
 Settings = Mapping[str, Any] | Section
 Callback = Callable[[StepReport], object]
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _on_every_rank(
+    method: Callable[Concatenate["Trainer", P], T],
+) -> Callable[Concatenate["Trainer", P], T]:
+    """Let rank 0 do a method that every rank calls, with the help of the others. They get its result without groups."""
+
+    @wraps(method)
+    def call(self: "Trainer", *args: P.args, **kwargs: P.kwargs) -> T:
+        if not started_by_torchrun():
+            return method(self, *args, **kwargs)
+        act = partial(method, self, *args, **kwargs)
+        return script_rank(self.config).call(method.__name__, act, self.config, _without_groups)
+
+    return call
+
+
+def _without_groups(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_without_groups, value))
+    return replace(value, groups=()) if isinstance(value, StepReport | EvalResult) else value
 
 
 class Trainer:
@@ -45,6 +72,8 @@ class Trainer:
 
     It runs in this process, on one GPU, and samples there or on vLLM servers. Nothing is loaded before the first step,
     or the first use of `model` or `generate`. A run that was interrupted goes on from its last checkpoint.
+
+    Under torchrun every rank runs the script and calls the same; rewards and callbacks are called on rank 0.
 
     Example::
 
@@ -134,29 +163,19 @@ class Trainer:
             KeyboardInterrupt: the run was interrupted; it is saved, and the next loop goes on.
         """
         while (report := self._next()) is not None:
-            _CallbackDisplay(self.callbacks).step(report)
+            for callback in self.callbacks if rank_of_launcher() == 0 else ():
+                callback(report)
             yield report
 
     def train(self) -> RunResult:
-        """Run the remaining steps and save the trained model. Raises as a loop over the trainer does.
-
-        Under torchrun, every rank calls this; rewards and callbacks are called on rank 0.
-        """
-        if started_by_torchrun():
-            if self._engine is not None:
-                raise UserError("engine: an object samples for one process only; use rollout.engine under torchrun")
-            if self._given_model is not None:
-                self._given_model.save(self.config)
-            elif self._tokenizer is not None:
-                raise UserError("tokenizer: has no effect under torchrun; save it in the model's folder")
-            display = self._display or default_display(self.config)
-            return train(self.config, display=Displays(display, _CallbackDisplay(self.callbacks)))
+        """Run the remaining steps and save the trained model. Raises as a loop over the trainer does."""
         for _ in self:
             pass
         if self.result is None:
             raise TrainingError("Trainer: the run was closed before its last step")
         return self.result
 
+    @_on_every_rank
     def generate(
         self,
         prompts: Sequence[Any],
@@ -196,22 +215,68 @@ class Trainer:
         loop.components.collector.release(groups)
         return groups
 
-    def evaluate(self) -> EvalResult:
-        """Evaluate the current policy on `eval_data`. The result is returned, and not recorded in the run folder.
+    @_on_every_rank
+    def evaluate(self, eval_data: Any = None) -> EvalResult:
+        """Evaluate the current policy. The result is returned, and not recorded in the run folder.
+
+        Args:
+            eval_data: rows, their path, or the section `eval`. Default: those of the trainer.
 
         Raises:
-            UserError: the trainer has no `eval_data`.
+            UserError: there is no `eval_data`, or rows are invalid.
         """
-        if self.config.eval is None:
+        own = self.config.eval
+        if own is None and eval_data is None:
             raise UserError("eval_data: missing; evaluate() needs held-out rows, given to Trainer(...)")
         run, loop = self._open()
-        assert run.inputs.evaluation is not None, "the configuration has the section"
-        with self._stoppable():
-            return evaluate(run.inputs.evaluation, loop.components.collector, run.inputs.rewards)
+        evaluation, rewards, last = run.inputs.evaluation, run.inputs.rewards, loop.last_evaluation
+        if eval_data is not None:
+            raw = {**({} if own is None else _mapping(own)), **_section(eval_data, key="path")}
+            config = config_from_dict({**_mapping(self.config), "eval": raw})
+            assert config.eval is not None, "it is given"
+            parts = Parts(config, tokenizer=run.inputs.tokenizer)
+            evaluation = build_evaluation(config, config.eval, parts, rewards)
+        elif last is not None and last[0] == loop.steps_done:
+            return last[1]
+        assert evaluation is not None, "the configuration has the section"
+        with self._stoppable(), loop.checkpointer.saving_when_stopped():
+            result = evaluate(evaluation, loop.components.collector, rewards)
+            self._stop.check()
+            return result
 
+    @_on_every_rank
+    def load(self, path: str | Path) -> None:
+        """Go on with the weights of a model (or adapter) that this run has saved."""
+        loop = self._open()[1]
+        loop.workers.call(Worker.load_model, Path(path))
+        loop.components.collector.update_weights(policy_version=loop.workers.local.engine.updates_done + 1)
+        loop.last_evaluation = None
+
+    @_on_every_rank
+    def set_beta(self, beta: float) -> None:
+        """Change the coefficient of the KL term from the next step on.
+
+        Raises:
+            UserError: the run has no KL term.
+        """
+        if not self.config.algorithm.beta:
+            raise UserError(
+                "beta: is 0 at the start, so there is no reference model; start with a small one, such as 1e-6"
+            )
+        updater = self._open()[1].updater
+        updater.coefficient_state = replace(updater.coefficient_state, kl=beta)
+
+    @_on_every_rank
     def save(self, path: str | Path) -> None:
         """Save the current model (or adapter) and its tokenizer in Hugging Face format."""
-        self._open()[1].workers.local.save_model(Path(path))
+        self._open()[1].workers.call(Worker.save_model, Path(path))
+
+    @_on_every_rank
+    def save_checkpoint(self) -> Path:
+        """Write a checkpoint of the last finished step, unless there is one. Return its folder."""
+        checkpointer = self._open()[1].checkpointer
+        checkpointer.save_if_due()
+        return checkpointer.last_path
 
     def save_config(self, path: str | Path) -> None:
         """Write the configuration as YAML, which `cohort train` runs.
@@ -237,18 +302,34 @@ class Trainer:
     @property
     def model(self) -> Any:
         """The model that is trained: a `transformers.PreTrainedModel`, or peft's with an adapter."""
-        return self._open()[1].workers.local.policy.model
+        return self._worker().policy.model
+
+    @property
+    def reference_model(self) -> Any:
+        """The reference model; None without a KL term, or with an adapter, whose base it is."""
+        reference = self._worker().engine.reference
+        return None if reference is None or self.config.model.adapter is not None else reference.model
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer."""
-        return self._open()[0].parts.tokenizer
+        self.progress()  # which saves that of a given model
+        return (
+            Parts(self.config, tokenizer=self._tokenizer).tokenizer if self._run is None else self._run.parts.tokenizer
+        )
+
+    @_on_every_rank
+    def progress(self) -> tuple[RunSchedule, int]:
+        """Load what is needed for the next step. Return the schedule and the number of steps done."""
+        loop = self._open()[1]
+        return loop.schedule, loop.steps_done
 
     @property
     def history(self) -> History:
         """Metrics of the steps so far."""
         return History(Path(self.config.run.dir))
 
+    @_on_every_rank
     def close(self) -> None:
         """Save the last finished step, and close what is open. Using the trainer again opens it again."""
         if self._loop is not None:
@@ -263,22 +344,40 @@ class Trainer:
 
     def _next(self) -> StepReport | None:
         """Run a step; None after the last one, when the trained model is saved."""
-        if self.result is not None:
-            return None
+        if self.result is None:
+            report, self.result = self._step()
+            return report
+        return None
+
+    @_on_every_rank
+    def _step(self) -> tuple[StepReport | None, RunResult | None]:
+        """Run a step, or save the trained model after the last one."""
         self._ensure_started()
         if self._loop is None:  # it was finished before
-            return None
+            return None, self.result
         try:
             with self._stoppable():
                 report = next(self._steps, None)
                 if report is None:
-                    self.result = self._loop.finish()
-                elif self._stop.number is not None:  # since the step's last check: saves and stops
+                    return None, self._loop.finish()
+                if self._stop.number is not None:  # since the step's last check: saves and stops
                     next(self._steps, None)
-                return report
+                return report, None
         except BaseException:
             self._forget()  # the next call goes on from the last checkpoint
             raise
+
+    def _worker(self) -> Worker:
+        """Return this rank's worker."""
+        self.progress()
+        return script_rank(self.config).worker if self._loop is None else self._loop.workers.local
+
+    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which of some flags are set on any rank. Every rank calls this."""
+        if not started_by_torchrun():
+            return list(flags)
+        ranks = script_rank(self.config).ranks
+        return [bool(ranks.all_reduce_max(flag)) for flag in flags]
 
     def _open(self) -> tuple[OpenRun, TrainingLoop]:
         """Load the run's parts and weights, once.
@@ -293,8 +392,6 @@ class Trainer:
         return self._run, self._loop
 
     def _ensure_started(self) -> None:
-        if started_by_torchrun():
-            raise UserError("Trainer: under torchrun only train() works, which every rank calls")
         if self._loop is not None or self.result is not None:
             return
         try:
@@ -310,17 +407,30 @@ class Trainer:
             self._given_model.save(self.config)
         config = choose_engine(self.config, display.notify)
         self._opened.enter_context(closing(display))
-        if (found := num_gpus(config)) > 1 and not config.rollout.uses_servers:
-            display.notify(f"training on 1 of {found} GPUs; start the script with `cohort launch local`")
-        if (split := split_machine(config)) is not None:
-            self._opened.enter_context(environment_variables(place(config, split, [0]).environment()))
+        if not started_by_torchrun():
+            self._place(config, display)
+        elif self._engine is not None:
+            raise UserError("engine: an object samples for one process only; use rollout.engine under torchrun")
         parts = Parts(config, tokenizer=self._tokenizer, engine=self._engine)
         self._run = self._opened.enter_context(open_run(config, parts, notify=display.notify))
-        opened = open_training(self._run, display=display, ranks=Ranks(stop=self._stop))
+        if started_by_torchrun():
+            rank = script_rank(config)
+            atexit.register(_forget_at_exit, weakref.ref(self))  # before the ranks part
+            rank.open(config)
+            opened = open_training(self._run, display=display, ranks=rank.ranks, others=rank.others)
+        else:
+            opened = open_training(self._run, display=display, ranks=Ranks(stop=self._stop))
         if isinstance(opened, RunResult):
             self.result = opened
         else:
             self._loop, self._steps = opened, opened.steps()
+
+    def _place(self, config: Config, display: Display) -> None:
+        """Give this process and the servers their GPUs."""
+        if (found := num_gpus(config)) > 1 and not config.rollout.uses_servers:
+            display.notify(f"training on 1 of {found} GPUs; start the script with `cohort launch local`")
+        if (split := split_machine(config)) is not None:
+            self._opened.enter_context(environment_variables(place(config, split, [0]).environment()))
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -329,12 +439,14 @@ class Trainer:
         Raises:
             KeyboardInterrupt: for SIGINT, as Python does.
         """
+        if started_by_torchrun():
+            self._stop = script_rank(self.config).stop
         try:
             with self._stop, reporting_stop(self.config, self._display or Display(), self._stop):
                 yield
                 self._stop.check()
         except RunStopped as stopped:
-            if stopped.code == 128 + signal.SIGINT:
+            if stopped.code == 128 + signal.SIGINT and not started_by_torchrun():
                 raise KeyboardInterrupt(f"stopped; {resume_hint(Path(self.config.run.dir))}") from None
             raise
 
@@ -345,16 +457,9 @@ class Trainer:
         self._stop.can_save = False
 
 
-class _CallbackDisplay(Display):
-    """Calls functions after each step."""
-
-    def __init__(self, callbacks: Sequence[Callback]):
-        self._callbacks = callbacks
-
-    def step(self, report: StepReport) -> None:
-        """A step is done."""
-        for callback in self._callbacks:
-            callback(report)
+def _forget_at_exit(trainer: "weakref.ref[Trainer]") -> None:
+    if (still_there := trainer()) is not None:
+        still_there._forget()
 
 
 def _mapping(section: Any) -> dict[str, Any]:

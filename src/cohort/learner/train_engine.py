@@ -109,7 +109,7 @@ class TrainEngine:
             ForwardOnly, accumulation=self._accumulation, budget=budget, ranks=ranks, temperature=temperature
         )
         self._policy_forward = forward_only(policy)
-        self._reference = reference
+        self.reference = reference
         self._reference_changes = reference_changes
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
@@ -352,9 +352,9 @@ class TrainEngine:
     @torch.no_grad()
     def refresh_reference(self, mix: float) -> None:
         """Update the reference to mix * policy + (1 - mix) * reference (arXiv:2404.09656). Every rank calls this."""
-        assert self._reference is not None, "there is no reference to refresh"
+        assert self.reference is not None, "there is no reference to refresh"
         policy_parameters = dict(self.policy.model.named_parameters())
-        for name, parameter in self._reference.model.named_parameters():
+        for name, parameter in self.reference.model.named_parameters():
             to_local(parameter).lerp_(to_local(policy_parameters[name]).to(to_local(parameter).device), mix)
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,16 +363,16 @@ class TrainEngine:
         Any number of ranks can load it. The policy's weights are saved separately, as a model folder.
         """
         state = {"optimizer": self._optimizer.state_dict(), "updates_done": self.updates_done}
-        if self._reference is not None and self._reference_changes:
-            state["reference"] = get_model_state_dict(self._reference.model)
+        if self.reference is not None and self._reference_changes:
+            state["reference"] = get_model_state_dict(self.reference.model)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates_done = state["updates_done"]
-        if self._reference is not None and self._reference_changes:
-            set_model_state_dict(self._reference.model, state["reference"])
+        if self.reference is not None and self._reference_changes:
+            set_model_state_dict(self.reference.model, state["reference"])
 
     def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> AnyStepLoss:
         """Make the loss of the step; `is_old`: the current policy is the old policy."""

@@ -13,6 +13,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")  # the argument that differs by rank
 
+Message = tuple[str, bool, tuple[Any, ...], dict[str, Any]]  # method, whether shards follow, arguments
+
 
 class WorkerGroup(Generic[W]):
     """The workers of all ranks. Rank 0 calls, for example `workers.call(Worker.optim_step)`; other ranks `serve`.
@@ -60,12 +62,16 @@ class WorkerGroup(Generic[W]):
 
     def serve(self) -> None:
         """Run the calls of rank 0 until `Ranks.end_commands`, on ranks other than 0."""
-        message: tuple[str, bool, tuple[Any, ...], dict[str, Any]] | None
+        message: Message | None
         while (message := self.ranks.command()) is not None:
-            name, has_shards, args, kwargs = message
-            with self._communication.phase("communication"):
-                shard: tuple[Any, ...] = (self.ranks.scatter(),) if has_shards else ()
-            self._run(name, (*shard, *args), kwargs)
+            self.answer(message)
+
+    def answer(self, message: Message) -> None:
+        """Run a call of rank 0, on ranks other than 0."""
+        name, has_shards, args, kwargs = message
+        with self._communication.phase("communication"):
+            shard: tuple[Any, ...] = (self.ranks.scatter(),) if has_shards else ()
+        self._run(name, (*shard, *args), kwargs)
 
     def seconds_idle(self) -> float:
         """Seconds since the last call."""

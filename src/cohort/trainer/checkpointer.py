@@ -148,6 +148,11 @@ class Checkpointer:
         if self._config.checkpoint_every and self._state is not None and self._saved_steps < self._state.steps_done:
             self.save()
 
+    @property
+    def last_path(self) -> Path:
+        """Folder of the last checkpoint."""
+        return self._folder.checkpoints_path / f"step-{self._saved_steps}"
+
     def save_final_model(self) -> None:
         """Save the trained model."""
         self._display.phase("checkpoint")

@@ -21,7 +21,7 @@ from cohort.run.result import RunResult
 from cohort.trainer.checkpoint import TrainerState
 from cohort.trainer.checkpointer import Checkpointer
 from cohort.trainer.collect_groups import StepGroups
-from cohort.trainer.evaluation import evaluate
+from cohort.trainer.evaluation import EvalResult, evaluate
 from cohort.trainer.preflight import compare_memory
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import RunComponents, find_auto_budget
@@ -59,6 +59,7 @@ class TrainingLoop:
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
         self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, display=display)
         self.first_step = self.steps_done = self.checkpointer.first_step
+        self.last_evaluation: tuple[int, EvalResult] | None = None  # with the steps done before it
         rewards = components.inputs.rewards
         rewards.notify = display.notify
         rewards.on_progress = display.reward_progress
@@ -185,6 +186,7 @@ class TrainingLoop:
         result = evaluate(
             evaluation, self.components.collector, self.inputs.rewards, on_progress=self.display.eval_progress
         )
+        self.last_evaluation = steps_done, result
         self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start}, kind="eval")
         self.folder.write_completions("eval", steps_done, result.groups)
         self.display.evaluated(steps_done, result.metrics, result.groups)

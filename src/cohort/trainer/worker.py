@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cohort.algorithms import Algorithm, Coefficients
+from cohort.errors import TrainingError
 from cohort.learner import (
     CriticEngine,
     OptimResult,
@@ -24,6 +26,8 @@ from cohort.learner import (
 )
 from cohort.metrics.resources import PeakMemory
 from cohort.models import Policy, SaveOptions, save_policy, stream_weights, weight_specs
+from cohort.models.fsdp import local_rows
+from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.packing import pack
 from cohort.packing.batch import TrainBatch
 from cohort.ranks.collectives import Ranks
@@ -187,6 +191,22 @@ class Worker:
         """
         with disk_errors(folder):
             save_policy(self.policy, self.tokenizer, folder, self.ranks, self.save_options)
+
+    @torch.no_grad()
+    def load_model(self, folder: Path) -> None:
+        """Load the weights (or those of the adapter) that `save_model` wrote.
+
+        Raises:
+            TrainingError: they are of another model.
+        """
+        adapter = self.policy.adapter
+        own = named_saved_tensors(self.policy.model) if adapter is None else adapter.tensors().items()
+        saved = {name: w for file in sorted(folder.glob("*.safetensors")) for name, w in load_file(file).items()}
+        for name, tensor in own:
+            if name not in saved:
+                raise TrainingError(f"{folder}: has no weight {name}; it is of another model")
+            rows, first = local_rows(tensor)
+            rows.copy_(saved[name][first : first + len(rows)] if rows.dim() else saved[name])
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, for servers to load.

@@ -3,27 +3,17 @@
 import os
 import warnings
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
-import yaml
 from transformers import TrainingArguments
 
+from cohort.config.other_trainers import grpo_config_fields
 from cohort.errors import UserError
 from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-
-
-@cache
-def field_notes() -> dict[str, dict[str, Any]]:
-    """Return the notes of `fields.yaml`: `refused`, `dropped`, `read` and `no_effect`, by field. They are shared."""
-    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text(encoding="utf-8"))
-    loaded["no_effect"] = {name: why for why, names in loaded["no_effect"].items() for name in names.split()}
-    loaded["read"] = dict.fromkeys(loaded["read"].split(), "")
-    return loaded
 
 
 def _dropped(default: Any = None) -> Any:
@@ -157,9 +147,11 @@ class GRPOConfig(TrainingArguments):
             self.bf16 = False
         super().__post_init__()
         self.bf16 = bf16
-        notes, given = field_notes(), set(changed_fields(self))
+        notes, given = grpo_config_fields(), set(changed_fields(self))
         for name in sorted(given & notes["refused"].keys()):
             raise UserError(f"{name}: {getattr(self, name)!r:.80} cannot be honored: {notes['refused'][name]}")
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            raise UserError(f"metric_for_best_model: {self.metric_for_best_model!r} is not measured; use eval_reward")
         for name in sorted(given & notes["dropped"].keys()):
             warnings.warn(f"{name} is a field of earlier versions: {notes['dropped'][name]}", stacklevel=3)
 

@@ -169,7 +169,8 @@ def _engine(args: GRPOConfig, rollout: dict[str, Any]) -> None:
 def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
     known = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "use_cache", "device_map"}
     given = as_dict(args.model_init_kwargs, "model_init_kwargs")
-    if others := given.keys() - known:
+    others = {name for name in given.keys() - known if given[name] not in (None, "main")}  # "main": a revision
+    if others:
         raise UserError(f"model_init_kwargs: {', '.join(sorted(others))} cannot be honored; load the model yourself")
     if given.get("trust_remote_code"):
         model["trust_remote_code"] = True

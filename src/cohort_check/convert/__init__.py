@@ -38,6 +38,8 @@ def convert_file(path: Path, *, framework_version: str | None = None, launched_w
     launch = read_launch(path, launched_with=launched_with)
     config, comments = convert_launch(launch, path.parent, framework_version=framework_version)
     lines = [f"Converted from {path.name} ({launch.framework}) by cohort convert."]
+    if launch.framework == "trl" and path.suffix == ".py":
+        lines.append("Or run the script with `from cohort.trl import GRPOConfig, GRPOTrainer` (docs/from-trl.md).")
     for heading, entries in comments.items():
         lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
     head = "\n".join("# " + " ".join(line.split()) for line in lines)

@@ -9,7 +9,7 @@ from typing import Any
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
 from cohort.config.model import Quantization, check_base, check_run
-from cohort.config.other_trainers import equivalents
+from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.config.rollout import ENGINES
 from cohort.plan.shape import try_read_shape
 from cohort_check.findings import load_table
@@ -358,6 +358,8 @@ class Draft:
         """The comments by heading. Every setting that was not used is to do, or in `not_needed/` with the reason."""
         table = load_table(f"convert/not_needed/{self.framework}.yaml")
         not_needed = {key: reason for reason, keys in table.items() for key in keys.split()}
+        fields = grpo_config_fields() if self.framework == "trl" else {}
+        not_needed |= fields.get("no_effect", {})
         todo = [finding.message for finding in self.settings.findings] + self.todo
         todo += [f"{unread.key.strip('()')} ({unread.where}): {unread.reason}" for unread in self.launch.unread]
         todo += [f"{entry.where}: {entry.value}" for entry in self.launch.todo]
@@ -375,7 +377,8 @@ class Draft:
                 unneeded.setdefault(reason, []).append(key)
             elif not used:
                 shown = "..." if _SECRET.search(key) else f"{said.value!r:.60}"
-                todo.append(f"{key}: {shown} ({said.where}) has no equivalent")
+                advice = f": {fields['refused'][key]}" if key in fields.get("refused", {}) else ""
+                todo.append(f"{key}: {shown} ({said.where}) has no equivalent{advice}")
         return {
             "To do": todo,
             "Differences": self.differences,

@@ -1,0 +1,125 @@
+"""`train(resume_from_checkpoint=...)`, and new runs in a folder that has one already."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from cohort.errors import UserError
+from cohort.trl import GRPOTrainer
+from runs import assert_same_weights, metric
+from scripted import digits, rows, settings
+from tiny import save_model_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model_folder(tmp_path_factory.mktemp("model") / "base", "qwen3")
+
+
+def make(base: Path, out: Path, *callbacks: Any, as_object: bool = False, **given: Any) -> GRPOTrainer:
+    args = settings(out, **{"save_strategy": "steps", "save_steps": 1, **given})
+    model = AutoModelForCausalLM.from_pretrained(base) if as_object else str(base)
+    return GRPOTrainer(model, digits, args, rows(), callbacks=list(callbacks))
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps without interruptions."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    make(base, out).train()
+    return out
+
+
+def assert_same_run(out: Path, whole: Path, *, run: str = "cohort") -> None:
+    assert_same_weights(out / "checkpoint-4", whole / "checkpoint-4")
+    assert_same_weights(out / run / "final", whole / "checkpoint-4")
+    assert metric(out / run, "reward") == metric(whole / "cohort", "reward")
+
+
+def test_from_the_last_checkpoint(tmp_path: Path, base: Path, whole: Path):
+    out = tmp_path / "out"
+    assert make(base, out, StopAfter(3)).train().global_step == 3
+    again = make(base, out)
+    again.train(resume_from_checkpoint=True)
+    assert_same_run(out, whole)
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    again = make(base, out)
+    assert again.train(resume_from_checkpoint=True).global_step == 4, "there is nothing left to do"
+    again.save_model(str(tmp_path / "final"))
+    assert_same_weights(tmp_path / "final", whole / "checkpoint-4")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_from_an_earlier_checkpoint(tmp_path: Path, base: Path, whole: Path, as_object: bool):
+    """The run that has gone further stays as it is, and its later checkpoints are moved."""
+    out = tmp_path / "out"
+    make(base, out, as_object=as_object).train()
+    last = (out / "checkpoint-4" / "model.safetensors").read_bytes()
+    trainer = make(base, out, as_object=as_object)
+    assert trainer.model is not None, "which makes a folder that is not used"
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert_same_run(out, whole, run="cohort-2")
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert metric(out / "cohort", "reward") == metric(whole / "cohort", "reward")
+    assert sorted(p.name for p in (out / "earlier").iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert (out / "earlier" / "checkpoint-4" / "model.safetensors").read_bytes() == last
+    again = make(base, out, as_object=as_object)
+    again.train(resume_from_checkpoint=str(out / "earlier" / "checkpoint-3"))
+    assert_same_run(out, whole, run="cohort-3")
+
+
+def test_a_new_run_starts_anew_and_loses_nothing(
+    tmp_path: Path, base: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    make(base, out, StopAfter(2)).train()
+    assert make(base, out).train().global_step == 4
+    assert f"checkpoint-1, checkpoint-2 of an earlier run: now in {out / 'earlier'}" in capsys.readouterr().out
+    assert_same_run(out, whole, run="cohort-2")
+    assert len(metric(out / "cohort", "reward")) == 2
+    with pytest.raises(UserError, match=r"output_dir: .* has the model, .*; use another output_dir"):
+        make(out / "checkpoint-4", out).train()
+
+
+def test_what_cannot_be_resumed(tmp_path: Path, base: Path, whole: Path):
+    with pytest.raises(UserError, match=r"has no checkpoint-N; leave it out"):
+        make(base, tmp_path / "empty").train(resume_from_checkpoint=True)
+    make(base, tmp_path / "out", save_only_model=True).train()
+    with pytest.raises(UserError, match=r"checkpoint-2' has no state that Cohort resumes from; use one of none in"):
+        make(base, tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_an_interrupted_run_has_a_checkpoint(tmp_path: Path, base: Path, whole: Path, in_foreground: None):
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        make(base, out, Interrupt, save_strategy="no").train()
+    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-3"]
+    make(base, out, save_steps=4).train(resume_from_checkpoint=True)
+    assert_same_run(out, whole)
+
+
+def test_only_the_last_checkpoints_stay(tmp_path: Path, base: Path, whole: Path):
+    out = tmp_path / "out"
+    make(base, out, StopAfter(3), save_total_limit=2).train()
+    assert sorted(p.name for p in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    make(base, out).train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert_same_run(out, whole, run="cohort-2")
