@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from viewed_runs import run_view
-from waiting import until
 
 pytestmark = pytest.mark.extras
 
@@ -58,7 +57,7 @@ def test_which_prompts_are_never_solved(reader, runs: Path):
     read.click("link", "Questions")
     read.click("radio", f"Never right ({len(never)})")
     questions = read.page.locator("[data-question]")
-    until(lambda: questions.count() == len(never))
+    read.page.wait_for_function("(n) => document.querySelectorAll('[data-question]').length === n", arg=len(never))
     assert {int(row.get_attribute("data-question")) for row in questions.all()} == never
 
 

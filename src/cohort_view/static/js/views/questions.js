@@ -51,7 +51,7 @@ export function QuestionsView({ id }) {
   const [query, setQuery] = useQuery();
   const kind = query.kind === "step" ? "step" : "eval";
   const shown = Math.min(MOST_SHOWN, Math.max(PAGE, Number(query.shown) || 0));
-  const listed = { show: null, sort: query.sort, limit: shown };
+  const listed = { show: query.show in STATES ? query.show : null, sort: query.sort, limit: shown };
   // An exported report has the first page of each kind
   const page = (of) => (isExport ? {} : of === kind ? listed : { limit: 1 });
   const ask = (of) => useData(runPath(id, "questions", { kind: of, ...page(of) }), ["completions"]);
