@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 
 from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
+from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.kv_cache import CacheDecoder
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
@@ -268,9 +269,9 @@ def test_attention_by_products_equals_the_fused_one(dtype: torch.dtype, toleranc
     bias = torch.zeros(3, 1, 1, 30, dtype=dtype).masked_fill(
         torch.arange(30) >= torch.tensor([[[[30]]], [[[7]]], [[[1]]]]), -torch.inf
     )
-    for scale in (None, 0.5):
-        out, lse = decoding.products(q, k, v, bias, scale)
-        fused, fused_lse = decoding._attention(q, k, v, bias, scale)
+    for spec in (AttentionSpec(scale=8**-0.5), AttentionSpec(scale=0.5)):
+        out, lse = decoding.products(q, k, v, bias, spec)
+        fused, fused_lse = decoding._attention(q, k, v, bias, spec)
         torch.testing.assert_close(out, fused, atol=tolerance, rtol=0)
         torch.testing.assert_close(lse.to(fused_lse.dtype), fused_lse, atol=tolerance, rtol=0)
 

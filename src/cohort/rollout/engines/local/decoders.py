@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.models import Policy
-from cohort.models.attention import KVCache
+from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.packing.to_device import to_device
@@ -68,7 +68,7 @@ class SharedPromptDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each completion [R]; return the next logits [R, V]."""
         everything = torch.arange(len(tokens), device=tokens.device)
-        logits = self._policy.packed_logits(tokens, self._positions, everything, decoding=self.waves)
+        logits = self._policy.packed_logits(tokens, self._positions, everything, PackedAttention(decoding=self.waves))
         self._positions = self._positions + 1
         for wave in self.waves:
             wave.advance()
@@ -111,6 +111,7 @@ class SharedPromptDecoder:
         row, attn_metadata = to_device(
             (row, build_attention_metadata(lengths, [NO_PARENT] * len(prompts))), self._policy.device
         )
-        logits = self._policy.packed_logits(*row, attn_metadata=attn_metadata, captured=captured)
+        attention = PackedAttention(attn_metadata=attn_metadata, captured=captured)
+        logits = self._policy.packed_logits(*row, attention)
         block.write(first, len(prompts), captured)
         return logits
