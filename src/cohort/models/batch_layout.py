@@ -71,6 +71,8 @@ def choose_layout(
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
             return "padded", f"its attention cannot be replaced ({describe_error(error, 200)})"
+        if model.config._attn_implementation != attention.NAME:
+            return "padded", "its layers do not call transformers' attention interface"
         tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")
         for layout in layouts:
@@ -332,7 +334,8 @@ def _decoded(model: Any, module: Any, output: Callable[[Any], Tensor], captured:
     outputs = []
     for t in range(_NUM_DECODED):
         tokens = torch.tensor([completions[n][t] for n in rows], device=device) % vocabulary
-        inputs = packed_inputs(tokens, torch.full_like(tokens, len(prompt) + t), PackedAttention(decoding=[batch]))
+        positions = torch.full_like(tokens, len(prompt) + t)
+        inputs = packed_inputs(tokens, PackedAttention(position_ids=positions, decoding=[batch]))
         outputs.append(output(module(**inputs)).squeeze(0))
         batch.advance()
     return torch.cat(outputs), rows

@@ -115,23 +115,24 @@ def forward(
         assert prefix is None and captured is None, "padded batches cannot share prefixes"
         return _forward_padded(module, micro_batch, output)
     attention = PackedAttention(
+        position_ids=micro_batch.position_ids,
         attn_metadata=micro_batch.attn_metadata,
         prefix=None if prefix is None else prefix.states,
         captured=captured,
         specs=specs,
     )
-    out = output(module(**packed_inputs(micro_batch.input_ids, micro_batch.position_ids, attention))).squeeze(0)
+    out = output(module(**packed_inputs(micro_batch.input_ids, attention))).squeeze(0)
     if prefix is not None:
         out = torch.cat([prefix.hidden_1H, out])
     return out.index_select(0, micro_batch.logit_positions)
 
 
-def packed_inputs(input_ids: Tensor, position_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
+def packed_inputs(input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
     """Return the inputs of a transformers model for a packed row [S]."""
     return {
         "input_ids": input_ids.unsqueeze(0),
-        "position_ids": position_ids.unsqueeze(0),
-        "attention_mask": attention.as_mask(input_ids.device),
+        "position_ids": attention.position_ids.unsqueeze(0),
+        "attention_mask": attention.as_mask(),
         "use_cache": False,
     }
 

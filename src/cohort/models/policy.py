@@ -354,11 +354,9 @@ class Policy:
         """Return a decoder that uses the cache of transformers."""
         return CacheDecoder(self.model, self.next_token_logits, pad_token_id=self.pad_token_id)
 
-    def packed_logits(
-        self, input_ids: Tensor, position_ids: Tensor, logit_positions: Tensor, attention: PackedAttention
-    ) -> Tensor:
+    def packed_logits(self, input_ids: Tensor, logit_positions: Tensor, attention: PackedAttention) -> Tensor:
         """Return logits [T, V] at `logit_positions` [T] of a packed row [S], float32 or wider; not if "padded"."""
-        inputs = packed_inputs(input_ids, position_ids, attention)
+        inputs = packed_inputs(input_ids, attention)
         with self.autocast():
             if self._head is None:
                 logits = self.model(**inputs, logits_to_keep=logit_positions).logits[0]

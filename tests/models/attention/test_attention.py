@@ -276,7 +276,7 @@ class Layer(torch.nn.Module):
 def call_layer(*, captured: KVCache | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     attn_metadata = segments_of([(5, [3])])
     x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(attn_metadata).items()}
-    mask = PackedAttention(attn_metadata=attn_metadata, captured=captured).as_mask(torch.device("cpu"))
+    mask = PackedAttention(position_ids=torch.arange(8), attn_metadata=attn_metadata, captured=captured).as_mask()
     return interface.attention(Layer(), x["query"], x["key"], x["value"], mask, **kwargs)
 
 

@@ -83,17 +83,17 @@ class PromptCache:
         """Tokens of each prompt, [B]."""
         return self._lengths
 
-    def bias(self, first: np.ndarray, dtype: torch.dtype) -> Tensor | None:
+    def _bias(self, first: np.ndarray, values: Tensor) -> Tensor | None:
         """Additive mask [B, 1, 1, P] of the keys from `first` [B] to the last of a prompt; None if all are seen.
 
         It is zero for prompts of which nothing is seen: attention is defined, and its log-sum-exp is not used.
         """
         key = first.tobytes()
         if key not in self._biases:
-            column = np.arange(self.longest)
+            column = np.arange(values.shape[2])
             hidden = (column >= self._lengths[:, None]) | (column < first[:, None])
             hidden &= (first < self._lengths)[:, None]
-            zeros = torch.zeros(hidden.shape, dtype=dtype).masked_fill(torch.from_numpy(hidden), -torch.inf)
+            zeros = torch.zeros(hidden.shape, dtype=values.dtype).masked_fill(torch.from_numpy(hidden), -torch.inf)
             if len(self._biases) > 7:  # those of earlier tokens
                 self._biases = {}
             self._biases[key] = zeros.to(self._device)[:, None, None] if hidden.any() else None
@@ -107,12 +107,13 @@ class PromptCache:
         Queries see a prompt from `first` [B] on. Where that is nothing, the log-sum-exps are -inf.
         """
         keys, values = self._layers[layer]
-        bias, start = self.bias(first, values.dtype), int(min(first.min(), self.longest - 1))
+        bias, start = self._bias(first, values), int(min(first.min(), self.longest - 1))
+        if start:
+            keys, values, bias = keys[:, :, start:], values[:, :, start:], None if bias is None else bias[..., start:]
         num_rows, num_key_heads = rows.shape[1], keys.shape[1]
         folded = query.index_select(0, rows.flatten()).unflatten(1, (num_key_heads, -1)).unflatten(0, rows.shape)
         folded = folded.transpose(1, 2).flatten(2, 3)
-        bias = bias if bias is None else bias[..., start:]
-        out, lse = _attention(folded, keys[:, :, start:], values[:, :, start:], bias, spec)
+        out, lse = _attention(folded, keys, values, bias, spec)
         if (first >= self._lengths).any():
             unseen = torch.from_numpy(first >= self._lengths).to(self._device)
             lse = lse.masked_fill(unseen[:, None, None], -torch.inf)

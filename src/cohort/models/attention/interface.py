@@ -92,15 +92,16 @@ class KVCache(UserDict[int, KeyValue]):
 class PackedAttention:
     """How the tokens of a row attend to each other: packed, or decoding."""
 
+    position_ids: Tensor  # [S], of each token in its own sequence
     attn_metadata: AttentionMetadata | None = None  # of a packed row
     prefix: KVCache | None = None  # keys and values of the cached prefix
     captured: KVCache | None = None  # filled with keys and values, unless it has them (layers may be rerun in backward)
     decoding: Sequence[DecodeBatch] | None = None  # batches of completions; the row has one new token of each
     specs: dict[int, AttentionSpec] | None = None  # filled with what the layers ask for
 
-    def as_mask(self, device: torch.device) -> Tensor:
+    def as_mask(self) -> Tensor:
         """Return an attention mask that carries this. It has 4 dimensions, so transformers takes it as it is."""
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.position_ids.device)
         mask.packed_attention = self  # type: ignore[attr-defined]
         return mask
 
@@ -135,6 +136,8 @@ def attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return plain_attention(query, key, value, attention_mask, make_spec(module, query, **kwargs)), None
     spec = make_spec(module, query, **kwargs)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = query * _temperature_ratio(module, packed.position_ids).to(query.dtype)
     if packed.specs is not None:
         packed.specs[module.layer_idx] = spec
     if packed.decoding is not None:
@@ -174,6 +177,19 @@ def make_spec(
         softcap=softcap,
         sinks=s_aux,
     )
+
+
+def _temperature_ratio(module: Any, position_ids: Tensor) -> Tensor:
+    """Factors [S, 1] of queries that a layer without RoPE has scaled by their place in the row, as Llama 4 does.
+
+    They should be scaled by their position in their own sequence (https://arxiv.org/abs/2501.19399).
+    """
+    places = torch.arange(len(position_ids), device=position_ids.device)
+    scales = [
+        torch.log1p(torch.floor((x.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for x in (position_ids, places)
+    ]
+    return (scales[0] / scales[1]).unsqueeze(-1)
 
 
 def plain_attention(
