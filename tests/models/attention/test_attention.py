@@ -136,6 +136,17 @@ def test_long_segments_in_tiles(monkeypatch: pytest.MonkeyPatch, spec: cascade.A
     assert worst_error(cascade.cascade, attn_metadata, spec, value_dim=value_dim) < 1e-12
 
 
+def test_a_kernel_without_windows_is_not_used(varlen_kernel: None, monkeypatch: pytest.MonkeyPatch):
+    """A build of PyTorch may have left them out."""
+    interface._windows_agree.cache_clear()
+    assert interface._windows_agree(torch.device("cpu"), torch.float64, 8)
+    monkeypatch.setattr(varlen, "_window", lambda span: {})
+    interface._windows_agree.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Windows of the FlashAttention kernel do not work here"):
+        assert not interface._windows_agree(torch.device("cpu"), torch.float64, 8)
+    interface._windows_agree.cache_clear()
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_fused_kernel_takes_what_it_is_called_with(window: int | None):
     """Its schemas, and its meta kernels, in this version of PyTorch: names, number and shapes."""

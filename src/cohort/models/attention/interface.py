@@ -14,6 +14,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,8 @@ from cohort.errors import describe_error
 from cohort.models.attention.cascade import AttentionSpec, KeyValue, cascade, softcapped
 from cohort.models.attention.decoding import DecodeBatch, decode_attention
 from cohort.models.attention.varlen import varlen
-from cohort.packing.segments import AttentionMetadata
+from cohort.packing.segments import NO_PARENT, AttentionMetadata, build_attention_metadata
+from cohort.packing.to_device import to_device
 
 _TOLERANCE = 3e-2  # relative to the largest value: above rounding, far below real errors
 
@@ -225,8 +227,30 @@ def packed_attention(
     if attn_metadata.prefix_tokens == 0:  # all completions have one token, so nothing attends to the prefix
         prefix = None
     prefix_rows = None if prefix is None else (_row(prefix[0], dtype), _row(prefix[1], dtype))
-    backend = _BACKENDS[choose_backend(q, v, softcap=spec.softcap)]
-    return backend(q, k, v, attn_metadata, spec, prefix=prefix_rows).unsqueeze(0)
+    name = choose_backend(q, v, softcap=spec.softcap)
+    is_limited = spec.window is not None or spec.chunk is not None
+    if is_limited and q.is_cuda and name == "varlen" and not _windows_agree(q.device, q.dtype, q.shape[-1]):
+        name = "cascade"
+    return _BACKENDS[name](q, k, v, attn_metadata, spec, prefix=prefix_rows).unsqueeze(0)
+
+
+@cache
+def _windows_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the varlen kernel computes windows and chunks. The probe of a model may be too short to show it."""
+    attn_metadata = to_device(build_attention_metadata([40, 30, 7], [NO_PARENT, 0, 0]), device)
+    spec = AttentionSpec(scale=size**-0.5, window=16, chunk=24)
+
+    def compare() -> Iterator[tuple[Tensor, Tensor]]:
+        results = []
+        for compute in (varlen, cascade):
+            shapes = ((77, heads, size) for heads in (2, 1, 1))
+            q, k, v = (probe_values(*shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+            out = compute(q, k, v, attn_metadata, spec, prefix=None)
+            results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+        yield from ((a.float(), b.float()) for a, b in zip(*results, strict=True))
+
+    with torch.enable_grad():
+        return kernels_agree("Windows of the FlashAttention kernel", "matrix products", compare)
 
 
 def choose_backend(query: Tensor, value: Tensor, *, softcap: float | None = None) -> Backend:
