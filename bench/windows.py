@@ -3,7 +3,7 @@
     python bench/windows.py [--repeats 3] [--quick]
 
 Forward and backward of one group of 8 completions of 256 tokens after prompts of 64, 512 and 2,048 tokens, without the
-optimizer. The model has GPT-OSS's shape at hidden size 512: 4 layers, of which every other has a window of 128 tokens,
+optimizer. The model has GPT-OSS's shape at hidden size 512: 2 layers, of which the first has a window of 128 tokens,
 sinks, 8 query and 2 key heads of 64, and 8 experts of which a token has 2. Every measurement is in a process of its own
 with two threads, both ways in turn; of `--repeats` rounds the least counts. Memory is the peak resident set above the
 loaded weights, gradients included. Both ways must give the same gradient, or nothing is reported.
@@ -44,7 +44,7 @@ def write_model(folder: Path, hidden: int) -> None:
     config = GptOssConfig(
         hidden_size=hidden,
         intermediate_size=hidden,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=hidden // 64,
         num_key_value_heads=2,
         head_dim=64,
@@ -99,8 +99,9 @@ def main() -> None:
             for _ in range(repeats):
                 for way in WAYS:
                     found[way].append(run_apart(__file__, {**job, "way": way}))
-            if skipped := [result["skipped"] for way in WAYS for result in found[way] if "skipped" in result]:
-                raise SystemExit(f"P={prompt_tokens}: {skipped[0]}")
+            if skipped := [f"{way}: {r['skipped']}" for way in WAYS for r in found[way] if "skipped" in r]:
+                print(f"P={prompt_tokens}: {skipped[0]}", flush=True)
+                continue
             error, whose = disagreement(found["shared"][0]["gradient"], found["padded"][0]["gradient"])
             if error > SAME_GRADIENT:
                 raise SystemExit(f"P={prompt_tokens}: the gradients differ: {whose} by {error:.1g}")
