@@ -265,14 +265,20 @@ def test_windows_at_every_end_of_a_prompt(window: int, monkeypatch: pytest.Monke
         assert (max(differences(actual, other)) > 1e-3) == (window < 20)
 
 
-def test_a_window_that_does_not_reach_attention_is_found(monkeypatch: pytest.MonkeyPatch):
-    """Though it is longer than the probe. One that no sequence of the run leaves does not matter."""
+def test_what_does_not_reach_attention_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Though the probe is too short for a window, and its scores may be too small for a softcap.
+
+    A window that no sequence of the run leaves does not matter.
+    """
     right = interface.make_spec
     monkeypatch.setattr(interface, "make_spec", lambda *args, **kwargs: replace(right(*args, **kwargs), window=None))
     policy = make_law_policy(make_law_model("mistral", sliding_window=20), longest=None)
     assert policy.layout == "padded"
     assert policy.traits.reason == "a packed row has a window of None tokens in layer 0, not of 20"
     assert make_law_policy(make_law_model("mistral", sliding_window=20), longest=20).shares_prompts
+    monkeypatch.setattr(interface, "make_spec", lambda *args, **kwargs: replace(right(*args, **kwargs), softcap=None))
+    capped = make_law_policy(make_law_model("gemma2", attn_logit_softcapping=1e6), longest=None)
+    assert capped.traits.reason == "a packed row has a softcap of None in layer 0, not of 1000000.0"
 
 
 @pytest.mark.parametrize("sabotage", ["plain_causal", "unrestarted_positions", "detached_prompt", "wrong_root"])

@@ -78,9 +78,8 @@ def choose_layout(
         for layout in layouts:
             specs: dict[int, AttentionSpec] = {}
             result = _probe(model, module, output, layout, specs)
-            difference = _differences(result, expected, tolerance) or _window_problem(
-                model, specs, longest_sequence_tokens
-            )
+            difference = _differences(result, expected, tolerance)
+            difference = difference or _spec_problem(model, specs, longest_sequence_tokens)
             problem = None if difference is None else f"{_NAMES[layout]} {difference}"
             if layout == "shared" and problem is None:
                 problem = _split_problem(model, module, output, expected.outputs, tolerance)
@@ -153,8 +152,9 @@ def _cache_layers(model: Any) -> list[Any]:
     return list(DynamicCache(config=model.config).layers)
 
 
-def _window_problem(model: Any, specs: Mapping[int, AttentionSpec], longest: int | None) -> str | None:
-    """Describe a layer whose window or chunk does not reach attention; the probe may be too short to show it."""
+def _spec_problem(model: Any, specs: Mapping[int, AttentionSpec], longest: int | None) -> str | None:
+    """Describe a window, chunk or softcap that does not reach attention; the probe may be too short to show it."""
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     for number, layer in enumerate(_cache_layers(model)):
         spec = specs.get(number)
         if spec is None:
@@ -163,6 +163,8 @@ def _window_problem(model: Any, specs: Mapping[int, AttentionSpec], longest: int
         actual = spec.window or spec.chunk
         if actual != expected and min(actual or math.inf, expected or math.inf) < (longest or math.inf):
             return f"has a window of {actual} tokens in layer {number}, not of {expected}"
+        if spec.softcap != softcap:
+            return f"has a softcap of {spec.softcap} in layer {number}, not of {softcap}"
     return None
 
 
