@@ -115,7 +115,7 @@ def main() -> None:
                 rows.append([f"{prompt_tokens:,}", WAYS[way], *cells])
             print(rows[-2:], flush=True)
     print(f"\n{machine()}; two threads, float32, least of {repeats}\n")
-    header = ["prompt tokens", "computed as", "memory", "time", "of the processor", "less memory", "less of the processor"]
+    header = ["prompt tokens", "computed as", "memory", "time", "processor time", "less memory", "less processor time"]
     print(markdown(header, rows))
 
 
