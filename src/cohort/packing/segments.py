@@ -51,7 +51,7 @@ class PaddedBlock:
         of_sequence = _positions(starts, lengths, before)
         length = np.array([len(p) for p in of_sequence])
         column = np.arange(length.max())
-        positions = np.stack([np.pad(p, (0, len(column) - len(p)), mode="edge") for p in of_sequence])
+        positions = np.stack([p[np.minimum(column, len(p) - 1)] for p in of_sequence])
         is_slice = len(positions) == 1 and bool((positions[0] == positions[0, 0] + column).all())
         valid = np.flatnonzero(column < length[:, None])
         empty = np.zeros(0, dtype=np.int64)
@@ -243,7 +243,8 @@ class AttentionMetadata:
             return self
         if (window, chunk) not in self._limited:
             pieces = list(self._pieces(window, chunk))
-            blocks = [[pieces[n] for n in block] for block in _group_short([(k[1] + b[1],) for _, k, b in pieces])]
+            sizes = [(q[1], (k[1] + b[1]) // 4) for q, k, b in pieces]  # more keys than queries, in few calls
+            blocks = [[pieces[n] for n in block] for block in _group_short(sizes)]
             padded = _limited_blocks(PaddedBlock.of, blocks, window)
             varlen = _limited_blocks(VarlenBlock.of, [pieces], window)
             device = self.varlen.causal[0].cu_seqlens.device
