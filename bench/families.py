@@ -76,6 +76,17 @@ FAMILIES: Mapping[str, Family] = {
     "Llama 4 (text)": _family(
         "llama4_text", intermediate_size_mlp=48, head_dim=8, attention_chunk_size=512, **_LOCAL, moe_layers=[1]
     ),
+    "Llama 4 (text), short chunks": _family(
+        "llama4_text",
+        intermediate_size_mlp=48,
+        head_dim=8,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0],  # chunks, and queries that are scaled by their position
+        floor_scale=4,
+        attn_scale=0.5,
+        moe_layers=[1],
+        **_LOCAL,
+    ),
     "Qwen2": _family("qwen2", tie_word_embeddings=True),
     "Qwen2-MoE": _family("qwen2_moe", shared_expert_intermediate_size=24, **_EXPERTS),
     "Qwen3": _family("qwen3", head_dim=8),
@@ -85,7 +96,9 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma": _family("gemma", head_dim=8),
     "Gemma 2": _family("gemma2", **_GEMMA),
     "Gemma 2 without softcap": _family("gemma2", attn_logit_softcapping=None, **_GEMMA),
+    "Gemma 2, short window": _family("gemma2", **{**_GEMMA, "sliding_window": 8}),
     "Gemma 3 (text)": _family("gemma3_text", **_GEMMA),
+    "Gemma 3 (text), short window": _family("gemma3_text", **{**_GEMMA, "sliding_window": 8}),
     "Gemma 4 (text)": _family(
         "gemma4_text",
         **_GEMMA,
@@ -152,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         first_k_dense_replace=1,
     ),
     "GPT-OSS": _family("gpt_oss", head_dim=8, sliding_window=512, **_LOCAL),
+    "GPT-OSS, short window": _family("gpt_oss", head_dim=8, sliding_window=8, **_LOCAL),
     "Falcon": _family("falcon", new_decoder_architecture=True, num_kv_heads=2),
     "Falcon with ALiBi": _family("falcon", alibi=True, **_OLD_HEADS),
     "GPT-2": _family("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=512),

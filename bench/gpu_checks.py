@@ -213,19 +213,26 @@ def _folds(device: torch.device) -> dict[str, Callable[[], AbstractContextManage
 
 
 def _attention(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """In float32 and in bfloat16."""
-    model, sequences = model_and_sequences(tiny)
+    """In float32 and in bfloat16, with full attention and with windows in every other layer."""
+    for window in (None, 6 if tiny else 100):
+        yield from _attention_of(device, tiny, window)
+
+
+def _attention_of(device: torch.device, tiny: bool, window: int | None) -> Iterator[Check]:
+    model, sequences = model_and_sequences(tiny, window)
+    name_of_window = "" if window is None else f", windows of {window}"
     truth = _plain_gradients(copy.deepcopy(model).double(), sequences)
     model.to(device)
     for compute in _dtypes(device):
         limit = EXACT
         if compute == torch.bfloat16:
             plain = _distance(_plain_gradients(model, sequences, "sdpa"), truth)
-            yield Check(name="full logits, bfloat16: gradient", error=plain, limit=PLAIN, note="the plain way")
+            title = f"full logits, bfloat16{name_of_window}: gradient"
+            yield Check(name=title, error=plain, limit=PLAIN, note="the plain way")
             limit = ROUNDED * plain
         policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0)
         for name, choose in _backends().items():
-            title = f"{policy.layout}, attention {name}, {_name(compute)}"
+            title = f"{policy.layout}, attention {name}, {_name(compute)}{name_of_window}"
             wrong_device = _is_for_others(name, compute, device)
             if wrong_device:
                 yield Check(name=title, error=None, limit=limit, note=wrong_device, left_out=True)
@@ -239,7 +246,8 @@ def _attention(device: torch.device, tiny: bool) -> Iterator[Check]:
                     return {"gradient": _distance(_gradients(policy, sequences), truth)}
 
             yield from attempt(title, {"gradient": limit}, compare)
-    yield from _flash_attention(model, sequences, truth, limit)
+    if window is None:
+        yield from _flash_attention(model, sequences, truth, limit)
 
 
 def _is_for_others(backend: str, compute: torch.dtype, device: torch.device) -> str:
@@ -375,11 +383,17 @@ def _engine_gradients(policy: Policy, sequences: list[TrainSequence], budget: in
     return _taken(policy.model)
 
 
-def model_and_sequences(tiny: bool) -> tuple[Any, list[TrainSequence]]:
-    """A small model, and two groups with completions down to one token."""
+def model_and_sequences(tiny: bool, window: int | None = None) -> tuple[Any, list[TrainSequence]]:
+    """A small model, whose every other layer may have a window, and two groups with completions down to one token."""
     shape = ModelShape(hidden=128, layers=2 if tiny else 4, intermediate=256, vocab=512 if tiny else 4096)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    config = shape.config()
+    if window is not None:
+        config.sliding_window, config.layer_types = (
+            window,
+            ["sliding_attention", "full_attention"] * (shape.layers // 2),
+        )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # as they come all distributions are nearly uniform
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cohort.models.attention.cascade import AttentionSpec
 from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
 
 Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
@@ -27,19 +28,24 @@ def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> 
     return build_attention_metadata(lengths, parents, prefix_tokens=num_prefix)
 
 
-def dense_mask(attn_metadata: AttentionMetadata) -> Tensor:
+PLAIN = AttentionSpec(scale=0.3)
+
+
+def dense_mask(attn_metadata: AttentionMetadata, spec: AttentionSpec = PLAIN) -> Tensor:
     """Which keys of prefix and row each query sees, [S, P + S], token by token."""
     num_before, num_tokens = attn_metadata.prefix_tokens, attn_metadata.num_tokens
     mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
-    starts = [sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
+    starts = [num_before + sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
     for start, length, parent in zip(starts, attn_metadata.lengths, attn_metadata.parents, strict=True):
-        for token in range(start, start + length):
-            mask[token, num_before + start : num_before + token + 1] = True
-            if parent == CACHED_PREFIX:
-                mask[token, :num_before] = True
-            elif parent != NO_PARENT:
-                start_of_parent = num_before + starts[parent]
-                mask[token, start_of_parent : start_of_parent + attn_metadata.lengths[parent]] = True
+        history = {NO_PARENT: [], CACHED_PREFIX: list(range(num_before))}.get(parent)
+        if history is None:
+            history = list(range(starts[parent], starts[parent] + attn_metadata.lengths[parent]))
+        sequence = history + list(range(start, start + length))
+        for position in range(len(history), len(sequence)):
+            for other in range(position + 1):
+                is_near = spec.window is None or position - other < spec.window
+                if is_near and (spec.chunk is None or position // spec.chunk == other // spec.chunk):
+                    mask[sequence[position] - num_before, sequence[other]] = True
     return mask
 
 
@@ -59,28 +65,40 @@ def make_inputs(
     return {name: torch.randn(*shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
 
 
-def reference(x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
+def reference(x: dict[str, Tensor], attn_metadata: AttentionMetadata, spec: AttentionSpec = PLAIN) -> Tensor:
     key, value = torch.cat([x["prefix_key"], x["key"]]), torch.cat([x["prefix_value"], x["value"]])
     key, value = key.repeat_interleave(3, dim=1), value.repeat_interleave(3, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", x["query"], key) * scale
-    probs = scores.masked_fill(~dense_mask(attn_metadata), -math.inf).softmax(dim=-1)
+    scores = torch.einsum("qhd,khd->hqk", x["query"], key) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~dense_mask(attn_metadata, spec), -math.inf)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    probs = scores.softmax(dim=-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", probs, value)
 
 
-def run(backend: Any, x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
+def run(backend: Any, x: dict[str, Tensor], attn_metadata: AttentionMetadata, spec: AttentionSpec = PLAIN) -> Tensor:
     prefix = (x["prefix_key"], x["prefix_value"]) if attn_metadata.prefix_tokens else None
-    return backend(x["query"], x["key"], x["value"], attn_metadata, prefix=prefix, scale=scale)
+    return backend(x["query"], x["key"], x["value"], attn_metadata, spec, prefix=prefix)
 
 
 def worst_error(
-    backend: Any, attn_metadata: AttentionMetadata, *, value_dim: int = 8, dtype: torch.dtype = torch.float64
+    backend: Any,
+    attn_metadata: AttentionMetadata,
+    spec: AttentionSpec = PLAIN,
+    *,
+    expected_spec: AttentionSpec | None = None,
+    value_dim: int = 8,
+    dtype: torch.dtype = torch.float64,
 ) -> float:
-    """Largest difference from the dense mask, in outputs and in gradients."""
+    """Largest difference from the dense mask (of `expected_spec`, if given), in outputs and in gradients."""
     x = make_inputs(attn_metadata, dtype=dtype, value_dim=value_dim)
-    actual, expected = run(backend, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3)
+    actual, expected = run(backend, x, attn_metadata, spec), reference(x, attn_metadata, expected_spec or spec)
     upstream = torch.randn_like(expected)
     differences = [actual - expected]
     used = [t for name, t in x.items() if attn_metadata.prefix_tokens or not name.startswith("prefix")]
+    used += [] if spec.sinks is None else [spec.sinks]
     for mine, theirs in zip(
         torch.autograd.grad(actual, used, upstream), torch.autograd.grad(expected, used, upstream), strict=True
     ):
@@ -89,7 +107,15 @@ def worst_error(
 
 
 def sequences(
-    query: Tensor, key: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """For each sequence of the fused kernel its queries, its keys and its scores, [query heads, queries, keys]."""
     group = query.shape[1] // key.shape[1]
@@ -99,8 +125,10 @@ def sequences(
         queries, keys = (slice(int(e[n]), int(e[n + 1])) for e in ends)
         scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys].repeat_interleave(group, dim=1)) * scale
         if causal:
-            mask = torch.ones(scores.shape[1:], dtype=torch.bool)
-            scores = scores.masked_fill(~mask.tril(scores.shape[2] - scores.shape[1]), -math.inf)
+            mask, last = torch.ones(scores.shape[1:], dtype=torch.bool), scores.shape[2] - scores.shape[1]
+            mask = mask.tril(last) if window_size_left < 0 else mask.tril(last).triu(last - window_size_left)
+            assert window_size_right == (-1 if window_size_left < 0 else 0)
+            scores = scores.masked_fill(~mask, -math.inf)
         yield queries, keys, scores
 
 
@@ -118,12 +146,13 @@ def flash(
     *,
     scale: float,
     num_splits: int = 1,
+    **window: int,
 ) -> tuple[Tensor, ...]:
     """What the fused kernel puts out, sequence by sequence: outputs [T, heads, dim], log-sum-exps [heads, T]."""
     assert (dropout, debug, num_splits) == (0, False, 1)
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
-    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale, **window):
         v = value[keys].repeat_interleave(group, dim=1)
         out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
         lse[:, queries] = scores.logsumexp(dim=-1)
@@ -147,12 +176,13 @@ def flash_backward(
     unused: Tensor,
     *,
     scale: float,
+    **window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its backward: probabilities by the log-sum-exps, and the sum over all keys by the outputs, that are given."""
     assert lse.shape == (query.shape[1], len(query)) and lse.is_contiguous() and dropout == 0
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
-    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale, **window):
         k, v = (x[keys].repeat_interleave(group, dim=1) for x in (key, value))
         probs = torch.exp(scores - lse[:, queries, None])
         delta = (grad[queries] * out[queries]).sum(dim=-1).T.unsqueeze(-1)

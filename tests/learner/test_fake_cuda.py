@@ -88,8 +88,12 @@ VARIANTS = {
         config={"algorithm": {"name": "ppo"}},
         per_step={"learner/train_engine.py": 2, "trainer/worker.py": len(SEQUENCES)},
     ),
+    "windows": Variant(config={}, model=make_gemma2, in_micro_batches={"learner/forward_backward.py": 2}),
     "padded": Variant(
-        config={}, model=make_gemma2, layout="padded", in_micro_batches={"learner/forward_backward.py": 2}
+        config={"model": {"dropout": True}},
+        model=partial(make_model, attention_dropout=0.1),
+        layout="padded",
+        in_micro_batches={"learner/forward_backward.py": 2},
     ),
     # autograd looks for padding among the tokens before it makes a sparse gradient
     "padding token": Variant(config={}, model=make_model, in_micro_batches={"learner/forward_backward.py": 2}),

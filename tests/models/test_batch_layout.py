@@ -13,6 +13,7 @@ from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.models import batch_layout
 from cohort.models import kv_cache as cached_decoding
+from cohort.models.attention import interface
 from cohort.models.dropout import dropout_rates
 from cohort.models.model_limits import check_dropout
 from cohort.models.saving import save_policy
@@ -83,11 +84,11 @@ def test_padding_that_is_wrong_is_found_without_names(name: str, tmp_path: Path,
 
 
 def test_a_model_that_no_cache_decodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_folder(FAMILIES["GPT-OSS"], tmp_path)
+    save_folder(FAMILIES["LFM2"], tmp_path)
     step = cached_decoding.CacheDecoder.step
     monkeypatch.setattr(cached_decoding.CacheDecoder, "step", lambda *args: step(*args) + 1)
     policy = load(tmp_path)
-    problem = "'local' cannot sample GptOssForCausalLM: decoding unpadded prompts gives outputs that differ"
+    problem = "'local' cannot sample Lfm2ForCausalLM: decoding unpadded prompts gives outputs that differ"
     with pytest.raises(UserError, match=problem):
         Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample([])
 
@@ -160,6 +161,16 @@ def test_experts_in_float64(name: str, tmp_path: Path):
     expected, gradient = naive(theirs, random_sequences())
     policy = load(tmp_path, dtype="float64")
     logprobs, mine = trained(policy)
-    assert policy.layout == ("padded" if name == "GPT-OSS" else "shared")
+    assert policy.layout == "shared"
     assert max((logprobs[n] - e).abs().max().item() for n, e in enumerate(expected)) < 1e-5
     assert models.error(mine, gradient) < 1e-5
+
+
+def test_queries_are_scaled_by_their_position_and_not_by_their_place_in_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Llama 4 scales them before attention sees them."""
+    save_folder(FAMILIES["Llama 4 (text), short chunks"], tmp_path)
+    assert load(tmp_path).layout == "shared"
+    monkeypatch.setattr(interface, "_temperature_ratio", lambda module, position_ids: torch.ones(()))
+    assert load(tmp_path).layout == "padded"

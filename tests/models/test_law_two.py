@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -31,7 +32,7 @@ from transformers import (
 
 from cohort.models import Policy
 from cohort.models.activation_checkpointing import enable_gradient_checkpointing
-from cohort.models.attention import cascade
+from cohort.models.attention import cascade, interface
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
@@ -57,7 +58,6 @@ COMMON: dict[str, Any] = {
 }
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
-TOO_LONG = f"its longest sequence of {LONGEST} tokens is longer than its attention window of 8"
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
@@ -67,6 +67,10 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma3": (Gemma3TextConfig, {**GEMMA, "sliding_window": 512}),
     "mistral": (MistralConfig, {"sliding_window": 512}),
     "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32}),
+    "gemma2_capped": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": 2.0, "sliding_window": 8}),
+    "gemma3_short": (Gemma3TextConfig, {**GEMMA, "sliding_window": 8}),
+    "mistral_short": (MistralConfig, {"sliding_window": 8}),
+    "gpt_oss": (GptOssConfig, {**EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 8}),
     "mixtral": (MixtralConfig, {**EXPERTS, "num_local_experts": 4, "sliding_window": None}),
 }
 
@@ -164,7 +168,9 @@ def differences(actual: Scores, expected: Scores) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("layout", "checkpointing"), [*((layout, False) for layout in LAYOUTS), ("shared", True)])
-@pytest.mark.parametrize("kind", mostly_slow(MODELS, "qwen3", "gemma2", "qwen3_moe", reason="three families show it"))
+@pytest.mark.parametrize(
+    "kind", mostly_slow(MODELS, "qwen3", "gemma2_capped", "gpt_oss", reason="three families show it")
+)
 def test_float64(kind: str, layout: Layout, checkpointing: bool, monkeypatch: pytest.MonkeyPatch):
     model = make_law_model(kind)
     compute_in_float64(model, monkeypatch)
@@ -219,11 +225,6 @@ def test_lengths_that_are_drawn(groups: Groups, seed: int, twins: bool):
 @pytest.mark.parametrize(
     ("kind", "overrides", "longest", "reason"),
     [
-        ("mistral", {"sliding_window": 8}, LONGEST, TOO_LONG),
-        ("mistral", {"sliding_window": 512}, None, "its sequences may be longer than its attention window of 512"),
-        ("gemma2", {"sliding_window": 8}, LONGEST, TOO_LONG),
-        ("gemma2", {"attn_logit_softcapping": 2.0}, LONGEST, "its attention scores are softcapped"),
-        ("gemma3", {"sliding_window": 8}, LONGEST, TOO_LONG),
         ("llama", {"attention_dropout": 0.1, "dropout": True}, LONGEST, "it has dropout"),
         ("llama", {"rope_parameters": DYNAMIC}, None, "its dynamic RoPE takes other frequencies"),
     ],
@@ -250,12 +251,34 @@ def test_what_packed_rows_cannot_do_is_padded_for_a_stated_reason(
     assert value < 1e-10 and gradient < 1e-10
 
 
-def test_a_window_that_is_too_short_is_never_computed_in_a_row():
-    """Even where the ladder was told of shorter sequences than there are."""
-    policy = make_law_policy(make_law_model("mistral", sliding_window=20), longest=20)
-    assert policy.shares_prompts
-    with pytest.raises(ValueError, match="a sequence of 149 tokens exceeds the sliding window of 20"):
-        fast(policy, random_sequences(GROUPS), "shared")
+@pytest.mark.parametrize("window", [1, 2, 7, 12, 30])
+def test_windows_at_every_end_of_a_prompt(window: int, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: the same weights with a window of one more token."""
+    sequences = random_sequences([(n, [11, 3]) for n in range(1, 10)])
+    models = [make_law_model("mistral", sliding_window=size) for size in (window, window + 1)]
+    compute_in_float64(models[0], monkeypatch)
+    expected, other = (naive(model, sequences) for model in models)
+    for path in (lambda policy: fast(policy, sequences, "shared"), lambda policy: streamed(policy, sequences)):
+        models[0].zero_grad()
+        actual = path(make_law_policy(models[0], longest=None))
+        assert max(differences(actual, expected)) < 1e-10
+        assert (max(differences(actual, other)) > 1e-3) == (window < 20)
+
+
+def test_what_does_not_reach_attention_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Though the probe is too short for a window, and its scores may be too small for a softcap.
+
+    A window that no sequence of the run leaves does not matter.
+    """
+    right = interface.make_spec
+    monkeypatch.setattr(interface, "make_spec", lambda *args, **kwargs: replace(right(*args, **kwargs), window=None))
+    policy = make_law_policy(make_law_model("mistral", sliding_window=20), longest=None)
+    assert policy.layout == "padded"
+    assert policy.traits.reason == "a packed row has a window of None tokens in layer 0, not of 20"
+    assert make_law_policy(make_law_model("mistral", sliding_window=20), longest=20).shares_prompts
+    monkeypatch.setattr(interface, "make_spec", lambda *args, **kwargs: replace(right(*args, **kwargs), softcap=None))
+    capped = make_law_policy(make_law_model("gemma2", attn_logit_softcapping=1e6), longest=None)
+    assert capped.traits.reason == "a packed row has a softcap of None in layer 0, not of 1000000.0"
 
 
 @pytest.mark.parametrize("sabotage", ["plain_causal", "unrestarted_positions", "detached_prompt", "wrong_root"])

@@ -14,18 +14,18 @@ from selection import mostly_slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # what each is for: latent attention and sigmoid routers, norms behind, two residual branches, scales, one norm for two
-# branches, sinks, chunks and full logits, linear attention, layers that ignore the attention interface, tables of
-# positions
+# branches, sinks and windows, softcaps, chunks and full logits, linear attention, layers that ignore the attention
+# interface, layers that drop its arguments, tables of positions
 SOME = (
-    *("DeepSeek-V3, Kimi-K2", "OLMo 2", "Phi", "Granite-MoE", "Cohere 2", "GPT-OSS", "Llama 4 (text)", "Qwen3-Next"),
-    *("Falcon", "OPT"),
+    *("DeepSeek-V3, Kimi-K2", "OLMo 2", "Phi", "Granite-MoE", "Cohere 2", "GPT-OSS, short window"),
+    *("Gemma 2, short window", "Llama 4 (text), short chunks", "Qwen3-Next", "Falcon", "Nemotron", "OPT"),
 )
-WAYS = {"GPT-OSS": "padded", "Llama 4 (text)": "padded", "Qwen3-Next": "padded", "Falcon": "padded"}
+WAYS = {"Qwen3-Next": "padded", "Falcon": "padded"}
 
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(SOME, "DeepSeek-V3, Kimi-K2", "Cohere 2", "GPT-OSS", reason="other architectures"),
+    mostly_slow(SOME, "DeepSeek-V3, Kimi-K2", "Cohere 2", "GPT-OSS, short window", reason="other architectures"),
 )
 def test_as_transformers_computes_it(name: str, tmp_path):
     row = measure(name, tmp_path)

@@ -7,6 +7,7 @@ or a failing kernel costs speed, never correctness.
 H hidden size.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from cohort.errors import describe_error
 from cohort.models import attention
-from cohort.models.attention import KVCache
+from cohort.models.attention import KVCache, PackedAttention
+from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
 from cohort.models.dropout import dropout_rates
 from cohort.models.forward import PrefixState, forward, packed_inputs
@@ -30,6 +32,7 @@ from cohort.packing.to_device import to_device
 Layout = Literal["shared", "packed", "padded"]
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 # Groups of the probe: a prompt, and its completions without their last tokens, which are not inputs. The second prompt
 # has a single token; an empty completion has outputs at the last token of its prompt only.
@@ -68,10 +71,15 @@ def choose_layout(
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
             return "padded", f"its attention cannot be replaced ({describe_error(error, 200)})"
+        if model.config._attn_implementation != attention.NAME:
+            return "padded", "its layers do not call transformers' attention interface"
         tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")
         for layout in layouts:
-            difference = _differences(_probe(model, module, output, layout), expected, tolerance)
+            specs: dict[int, AttentionSpec] = {}
+            result = _probe(model, module, output, layout, specs)
+            difference = _differences(result, expected, tolerance)
+            difference = difference or _spec_problem(model, specs, longest_sequence_tokens)
             problem = None if difference is None else f"{_NAMES[layout]} {difference}"
             if layout == "shared" and problem is None:
                 problem = _split_problem(model, module, output, expected.outputs, tolerance)
@@ -117,24 +125,13 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     own = model.config._attn_implementation
     if own not in ("sdpa", "eager", attention.NAME):
         yield f"its attention implementation is {own}, and packed rows replace only sdpa and eager"
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     if others:
-        yield f"it has layers of type {', '.join(sorted(others))}, not only full or sliding-window attention"
-    windows = set()
-    for layer in DynamicCache(config=model.config).layers:  # knows windows that layer_types does not list
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.add(layer.sliding_window)
-        elif type(layer) is not DynamicLayer:
-            yield "some of its layers cache more than the keys and values of full attention"
+        yield f"it has layers of type {', '.join(sorted(others))}, not only full, sliding-window or chunked attention"
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in _cache_layers(model)):
+        yield "some of its layers cache more than the keys and values of attention"
     if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules()):
         yield "it has state-space or convolutional layers, whose state would leak into the next sequence"
-    if windows and (longest is None or longest > min(windows)):
-        than = "its sequences may be" if longest is None else f"its longest sequence of {longest} tokens is"
-        yield f"{than} longer than its attention window of {min(windows)} tokens"
-    if getattr(config, "attn_logit_softcapping", None):
-        yield "its attention scores are softcapped"
-    if any(name.rpartition(".")[-1] == "sinks" for name, _ in model.named_parameters()):
-        yield "its attention has sinks"
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal"
     if dropout_rates(model) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):  # adapters' too
@@ -148,6 +145,27 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
                 f"its {rope_type(rope)} RoPE takes other frequencies for all sequences of a row once one exceeds "
                 f"{original} tokens; padded, too, only batches of up to {original} tokens are right"
             )
+
+
+def _cache_layers(model: Any) -> list[Any]:
+    """The layers of an empty cache. They have windows and chunk sizes that `layer_types` does not list."""
+    return list(DynamicCache(config=model.config).layers)
+
+
+def _spec_problem(model: Any, specs: Mapping[int, AttentionSpec], longest: int | None) -> str | None:
+    """Describe a window, chunk or softcap that does not reach attention; the probe may be too short to show it."""
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    for number, layer in enumerate(_cache_layers(model)):
+        spec = specs.get(number)
+        if spec is None:
+            continue
+        expected = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+        actual = spec.window or spec.chunk
+        if actual != expected and min(actual or math.inf, expected or math.inf) < (longest or math.inf):
+            return f"has a window of {actual} tokens in layer {number}, not of {expected}"
+        if spec.softcap != softcap:
+            return f"has a softcap of {spec.softcap} in layer {number}, not of {softcap}"
+    return None
 
 
 def rope_settings(config: Any) -> list[Mapping[str, Any]]:
@@ -217,7 +235,13 @@ class _Segments:
         )
 
 
-def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Layout) -> _ProbeResult | Exception:
+def _probe(
+    model: Any,
+    module: Any,
+    output: Callable[[Any], Tensor],
+    layout: Layout,
+    specs: dict[int, AttentionSpec] | None = None,
+) -> _ProbeResult | Exception:
     """Compute the probe's sequences in a layout, forward and backward; return the error if that fails."""
     row = _Segments()
     for prompt, completions in _PROBE:
@@ -235,7 +259,8 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
         with torch.set_grad_enabled(weight is not None):
             if weight is not None:
                 weight.requires_grad_(True)
-            outputs = forward(module, row.micro_batch(model), output, padded=layout == "padded").float()
+            padded = layout == "padded"
+            outputs = forward(module, row.micro_batch(model), output, padded=padded, specs=specs).float()
             if weight is None:
                 return _ProbeResult(outputs, outputs.new_zeros(1))
             signs = torch.linspace(-1.0, 1.0, outputs.numel(), device=outputs.device).view_as(outputs).sin()
@@ -311,7 +336,8 @@ def _decoded(model: Any, module: Any, output: Callable[[Any], Tensor], captured:
     outputs = []
     for t in range(_NUM_DECODED):
         tokens = torch.tensor([completions[n][t] for n in rows], device=device) % vocabulary
-        inputs = packed_inputs(tokens, torch.full_like(tokens, len(prompt) + t))
-        outputs.append(output(module(**inputs, decoding=[batch])).squeeze(0))
+        positions = torch.full_like(tokens, len(prompt) + t)
+        inputs = packed_inputs(tokens, PackedAttention(position_ids=positions, decoding=[batch]))
+        outputs.append(output(module(**inputs)).squeeze(0))
         batch.advance()
     return torch.cat(outputs), rows

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.models.attention import KVCache
+from cohort.models.attention import KVCache, PackedAttention
+from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logprobs, linear_loss
 from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
@@ -97,6 +98,7 @@ def forward(
     padded: bool,
     prefix: PrefixState | None = None,
     captured: KVCache | None = None,
+    specs: dict[int, AttentionSpec] | None = None,
 ) -> Tensor:
     """Return the outputs of `module` at the positions that predict the loss tokens, [T, H].
 
@@ -107,29 +109,30 @@ def forward(
         padded: compute a padded batch with the module's own attention.
         prefix: the cached prefix of the micro-batch; gradients flow into it.
         captured: filled with the keys and values of every layer, with their graph.
+        specs: filled with what every layer asks of attention.
     """
     if padded:
         assert prefix is None and captured is None, "padded batches cannot share prefixes"
         return _forward_padded(module, micro_batch, output)
-    returned = module(
-        **packed_inputs(micro_batch.input_ids, micro_batch.position_ids),
+    attention = PackedAttention(
+        position_ids=micro_batch.position_ids,
         attn_metadata=micro_batch.attn_metadata,
         prefix=None if prefix is None else prefix.states,
         captured=captured,
+        specs=specs,
     )
-    out = output(returned).squeeze(0)
+    out = output(module(**packed_inputs(micro_batch.input_ids, attention))).squeeze(0)
     if prefix is not None:
         out = torch.cat([prefix.hidden_1H, out])
     return out.index_select(0, micro_batch.logit_positions)
 
 
-def packed_inputs(input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    """Return the inputs of a transformers model for a packed row [S], except those for attention."""
+def packed_inputs(input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
+    """Return the inputs of a transformers model for a packed row [S]."""
     return {
         "input_ids": input_ids.unsqueeze(0),
-        "position_ids": position_ids.unsqueeze(0),
-        # A 4-D mask is used as it is, so transformers builds no S x S mask; attention uses the metadata instead.
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+        "position_ids": attention.position_ids.unsqueeze(0),
+        "attention_mask": attention.as_mask(),
         "use_cache": False,
     }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cohort.health.facts import logprob_tolerance
 from cohort.models.adapters.lora import Adapter
-from cohort.models.attention import KVCache
+from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.cascade import upcast
 from cohort.models.batch_layout import Layout, choose_layout, is_narrow
 from cohort.models.dropout import RemovedDropout
@@ -354,19 +354,14 @@ class Policy:
         """Return a decoder that uses the cache of transformers."""
         return CacheDecoder(self.model, self.next_token_logits, pad_token_id=self.pad_token_id)
 
-    def packed_logits(
-        self, input_ids: Tensor, position_ids: Tensor, logit_positions: Tensor, **attention: Any
-    ) -> Tensor:
-        """Return logits [T, V] at `logit_positions` [T] of a packed row [S], float32 or wider; not for layout "padded".
-
-        `attention` is passed on to attention, see `attention.interface`.
-        """
-        inputs = packed_inputs(input_ids, position_ids)
+    def packed_logits(self, input_ids: Tensor, logit_positions: Tensor, attention: PackedAttention) -> Tensor:
+        """Return logits [T, V] at `logit_positions` [T] of a packed row [S], float32 or wider; not if "padded"."""
+        inputs = packed_inputs(input_ids, attention)
         with self.autocast():
             if self._head is None:
-                logits = self.model(**inputs, **attention, logits_to_keep=logit_positions).logits[0]
+                logits = self.model(**inputs, logits_to_keep=logit_positions).logits[0]
                 return upcast(logits)
-            hidden = self.model.base_model(**inputs, **attention).last_hidden_state[0]
+            hidden = self.model.base_model(**inputs).last_hidden_state[0]
             return self._head.logits(self._narrow(hidden.index_select(0, logit_positions)))
 
 

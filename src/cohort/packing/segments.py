@@ -6,18 +6,24 @@ causally within the segment. So a group's prompt is stored once and shared by it
 are adjacent. The parent can also be a cached prefix outside the row, whose keys and values are passed to attention.
 No other part of a model mixes tokens, so only attention needs this.
 
+In layers with a window or chunks (`AttentionMetadata.limited`), a token attends to the last tokens of its own sequence,
+of which some may be in the parent. Kernels take such a range of keys per sequence, so the keys of a segment are the
+last tokens of the parent and its own ones, gathered.
+
 S tokens of a row, B sequences of a block, L tokens of the longest of them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from cohort.packing.to_device import to_device
 
 NO_PARENT = -1
 CACHED_PREFIX = -2  # parent of segments that continue the cached prefix
@@ -37,41 +43,45 @@ class PaddedBlock:
     lengths: tuple[int, ...]  # [B]
     positions: Tensor  # [B, L] int64, position in the row; empty for a single sequence
     valid: Tensor  # [B * L without padding] int64, indices of `positions` that are not padding; empty if there is none
+    repeats: bool = False  # sequences may have tokens in common
 
     @staticmethod
-    def of(starts: Sequence[int], lengths: Sequence[int]) -> "PaddedBlock":
-        """Make a block of the sequences that begin at `starts` and have `lengths` tokens."""
-        start, length = np.asarray(starts), np.asarray(lengths)
+    def of(starts: Sequence[int], lengths: Sequence[int], before: Sequence["_Range"] = ()) -> "PaddedBlock":
+        """Make a block of the sequences that begin at `starts` and have `lengths` tokens, after those of `before`."""
+        of_sequence = _positions(starts, lengths, before)
+        length = np.array([len(p) for p in of_sequence])
         column = np.arange(length.max())
-        positions = start[:, None] + np.minimum(column, length[:, None] - 1)
+        positions = np.stack([p[np.minimum(column, len(p) - 1)] for p in of_sequence])
+        is_slice = len(positions) == 1 and bool((positions[0] == positions[0, 0] + column).all())
         valid = np.flatnonzero(column < length[:, None])
         empty = np.zeros(0, dtype=np.int64)
         return PaddedBlock(
-            starts=tuple(start.tolist()),
+            starts=tuple(positions[:, 0].tolist()),
             lengths=tuple(length.tolist()),
-            positions=torch.from_numpy(positions if len(start) > 1 else empty),
+            positions=torch.from_numpy(empty if is_slice else positions),
             valid=torch.from_numpy(valid if len(valid) < positions.size else empty),
+            repeats=bool(before),
         )
 
     def take(self, row: Tensor) -> Tensor:
         """Return the tokens of a row [S, ...] as a padded block [B, L, ...]."""
-        if len(self.starts) == 1:
+        if not len(self.positions):
             return row.narrow(0, self.starts[0], self.lengths[0]).unsqueeze(0)
         return row.index_select(0, self.positions.flatten()).unflatten(0, self.positions.shape)
 
     def put(self, row: Tensor, values: Tensor) -> None:
         """Write values [B, L, ...] to their positions in a row [S, ...], dropping padding."""
-        if len(self.starts) == 1:
+        if not len(self.positions):
             self.take(row).copy_(values)
         else:
             row.index_copy_(0, self._valid_positions, self.unpad(values))
 
     def add(self, row: Tensor, values: Tensor) -> None:
         """Add values [B, L, ...] at their positions in a row [S, ...], dropping padding."""
-        if len(self.starts) == 1:
+        if not len(self.positions):
             self.take(row).add_(values)
         else:
-            row.index_add_(0, self._valid_positions, self.unpad(values))  # deterministic, because positions are unique
+            _add(row, self._valid_positions, self.unpad(values), self.repeats)
 
     @cached_property
     def padding_mask(self) -> Tensor | None:
@@ -104,21 +114,22 @@ class VarlenBlock:
     positions: Tensor  # [num_tokens] int64, position in the row; empty for a slice
     cu_seqlens: Tensor  # [B + 1] int32, cumulative sequence lengths
     max_seqlen: int
+    repeats: bool = False  # sequences may have tokens in common
 
     @staticmethod
-    def of(starts: Sequence[int], lengths: Sequence[int]) -> "VarlenBlock":
-        """Make a block of the sequences that begin at `starts` and have `lengths` tokens."""
-        start, length = np.asarray(starts), np.asarray(lengths)
-        ends = np.cumsum(length)
-        before = ends - length
-        is_slice = bool((start - before == start[0]).all())
-        positions = np.zeros(0, np.int64) if is_slice else np.arange(ends[-1]) + np.repeat(start - before, length)
+    def of(starts: Sequence[int], lengths: Sequence[int], before: Sequence["_Range"] = ()) -> "VarlenBlock":
+        """Make a block of the sequences that begin at `starts` and have `lengths` tokens, after those of `before`."""
+        of_sequence = _positions(starts, lengths, before)
+        length = [len(p) for p in of_sequence]
+        positions = np.concatenate(of_sequence)
+        is_slice = bool((positions == positions[0] + np.arange(len(positions))).all())
         return VarlenBlock(
-            start=int(start[0]),
-            num_tokens=int(ends[-1]),
-            positions=torch.from_numpy(positions),
-            cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-            max_seqlen=int(length.max()),
+            start=int(positions[0]),
+            num_tokens=len(positions),
+            positions=torch.from_numpy(np.zeros(0, np.int64) if is_slice else positions),
+            cu_seqlens=torch.from_numpy(np.cumsum([0, *length]).astype(np.int32)),
+            max_seqlen=max(length),
+            repeats=bool(before),
         )
 
     def take(self, row: Tensor) -> Tensor:
@@ -137,13 +148,33 @@ class VarlenBlock:
     def add(self, row: Tensor, values: Tensor) -> None:
         """Add values [num_tokens, ...] at their positions in a row [S, ...]."""
         if len(self.positions):
-            row.index_add_(0, self.positions, values)  # positions are unique: deterministic
+            _add(row, self.positions, values, self.repeats)
         else:
             self.take(row).add_(values)
 
     def unpad(self, values: Tensor) -> Tensor:
         """Return `values` [num_tokens, ...]: there is no padding."""
         return values
+
+
+_Range = tuple[int, int]  # start and length
+_Piece = tuple[_Range, _Range, _Range]  # a piece of a segment in the row and among the keys, and the keys before it
+
+
+def _positions(starts: Sequence[int], lengths: Sequence[int], before: Sequence[_Range]) -> list[np.ndarray]:
+    """Positions of each sequence, after those of the tokens before it, which may be elsewhere in the row."""
+    own = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    if not before:
+        return own
+    return [np.concatenate([np.arange(b[0], sum(b)), p]) for b, p in zip(before, own, strict=True)]
+
+
+def _add(row: Tensor, positions: Tensor, values: Tensor, repeats: bool) -> None:
+    """Add values at positions of a row, with the same rounding every time: on GPUs `index_add_` adds in any order."""
+    if repeats and row.is_cuda:
+        row.index_put_((positions,), values.to(row.dtype), accumulate=True)
+    else:
+        row.index_add_(0, positions, values.to(row.dtype))
 
 
 Block = TypeVar("Block", PaddedBlock, VarlenBlock)
@@ -167,6 +198,8 @@ class CascadeBlocks(Generic[Block]):
 
     causal: tuple[Block, ...]  # causal attention within segments
     prefix: tuple[PrefixBlock[Block], ...]
+    keys: tuple[Block, ...] = ()  # of each causal block, ending with its own tokens; empty: its own tokens
+    window: int | None = None  # of causal attention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,6 +227,45 @@ class AttentionMetadata:
     def max_context_tokens(self) -> int:
         """Most tokens that any token attends to."""
         return max(map(sum, zip(self.lengths, self.parent_lengths, strict=True)))
+
+    def limited(self, window: int | None, chunk: int | None) -> "AttentionMetadata":
+        """Return the metadata for layers in which tokens see less than all tokens before them.
+
+        Args:
+            window: a token attends to the last tokens of its sequence, itself included.
+            chunk: sequences are cut every so many tokens, and a token attends to its own chunk.
+
+        Returns:
+            This object if nothing is out of sight. Otherwise nothing is left in `prefix`; and where there is a cached
+            prefix, keys are positions in the prefix and the row, one after the other.
+        """
+        if self.max_context_tokens <= min(window or self.max_context_tokens, chunk or self.max_context_tokens):
+            return self
+        if (window, chunk) not in self._limited:
+            pieces = list(self._pieces(window, chunk))
+            sizes = [(q[1], (k[1] + b[1]) // 4) for q, k, b in pieces]  # more keys than queries, in few calls
+            blocks = [[pieces[n] for n in block] for block in _group_short(sizes)]
+            padded = _limited_blocks(PaddedBlock.of, blocks, window)
+            varlen = _limited_blocks(VarlenBlock.of, [pieces], window)
+            device = self.varlen.causal[0].cu_seqlens.device
+            self._limited[window, chunk] = to_device(replace(self, padded=padded, varlen=varlen), device)
+        return self._limited[window, chunk]
+
+    @cached_property
+    def _limited(self) -> dict[tuple[int | None, int | None], "AttentionMetadata"]:
+        return {}
+
+    def _pieces(self, window: int | None, chunk: int | None) -> Iterator[_Piece]:
+        """Yield the segments, cut into chunks."""
+        starts = (np.cumsum(self.lengths) - self.lengths).tolist()
+        ends = {CACHED_PREFIX: self.prefix_tokens, NO_PARENT: 0}  # of parents
+        for start, length, parent, offset in zip(starts, self.lengths, self.parents, self.parent_lengths, strict=True):
+            end = ends[parent] if parent in ends else self.prefix_tokens + starts[parent] + self.lengths[parent]
+            seen = min(window - 1 if window else offset, offset % chunk if chunk else offset, offset)
+            cuts = range(chunk - offset % chunk if chunk else length, length, chunk or length)
+            for begin, stop in pairwise([0, *cuts, length]):
+                before = (end - seen, seen) if begin == 0 else (0, 0)
+                yield (start + begin, stop - begin), (self.prefix_tokens + start + begin, stop - begin), before
 
 
 def build_attention_metadata(
@@ -243,6 +315,19 @@ def build_attention_metadata(
 
 
 _Family = tuple[int, int, int, int]  # start and length of a parent, and of all its children
+
+
+def _limited_blocks(
+    of: Callable[[Sequence[int], Sequence[int], Sequence[_Range]], Block],
+    blocks: Sequence[Sequence[_Piece]],
+    window: int | None,
+) -> CascadeBlocks[Block]:
+    """Build blocks of pieces that attend to themselves and to the keys before them."""
+    queries, keys = [], []
+    for block in blocks:
+        queries.append(of([rows[0] for rows, _, _ in block], [rows[1] for rows, _, _ in block], []))
+        keys.append(of([own[0] for _, own, _ in block], [own[1] for _, own, _ in block], [b for _, _, b in block]))
+    return CascadeBlocks(causal=tuple(queries), prefix=(), keys=tuple(keys), window=window)
 
 
 def _prefix_blocks(

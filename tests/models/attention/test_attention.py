@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from attending import (
     GROUPS,
     LENGTHS,
+    PLAIN,
     UNEVEN,
     Groups,
     flash,
@@ -28,7 +29,7 @@ from attending import (
 )
 from cohort.models import Policy
 from cohort.models.activation_checkpointing import _selective_contexts
-from cohort.models.attention import KVCache, cascade, interface, varlen
+from cohort.models.attention import KVCache, PackedAttention, cascade, interface, varlen
 from cohort.packing import collate, collate_part, collate_prompt
 from selection import examples
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
@@ -61,7 +62,7 @@ def test_16_bits_are_rounded_once():
     x = {name: t.detach().bfloat16().requires_grad_() for name, t in make_inputs(attn_metadata).items()}
     exact_x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     upstream = torch.randn(attn_metadata.num_tokens, 6, 8).bfloat16()
-    out, exact_out = run(cascade.cascade, x, attn_metadata, 0.3), reference(exact_x, attn_metadata, 0.3)
+    out, exact_out = run(cascade.cascade, x, attn_metadata), reference(exact_x, attn_metadata)
     results = [out, *torch.autograd.grad(out, list(x.values()), upstream)]
     exact = [exact_out, *torch.autograd.grad(exact_out, list(exact_x.values()), upstream.double())]
     for mine, right in zip(results, exact, strict=True):
@@ -76,13 +77,85 @@ def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
     assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])], prefix)) < 1e-12  # sequences without branches
 
 
-def test_the_fused_kernel_takes_what_it_is_called_with():
+SINKS = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).requires_grad_()
+# Several sequences and a cached prefix: in one padded block, one by one, and both.
+ROWS = [
+    segments_of([(5, [3, 1, 7]), (1, [2])], (4, [6, 2])),
+    segments_of([(70, [3, 80])]),
+    segments_of(UNEVEN, (9, [70, 1])),
+]
+KERNELS = {"cascade": (cascade.cascade, 8), "products": (cascade.cascade, 6), "varlen": (varlen.varlen, 8)}
+
+
+@pytest.mark.parametrize("attn_metadata", ROWS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("limit", ["window", "chunk"])
+def test_windows_and_chunks_are_dense_attention(varlen_kernel: None, kernel: str, limit: str, attn_metadata):
+    """From one token to more than there are. Negative control: another window is seen."""
+    backend, value_dim = KERNELS[kernel]
+    for size in (1, 2, 3, 5, 8, 64, 69, 71, 150, 999):
+        spec = replace(PLAIN, **{limit: size})
+        assert worst_error(backend, attn_metadata, spec, value_dim=value_dim) < 1e-12
+        if size < attn_metadata.max_context_tokens:
+            other = replace(PLAIN, **{limit: size + 1})
+            assert worst_error(backend, attn_metadata, spec, expected_spec=other, value_dim=value_dim) > 1e-3
+
+
+@pytest.mark.parametrize("kernel", ["cascade", "varlen"])
+def test_every_offset_of_the_end_of_the_prompt(varlen_kernel: None, kernel: str):
+    backend, _ = KERNELS[kernel]
+    for prompt_tokens in range(1, 14):
+        attn_metadata = segments_of([(prompt_tokens, [9, 1, 4])], (prompt_tokens, [7, 2]))
+        for spec in (replace(PLAIN, window=6), replace(PLAIN, chunk=6), replace(PLAIN, window=4, chunk=6)):
+            assert worst_error(backend, attn_metadata, spec) < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sinks_and_softcaps_are_dense_attention(varlen_kernel: None, kernel: str, window: int | None):
+    """Gradients of the sinks too. Negative controls: sinks that are a little different, another softcap, and none."""
+    backend, value_dim = KERNELS[kernel]
+    spec = replace(PLAIN, sinks=SINKS, window=window)
+    moved = replace(spec, sinks=(SINKS + 0.01).detach().requires_grad_())
+    capped = replace(spec, softcap=0.5)
+    for attn_metadata in ROWS:
+        assert worst_error(backend, attn_metadata, spec, value_dim=value_dim) < 1e-12
+        if kernel == "cascade":
+            assert worst_error(backend, attn_metadata, capped) < 1e-12
+            assert worst_error(backend, attn_metadata, capped, expected_spec=spec) > 1e-2
+            assert worst_error(backend, attn_metadata, capped, expected_spec=replace(capped, softcap=0.51)) > 1e-4
+        outputs = run(backend, make_inputs(attn_metadata), attn_metadata, spec)
+        assert (outputs - reference(make_inputs(attn_metadata), attn_metadata, moved)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("spec", [replace(PLAIN, softcap=0.5), replace(PLAIN, window=100), PLAIN])
+@pytest.mark.parametrize("value_dim", [8, 6])
+def test_long_segments_in_tiles(monkeypatch: pytest.MonkeyPatch, spec: cascade.AttentionSpec, value_dim: int):
+    monkeypatch.setattr(cascade, "_TILE_SCORES", 1)
+    attn_metadata = segments_of([(150, [130, 3])], (80, [140, 7]))
+    assert worst_error(cascade.cascade, attn_metadata, spec, value_dim=value_dim) < 1e-12
+
+
+def test_a_kernel_without_windows_is_not_used(varlen_kernel: None, monkeypatch: pytest.MonkeyPatch):
+    """A build of PyTorch may have left them out."""
+    interface._windows_agree.cache_clear()
+    assert interface._windows_agree(torch.device("cpu"), torch.float64, 8)
+    monkeypatch.setattr(varlen, "_window", lambda span: {})
+    interface._windows_agree.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Windows of the FlashAttention kernel do not work here"):
+        assert not interface._windows_agree(torch.device("cpu"), torch.float64, 8)
+    interface._windows_agree.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_fused_kernel_takes_what_it_is_called_with(window: int | None):
     """Its schemas, and its meta kernels, in this version of PyTorch: names, number and shapes."""
     attn_metadata = segments_of(UNEVEN, (9, [70, 1, 4]))
     x = {name: t.detach().bfloat16() for name, t in make_inputs(attn_metadata).items()}
+    spec = replace(PLAIN, window=window)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = {name: mode.from_tensor(t).requires_grad_() for name, t in x.items()}
-        out = run(varlen.varlen, fake, attn_metadata, 0.3)
+        out = run(varlen.varlen, fake, attn_metadata, spec)
         grads = torch.autograd.grad(out, list(fake.values()), torch.empty_like(out))
     assert [g.shape for g in grads] == [t.shape for t in x.values()]
 
@@ -100,7 +173,7 @@ def test_what_is_kept_for_backward(varlen_kernel: None, backend):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = run(backend, x, attn_metadata, 0.3)
+        out = run(backend, x, attn_metadata)
     lse_bytes = attn_metadata.num_tokens * 6 * 8
     assert sum(kept.values()) == sum(t.nbytes for t in x.values()) + out.nbytes + lse_bytes
 
@@ -120,7 +193,7 @@ def test_nothing_of_the_size_of_all_pairs_is_made():
 
     x = make_inputs(attn_metadata)
     with Largest():
-        run(cascade.cascade, x, attn_metadata, 0.3).sum().backward()
+        run(cascade.cascade, x, attn_metadata).sum().backward()
     assert largest == x["query"].numel() < 10 * 300 * 2 * 8
 
 
@@ -129,7 +202,7 @@ def test_the_same_every_time():
     x = make_inputs(attn_metadata, dtype=torch.float32)
 
     def once() -> tuple[Tensor, ...]:
-        out = run(cascade.cascade, x, attn_metadata, 0.3)
+        out = run(cascade.cascade, x, attn_metadata)
         return (out, *torch.autograd.grad(out.square().sum(), list(x.values())))
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
@@ -158,10 +231,10 @@ def check_selective_checkpointing(monkeypatch: pytest.MonkeyPatch, backend: Any)
     monkeypatch.setattr(varlen, "_flash", operation)
     attn_metadata = segments_of([(6, [6, 6])])
     x = make_inputs(attn_metadata)
-    expected = torch.autograd.grad(run(backend, x, attn_metadata, 0.3).square().sum(), list(x.values())[:3])
+    expected = torch.autograd.grad(run(backend, x, attn_metadata).square().sum(), list(x.values())[:3])
 
     def layer(*tensors: Tensor) -> Tensor:
-        return backend(*tensors, attn_metadata, prefix=None, scale=0.3).square().sum()
+        return backend(*tensors, attn_metadata, PLAIN, prefix=None).square().sum()
 
     used = list(x.values())[:3]
     loss = checkpoint(layer, *used, use_reentrant=False, context_fn=_selective_contexts)
@@ -211,19 +284,18 @@ class Layer(torch.nn.Module):
     layer_idx = 0
 
 
-def call_layer(**kwargs: Any) -> tuple[Tensor, None]:
+def call_layer(*, captured: KVCache | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     attn_metadata = segments_of([(5, [3])])
     x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(attn_metadata).items()}
-    return interface.attention(Layer(), x["query"], x["key"], x["value"], None, attn_metadata=attn_metadata, **kwargs)
+    mask = PackedAttention(position_ids=torch.arange(8), attn_metadata=attn_metadata, captured=captured).as_mask()
+    return interface.attention(Layer(), x["query"], x["key"], x["value"], mask, **kwargs)
 
 
 def test_what_a_layer_wants_and_segments_do_not_do():
-    call_layer(softcap=None, sliding_window=8)  # 8 tokens see no more than 8
-    for wish in ({"softcap": 50.0}, {"s_aux": torch.zeros(6)}, {"dropout": 0.1}, {"is_causal": False}):
+    call_layer(softcap=None, sliding_window=8)
+    for wish in ({"position_bias": torch.zeros(6)}, {"dropout": 0.1}, {"is_causal": False}):
         with pytest.raises(ValueError, match="packed attention"):
             call_layer(**wish)
-    with pytest.raises(ValueError, match="a sequence of 8 tokens exceeds the sliding window of 7"):
-        call_layer(sliding_window=7)
 
 
 def test_keys_are_captured_once():

@@ -45,7 +45,11 @@ def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: py
     """Whatever keeps the segments from a layer's attention is found when the policy is made."""
     model = make_model(dtype=torch.float64)
     forward = model.model.forward
-    monkeypatch.setattr(model.model, "forward", lambda *args, attn_metadata=None, **kwargs: forward(*args, **kwargs))
+
+    def deaf(*args, attention_mask=None, **kwargs):
+        return forward(*args, attention_mask=None if attention_mask is None else attention_mask.clone(), **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", deaf)
     policy = policy_of(model)
     assert policy.layout == "padded"
     assert policy.traits.reason.startswith("a packed row gives outputs that differ from the model's (relative error ")

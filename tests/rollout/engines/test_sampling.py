@@ -13,11 +13,13 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, PreTrainedModel, Starcoder2Config
 
+import families
 from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
+from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.kv_cache import CacheDecoder
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
@@ -231,7 +233,7 @@ def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.Monke
     packed_logits = Policy.packed_logits
 
     def counted(policy: Policy, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if "attn_metadata" in kwargs:
+        if args[-1].attn_metadata is not None:
             rows.append(len(input_ids))
         return packed_logits(policy, input_ids, *args, **kwargs)
 
@@ -244,7 +246,7 @@ def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.Monke
 def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     policy = make_policy()
     attend = decoding._attention
-    monkeypatch.setattr(decoding, "_attention", lambda q, k, v, bias, scale: attend(q, k, v, None, scale))
+    monkeypatch.setattr(decoding, "_attention", lambda q, k, v, bias, spec: attend(q, k, v, None, spec))
     group, _ = generate(make_engine(policy), prompts([3, 20]), sampling(), KEY)
     worst = 0.0
     for completion in group.trajectories:
@@ -268,9 +270,9 @@ def test_attention_by_products_equals_the_fused_one(dtype: torch.dtype, toleranc
     bias = torch.zeros(3, 1, 1, 30, dtype=dtype).masked_fill(
         torch.arange(30) >= torch.tensor([[[[30]]], [[[7]]], [[[1]]]]), -torch.inf
     )
-    for scale in (None, 0.5):
-        out, lse = decoding.products(q, k, v, bias, scale)
-        fused, fused_lse = decoding._attention(q, k, v, bias, scale)
+    for spec in (AttentionSpec(scale=8**-0.5), AttentionSpec(scale=0.5)):
+        out, lse = decoding.products(q, k, v, bias, spec)
+        fused, fused_lse = decoding._attention(q, k, v, bias, spec)
         torch.testing.assert_close(out, fused, atol=tolerance, rtol=0)
         torch.testing.assert_close(lse.to(fused_lse.dtype), fused_lse, atol=tolerance, rtol=0)
 
@@ -400,17 +402,28 @@ def test_training_mode_is_restored_and_versions_are_recorded():
     assert {c.policy_version for c in group.trajectories} == {17}
 
 
-def test_a_window_that_decoding_would_leave_is_refused():
-    """The prompt fits into the window, and the run was told that completions would."""
-    torch.manual_seed(0)
-    model = make_model("mistral", sliding_window=16)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=None, pad_token_id=0, longest_sequence_tokens=16)
+@pytest.mark.parametrize("name", ["GPT-OSS, short window", "Gemma 2, short window", "Llama 4 (text), short chunks"])
+def test_windows_chunks_sinks_and_softcaps_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Prompts that are longer than the window, and completions that leave the prompt behind."""
+    policy = policy_of(families.make_model(families.FAMILIES[name]))
     assert policy.shares_prompts
-    sampler = Sampler(policy, end_token_ids=frozenset({-1}), max_num_seqs=8)
-    (prompt,) = prompts([5])
-    short = sampling(num_generations=2, max_completion_tokens=11)
-    keys = (KEY.call(prompt, 0), KEY.call(prompt, 1))
-    request = SampleRequest(token_ids=prompt.token_ids, sampling=short, keys=keys)
-    assert len(sampler.sample([request])) == 2
-    with pytest.raises(ValueError, match="a sequence of 17 tokens exceeds the sliding window of 16"):
-        sampler.sample([replace(request, sampling=replace(short, max_completion_tokens=20))])
+    everything = prompts([3, 20, 1, 11, 8])
+
+    def worst() -> float:
+        groups = generate(make_engine(policy), everything, sampling(), KEY)
+        errors = [
+            np.abs(c.sampling_logprobs - naive_logprobs_of(policy, group.prompt, c.sampled_token_ids)).max()
+            for group in groups
+            for c in group.trajectories
+        ]
+        return max(errors)
+
+    assert worst() < 1e-5
+    first_seen = decoding._first_seen
+    monkeypatch.setattr(decoding, "_first_seen", lambda *args: np.maximum(0, first_seen(*args) - 1))
+    assert worst() > 1e-3  # a window of one token more is seen
+
+
+def naive_logprobs_of(policy: Policy, prompt: Prompt, ids: np.ndarray) -> np.ndarray:
+    log_p = naive_log_p(policy, prompt, ids, 1.0)
+    return log_p.gather(-1, torch.from_numpy(ids).unsqueeze(-1)).squeeze(-1).numpy()

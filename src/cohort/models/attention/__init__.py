@@ -1,5 +1,5 @@
 """Attention over packed rows with shared prefixes."""
 
-from cohort.models.attention.interface import NAME, KVCache
+from cohort.models.attention.interface import NAME, KVCache, PackedAttention
 
-__all__ = ["NAME", "KVCache"]
+__all__ = ["NAME", "KVCache", "PackedAttention"]

@@ -5,10 +5,13 @@ attention (arXiv:2310.01889). So the keys and values of a shared prefix are neve
 values, outputs and log-sum-exps are saved for backward. With 16-bit inputs, partial outputs and gradients stay float32
 if the kernel returns them so, and are rounded once, after merging.
 
+What a layer may add is data, `AttentionSpec`. A sink is one more key with value 0: after merging, its logit joins the
+log-sum-exp, so that backward needs no more than a gradient for the logit. Softcapped scores are computed in tiles.
+
 S tokens of the row, P of the cached prefix; B sequences of L queries and K keys in a block; G query heads per key head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -29,7 +32,19 @@ class Span(NamedTuple, Generic[Block]):
 
     queries: Block
     keys: Block
-    causal: bool  # query i of a sequence attends to its keys 0 .. i, instead of all
+    causal: bool  # of n queries and m keys, query i attends to keys 0 .. i + m - n, instead of all
+    window: int | None = None  # and only to the last of these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of a layer: what a query's scores are, and how far it sees."""
+
+    scale: float  # multiplies the scores
+    window: int | None = None  # a token attends to the last tokens of its sequence, itself included
+    chunk: int | None = None  # and to its own chunk, of so many tokens, of its sequence
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+    sinks: Tensor | None = None  # [query heads], logits of one more key, whose value is 0
 
 
 class Kernel(Protocol[Block]):
@@ -51,9 +66,9 @@ def cascade(
     key: Tensor,
     value: Tensor,
     attn_metadata: AttentionMetadata,
+    spec: AttentionSpec,
     *,
     prefix: KeyValue | None,
-    scale: float,
 ) -> Tensor:
     """Attention of a packed row in dense, padded blocks.
 
@@ -62,13 +77,14 @@ def cascade(
         key: [S, key heads, dim].
         value: [S, key heads, value dim].
         attn_metadata: metadata of the row.
+        spec: attention of the layer.
         prefix: keys and values [P, key heads, dim] of the cached prefix.
-        scale: multiplies the scores.
 
     Returns:
         [S, query heads, value dim]
     """
-    return cascade_with(_DenseKernel(scale), query, key, value, attn_metadata.padded, prefix)
+    kernel = _DenseKernel(spec.scale, spec.softcap)
+    return cascade_with(kernel, query, key, value, attn_metadata, lambda m: m.padded, spec, prefix)
 
 
 def cascade_with(
@@ -76,11 +92,17 @@ def cascade_with(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    blocks: CascadeBlocks[Block],
+    attn_metadata: AttentionMetadata,
+    blocks_of: Callable[[AttentionMetadata], CascadeBlocks[Block]],
+    spec: AttentionSpec,
     prefix: KeyValue | None,
 ) -> Tensor:
-    """Attention of a packed row with the given kernel; otherwise like `cascade`."""
-    out: Tensor = _Cascade.apply(query, key, value, *(prefix or (None, None)), blocks, kernel)
+    """Attention of a packed row with the given kernel and its kind of blocks; otherwise like `cascade`."""
+    limited = attn_metadata.limited(spec.window, spec.chunk)
+    if limited is not attn_metadata and prefix is not None:
+        key, value = (torch.cat(pair) for pair in zip(prefix, (key, value), strict=True))
+        prefix = None
+    out: Tensor = _Cascade.apply(query, key, value, *(prefix or (None, None)), spec.sinks, blocks_of(limited), kernel)
     return out
 
 
@@ -93,37 +115,49 @@ class _Cascade(torch.autograd.Function):
         value: Tensor,
         prefix_key: Tensor | None,
         prefix_value: Tensor | None,
+        sinks: Tensor | None,
         blocks: CascadeBlocks[Any],
         kernel: Kernel[Any],
     ) -> Tensor:
-        def causal_forward(own: Any) -> tuple[Tensor, ...]:
-            q, k, v = (own.take(x) for x in (query, key, value))
-            return kernel.forward(q, k, v, Span(own, own, causal=True))
+        def causal_forward(span: Span[Any]) -> tuple[Tensor, ...]:
+            return kernel.forward(span.queries.take(query), span.keys.take(key), span.keys.take(value), span)
 
         # selective checkpointing may save the output of a kernel, so it must not be written to
-        out, lse = _compute_row(blocks.causal, causal_forward, len(query), copy=bool(blocks.prefix))
+        out, lse = _compute_row(_causal_spans(blocks), causal_forward, len(query), copy=bool(blocks.prefix))
         for block in blocks.prefix:
             keys, values = _prefix_keys(block, key, prefix_key), _prefix_keys(block, value, prefix_value)
             span = Span(block.queries, block.keys, causal=False)
             root_out, root_lse = kernel.forward(block.queries.take(query), keys, values, span)
             _merge(block.queries, out, lse, root_out, root_lse)
+        if sinks is not None:
+            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
+        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, sinks, out, lse)
         ctx.blocks, ctx.kernel = blocks, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
+        query, key, value, prefix_key, prefix_value, sinks, out, lse = ctx.saved_tensors
         blocks, kernel = ctx.blocks, ctx.kernel
 
-        def causal_backward(own: Any) -> tuple[Tensor, ...]:
-            taken = (own.take(x) for x in (grad_out, query, key, value, out, lse))
-            grads: tuple[Tensor, ...] = kernel.backward(*taken, Span(own, own, causal=True))
-            return grads
+        def causal_backward(span: Span[Any]) -> tuple[Tensor, ...]:
+            grad, q, o, log_sum = (span.queries.take(x) for x in (grad_out, query, out, lse))
+            k, v = (span.keys.take(x) for x in (key, value))
+            grad_q, *grads = kernel.backward(grad, q, k, v, o, log_sum, span)
+            if not blocks.keys:
+                return grad_q, *grads
+            for row, more in zip((grad_key, grad_value), grads, strict=True):
+                span.keys.add(row, more)
+            return (grad_q,)
 
-        grad_query, grad_key, grad_value = _compute_row(blocks.causal, causal_backward, len(query))
+        if blocks.keys:  # sequences have keys in common
+            grad_key, grad_value = (upcast(torch.zeros_like(x)) for x in (key, value))
+            (grad_query,) = _compute_row(_causal_spans(blocks), causal_backward, len(query))
+        else:
+            grad_query, grad_key, grad_value = _compute_row(_causal_spans(blocks), causal_backward, len(query))
         grad_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
         for block in blocks.prefix:
             grad, queries, outs, lses = (block.queries.take(x) for x in (grad_out, query, out, lse))
@@ -136,8 +170,18 @@ class _Cascade(torch.autograd.Function):
             else:
                 block.keys.add(grad_key, grad_k)
                 block.keys.add(grad_value, grad_v)
+        grad_sinks = None
+        if sinks is not None:
+            delta = (upcast(grad_out) * upcast(out)).sum(dim=-1)
+            grad_sinks = -(torch.exp(sinks - lse) * delta).sum(dim=0).to(sinks.dtype)
         every = (grad_query, grad_key, grad_value, *grad_prefix)
-        return *(None if grad is None else grad.to(query.dtype) for grad in every), None, None
+        return *(None if grad is None else grad.to(query.dtype) for grad in every), grad_sinks, None, None
+
+
+def _causal_spans(blocks: CascadeBlocks[Block]) -> list[Span[Block]]:
+    """Causal attention within segments, or of segments to what is before them too."""
+    pairs = zip(blocks.causal, blocks.keys or blocks.causal, strict=True)
+    return [Span(queries, keys, causal=True, window=blocks.window) for queries, keys in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +189,19 @@ class _DenseKernel:
     """Attention of padded blocks: queries [B, L, query heads, dim], keys [B, K, key heads, dim]."""
 
     scale: float
+    softcap: float | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, span: Span[PaddedBlock]) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if _can_use_flash(query, value):
+        is_fused = self._is_fused(query, value)
+        if is_fused:
             q, k, v = map(upcast, (q, k, v))  # the CPU kernel would round 16-bit outputs
-            out, lse = _flash(q, k, v, 0.0, span.causal, attn_mask=_additive_mask(span, q), scale=self.scale)
-        else:
-            scores = self._scores(q, k, span)
-            lse = scores.logsumexp(dim=-1)
-            out = wide_product(_grouped(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), k.shape[1]), v)
-            out = out.view(*lse.shape, -1)
+        compute = self._flash if is_fused else self._products
+        parts = [
+            compute(q[:, :, tile.rows], k[:, :, tile.keys], v[:, :, tile.keys], tile)
+            for tile in _tiles(span, q, k, is_fused=is_fused)
+        ]
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(
@@ -163,47 +209,139 @@ class _DenseKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = _without_padding(span.queries, grad)
         g, q, k, v, o, log_sum = (x.transpose(1, 2) for x in (grad, query, key, value, out, lse))
-        if _can_use_flash(query, value):
+        is_fused = self._is_fused(query, value)
+        if is_fused:
             g, q, k, v, o = map(upcast, (g, q, k, v, o))  # the CPU kernel's 16-bit backward is slower
-            mask = _additive_mask(span, q)
-            grads = _flash_backward(g, q, k, v, o, log_sum, 0.0, span.causal, attn_mask=mask, scale=self.scale)
-        else:
-            grads = self._products_backward(g, q, k, v, o, log_sum, span)
-        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        compute = self._flash_backward if is_fused else self._products_backward
+        tiles = list(_tiles(span, q, k, is_fused=is_fused))
+        grads = None if len(tiles) == 1 else tuple(upcast(torch.zeros_like(x)) for x in (q, k, v))
+        for tile in tiles:
+            grad_t, q_t, out_t, lse_t = (x[:, :, tile.rows] for x in (g, q, o, log_sum))
+            more = compute(grad_t, q_t, out_t, lse_t, k[:, :, tile.keys], v[:, :, tile.keys], tile)
+            for total, part, where in zip(grads or (), more, (tile.rows, tile.keys, tile.keys), strict=False):
+                total[:, :, where] += part
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads or more)
         return grad_q, grad_k, grad_v
 
-    def _products_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span[PaddedBlock]
+    def _is_fused(self, query: Tensor, value: Tensor) -> bool:
+        """Whether PyTorch's flash attention for CPU computes this. It takes any strides and grouped heads."""
+        return self.softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, tile: "_Tile") -> tuple[Tensor, Tensor]:
+        out, lse = _flash(q, k, v, 0.0, tile.is_causal, attn_mask=tile.additive(q), scale=self.scale)
+        return out, lse
+
+    def _flash_backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, tile: "_Tile"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` of tensors [B, heads, tokens, ...] in plain matrix products."""
+        mask = tile.additive(q)
+        grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+            grad, q, k, v, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=self.scale
+        )
+        return grads
+
+    def _products(self, q: Tensor, k: Tensor, v: Tensor, tile: "_Tile") -> tuple[Tensor, Tensor]:
+        """`forward` of tensors [B, heads, tokens, ...] in plain matrix products."""
+        scores = tile.masked(self._scores(q, k))
+        lse = scores.logsumexp(dim=-1)
+        out = wide_product(_grouped(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), k.shape[1]), v)
+        return out.view(*lse.shape, -1), lse
+
+    def _products_backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, tile: "_Tile"
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = k.shape[1]
-        probs = torch.exp(self._scores(q, k, span) - lse.unsqueeze(-1))
+        scores = self._scores(q, k)
+        probs = torch.exp(tile.masked(scores) - lse.unsqueeze(-1))
         delta = (grad.to(probs.dtype) * out.to(probs.dtype)).sum(dim=-1, keepdim=True)
         grad_probs = wide_product(_grouped(grad, heads), v.mT).view(probs.shape)
-        grad_scores = _grouped((probs * (grad_probs - delta) * self.scale).to(q.dtype), heads)
+        grad_scores = probs * (grad_probs - delta) * self.scale
+        if self.softcap is not None:
+            grad_scores *= 1 - (scores / self.softcap).square()
+        grad_scores = _grouped(grad_scores.to(q.dtype), heads)
         grad_q = wide_product(grad_scores, k).view(q.shape)
         grad_k = wide_product(grad_scores.mT, _grouped(q, heads))
         grad_v = wide_product(_grouped(probs.to(v.dtype), heads).mT, _grouped(grad, heads))
         return grad_q, grad_k, grad_v
 
-    def _scores(self, q: Tensor, k: Tensor, span: Span[PaddedBlock]) -> Tensor:
-        """Scores [B, query heads, L, K] in float32 or wider, -inf at masked keys."""
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores [B, query heads, L, K] in float32 or wider, before masking."""
         scores = wide_product(_grouped(q, k.shape[1]), k.mT).view(*q.shape[:3], -1) * self.scale
-        if span.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            return scores.masked_fill(later, -torch.inf)
+        return scores if self.softcap is None else softcapped(scores, self.softcap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """Some queries of a block, and the keys that they attend to."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool  # query i attends to keys 0 .. i, and `hidden` is None
+    hidden: Tensor | None  # [B or 1, 1, L or 1, K], True at keys that a query does not attend to
+
+    def additive(self, q: Tensor) -> Tensor | None:
+        """The mask of the flash kernel, expanded over queries without a copy."""
+        if self.hidden is None:
+            return None
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        return zero.where(~self.hidden, -torch.inf).expand(-1, -1, q.shape[2], -1)
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """Scores [B, query heads, L, K], -inf at keys that a query does not attend to."""
+        hidden = self.hidden
+        if self.is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+# Scores of a tile at most, unless the block is small; queries of a tile in a window at least.
+_TILE_SCORES = 2**24
+_TILE_QUERIES = 64
+
+
+def _tiles(span: Span[PaddedBlock], q: Tensor, k: Tensor, *, is_fused: bool) -> Iterator[_Tile]:
+    """Cut a block [B, heads, L, ...] into tiles of queries, so that scores are few, and few are masked."""
+    batch, heads, num_queries, _ = q.shape
+    num_keys, device = k.shape[2], q.device
+    rows = num_queries if is_fused else max(_TILE_QUERIES, _TILE_SCORES // (batch * heads * num_keys))
+    if span.window is not None and batch == 1:
+        rows = min(rows, max(_TILE_QUERIES, span.window))
+    if span.keys is span.queries and span.window is None and num_queries <= rows:
+        yield _Tile(rows=slice(None), keys=slice(None), is_causal=True, hidden=None)
+        return
+    for start in range(0, num_queries, rows):
+        stop = min(start + rows, num_queries)
+        first, end = 0, num_keys
         padding = _key_padding(span)
-        return scores if padding is None else scores.masked_fill(padding[:, None, None], -torch.inf)
+        hidden = None if padding is None else padding[:, None, None]
+        if span.causal:
+            last = torch.arange(start, stop, device=device)[None]  # key that a query sees, [B, L]
+            if batch == 1:
+                end = stop + num_keys - num_queries
+                last = last + (num_keys - num_queries)
+                first = max(0, end - (stop - start) + 1 - span.window) if span.window is not None else 0
+            else:  # padded queries are copies of the last one
+                queries, keys = (torch.tensor(x.lengths, device=device)[:, None] for x in (span.queries, span.keys))
+                last = torch.minimum(last, queries - 1) + keys - queries
+            column = torch.arange(first, end, device=device)
+            hidden = column > last[:, None, :, None]
+            if span.window is not None:
+                hidden |= column <= last[:, None, :, None] - span.window
+        yield _Tile(rows=slice(start, stop), keys=slice(first, end), is_causal=False, hidden=hidden)
 
 
 def _compute_row(
-    own: Sequence[Block], compute: Callable[[Block], tuple[Tensor, ...]], num_tokens: int, *, copy: bool = False
+    spans: Sequence[Span[Block]],
+    compute: Callable[[Span[Block]], tuple[Tensor, ...]],
+    num_tokens: int,
+    *,
+    copy: bool = False,
 ) -> list[Tensor]:
-    """Compute all blocks and write the results to rows [S, ...]. A single block is the row itself, without a copy."""
+    """Compute all spans and write the results to rows [S, ...]. A single block is the row itself, without a copy."""
     rows: list[Tensor] = []
-    for block in own:
-        parts = compute(block)
-        if len(own) == 1 and not copy:
+    for span in spans:
+        parts, block = compute(span), span.queries
+        if len(spans) == 1 and not copy:
             return [block.unpad(x) for x in parts]
         rows = rows or [x.new_empty(num_tokens, *block.unpad(x).shape[1:]) for x in parts]
         for row, x in zip(rows, parts, strict=True):
@@ -233,25 +371,11 @@ def _key_padding(span: Span[PaddedBlock]) -> Tensor | None:
     return None if span.causal else span.keys.padding_mask
 
 
-def _additive_mask(span: Span[PaddedBlock], q: Tensor) -> Tensor | None:
-    """Additive mask [B, 1, L, K] for the flash kernel, expanded over queries without a copy."""
-    padding = _key_padding(span)
-    if padding is None:
-        return None
-    zero = torch.zeros((), dtype=q.dtype, device=q.device)
-    return zero.where(~padding, -torch.inf)[:, None, None].expand(-1, -1, q.shape[2], -1)
-
-
 def _without_padding(block: PaddedBlock, grad: Tensor) -> Tensor:
     """Zero gradients [B, L, ...] at padding, so that padded queries add nothing to keys and values."""
     if block.padding_mask is None:
         return grad
     return grad.masked_fill_(block.padding_mask[..., None, None], 0)  # in place: `take` has copied it
-
-
-def _can_use_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's flash attention for CPU supports the inputs. It takes any strides and grouped heads."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -267,6 +391,11 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
         product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return product.unflatten(0, a.shape[:2])
     return a.float() @ b.float()
+
+
+def softcapped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores bounded by `softcap`, as in Gemma 2."""
+    return torch.tanh(scores / softcap) * softcap
 
 
 def _grouped(x: Tensor, num_key_heads: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 The keys and values of a prompt are stored once per group. A new token attends to its prompt, together with the group's
 other completions in one dense block, and to its own completion. The two are merged by log-sum-exp, as in cascade
-inference (https://flashinfer.ai/2024/02/02/cascade-inference.html).
+inference (https://flashinfer.ai/2024/02/02/cascade-inference.html). In layers with a window or chunks, each completion
+sees its prompt and its own tokens from some position on.
 
 R rows (completions), B prompts of a block, G most rows per prompt, P longest prompt, C tokens of the completions so
 far, H query heads, K key heads, D head size; for attention in general N sequences, L queries, S keys.
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.models.attention.cascade import wide_product
+from cohort.models.attention.cascade import AttentionSpec, softcapped, wide_product
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer
 
@@ -44,7 +45,7 @@ class PromptCache:
         self._lengths = np.asarray(lengths)
         self._device = device
         self._layers: Layers = {}  # [B, K, P, D]
-        self._bias: Tensor | None = None  # [B, 1, 1, P], -inf at padding; None without padding
+        self._biases: dict[bytes, Tensor | None] = {}  # by what is seen: layers of one kind share them
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -69,25 +70,53 @@ class PromptCache:
             for buffer, new in zip(self._layers[layer], (key, value), strict=True):
                 gathered = new.squeeze(0).index_select(1, positions.flatten()).unflatten(1, positions.shape)
                 buffer[first : first + count] = gathered.transpose(0, 1)
-        if self._bias is None and self._lengths.min() < longest:
-            is_padding = torch.from_numpy(np.arange(longest) >= self._lengths[:, None])
-            zeros = torch.zeros(is_padding.shape, dtype=value.dtype)
-            self._bias = zeros.masked_fill(is_padding, -torch.inf).to(self._device)[:, None, None]
 
     def keep(self, prompts: Sequence[int]) -> None:
         """Drop all other prompts."""
         self._lengths = self._lengths[prompts]
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = keys[prompts], values[prompts]
-        if self._bias is not None:
-            self._bias = self._bias[prompts]
+        self._biases = {}
 
-    def attend(self, layer: int, query: Tensor, rows: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        """Attend to the prompts with the queries [R, H, D] of `rows` [B, G]; return [B * G, H, D] and log-sum-exps."""
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt, [B]."""
+        return self._lengths
+
+    def _bias(self, first: np.ndarray, values: Tensor) -> Tensor | None:
+        """Additive mask [B, 1, 1, P] of the keys from `first` [B] to the last of a prompt; None if all are seen.
+
+        It is zero for prompts of which nothing is seen: attention is defined, and its log-sum-exp is not used.
+        """
+        key = first.tobytes()
+        if key not in self._biases:
+            column = np.arange(values.shape[2])
+            hidden = (column >= self._lengths[:, None]) | (column < first[:, None])
+            hidden &= (first < self._lengths)[:, None]
+            zeros = torch.zeros(hidden.shape, dtype=values.dtype).masked_fill(torch.from_numpy(hidden), -torch.inf)
+            if len(self._biases) > 7:  # those of earlier tokens
+                self._biases = {}
+            self._biases[key] = zeros.to(self._device)[:, None, None] if hidden.any() else None
+        return self._biases[key]
+
+    def attend(
+        self, layer: int, query: Tensor, rows: Tensor, first: np.ndarray, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the prompts with the queries [R, H, D] of `rows` [B, G]; return [B * G, H, D] and log-sum-exps.
+
+        Queries see a prompt from `first` [B] on. Where that is nothing, the log-sum-exps are -inf.
+        """
         keys, values = self._layers[layer]
+        bias, start = self._bias(first, values), int(min(first.min(), self.longest - 1))
+        if start:
+            keys, values, bias = keys[:, :, start:], values[:, :, start:], None if bias is None else bias[..., start:]
         num_rows, num_key_heads = rows.shape[1], keys.shape[1]
         folded = query.index_select(0, rows.flatten()).unflatten(1, (num_key_heads, -1)).unflatten(0, rows.shape)
-        out, lse = _attention(folded.transpose(1, 2).flatten(2, 3), keys, values, self._bias, scale)
+        folded = folded.transpose(1, 2).flatten(2, 3)
+        out, lse = _attention(folded, keys, values, bias, spec)
+        if (first >= self._lengths).any():
+            unseen = torch.from_numpy(first >= self._lengths).to(self._device)
+            lse = lse.masked_fill(unseen[:, None, None], -torch.inf)
         out, lse = (x.unflatten(2, (num_rows, -1)).transpose(1, 2) for x in (out, lse))
         return out.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1)
 
@@ -121,24 +150,30 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self._source)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention of one new token per completion: query [R, H, D], key and value [R, K, D]; returns [R, H, D]."""
         query = query.to(value.dtype)  # as autocast does
         keys, values = self._append(layer, key, value)
-        own, own_lse = _attention(query.unflatten(1, (keys.shape[1], -1)), keys, values, None, scale)
+        first = _first_seen(self._prompt_tokens, self._length, spec) - self._prompt_tokens  # of its own tokens
+        start, bias = max(0, int(first.min())), None
+        if first.max() > start:
+            hidden = torch.from_numpy(np.arange(start, self._length + 1) < first[:, None])
+            bias = torch.zeros(hidden.shape, dtype=values.dtype).masked_fill(hidden, -torch.inf)
+            bias = bias.to(self._device)[:, None, None]
+        own, own_lse = _attention(
+            query.unflatten(1, (keys.shape[1], -1)), keys[:, :, start:], values[:, :, start:], bias, spec
+        )
+        out, lse = own.flatten(1, 2), own_lse.flatten(1)
         parts = [
-            block.attend(layer, query, index, scale)
+            block.attend(layer, query, index, _first_seen(block.lengths, self._length, spec), spec)
             for (block, _), index in zip(self._prompts, self._indices, strict=True)
         ]
         prompt, prompt_lse = (torch.cat(x).index_select(0, self._source) for x in zip(*parts, strict=True))
-        share = torch.sigmoid(prompt_lse - own_lse.flatten(1)).unsqueeze(-1)
-        wide = torch.lerp(own.flatten(1, 2).to(share.dtype), prompt.to(share.dtype), share)
+        share = torch.sigmoid(prompt_lse - lse).unsqueeze(-1)
+        wide = torch.lerp(out.to(share.dtype), prompt.to(share.dtype), share)
+        if spec.sinks is not None:
+            wide = wide * torch.sigmoid(torch.logaddexp(lse, prompt_lse) - spec.sinks).unsqueeze(-1)
         return wide.to(own.dtype)
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Upper bound of the tokens that a new token attends to."""
-        return max(block.longest for block, _ in self._prompts) + self._length + 1
 
     def advance(self) -> None:
         """Count the new tokens, after all layers have attended to them."""
@@ -185,6 +220,10 @@ class DecodeBatch:
     def _build_indices(self) -> None:
         """Index rows by block and prompt, and back. Prompts with fewer rows than others are padded with row 0."""
         self._indices, sources, start = [], [], 0
+        tokens = [(rows, n) for block, rows_of in self._prompts for rows, n in zip(rows_of, block.lengths, strict=True)]
+        self._prompt_tokens = np.zeros(sum(len(rows) for rows, _ in tokens), dtype=np.int64)  # [R]
+        for rows, n in tokens:
+            self._prompt_tokens[rows] = n
         for _, rows_of in self._prompts:
             width = max(len(rows) for rows in rows_of)
             index = np.zeros((len(rows_of), width), dtype=np.int64)
@@ -198,13 +237,24 @@ class DecodeBatch:
 
 
 def decode_attention(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, batches: Sequence[DecodeBatch], scale: float | None
+    layer: int, query: Tensor, key: Tensor, value: Tensor, batches: Sequence[DecodeBatch], spec: AttentionSpec
 ) -> Tensor:
     """Decode attention of a layer for one new token per completion of each batch: [1, heads, S, D] to [1, S, H, D]."""
     sizes = [len(batch) for batch in batches]
     parts = (x.squeeze(0).transpose(0, 1).split(sizes) for x in (query, key, value))
-    outs = [batch.attend(layer, q, k, v, scale) for batch, q, k, v in zip(batches, *parts, strict=True)]
+    outs = [batch.attend(layer, q, k, v, spec) for batch, q, k, v in zip(batches, *parts, strict=True)]
     return torch.cat(outs).unsqueeze(0)
+
+
+def _first_seen(prompt_tokens: np.ndarray, num_own: int, spec: AttentionSpec) -> np.ndarray:
+    """First position of its sequence that a token sees after prompts of some lengths and `num_own` tokens."""
+    position = prompt_tokens + num_own
+    first = np.zeros_like(position)
+    if spec.window is not None:
+        first = np.maximum(first, position + 1 - spec.window)
+    if spec.chunk is not None:
+        first = np.maximum(first, position // spec.chunk * spec.chunk)
+    return first
 
 
 def _num_bytes(layers: Layers) -> int:
@@ -220,16 +270,18 @@ def resized(buffer: Tensor, rows: Tensor | None, used: int, capacity: int) -> Te
     return resized
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Attention of q [N, K, L, D] to k and v [N, K, S, D] with a bias [N, 1, 1, S], and its log-sum-exp."""
-    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
-    return products(q, k, v, bias, scale)
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and spec.softcap is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=spec.scale)
+    return products(q, k, v, bias, spec)
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+def products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """`_attention` in two matrix products. With few queries the scores are small, so no fused kernel is needed."""
-    scores = wide_product(q, k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = wide_product(q, k.mT) * spec.scale
+    if spec.softcap is not None:
+        scores = softcapped(scores, spec.softcap)
     if bias is not None:
         scores += bias
     lse = scores.logsumexp(dim=-1, keepdim=True)

@@ -3,8 +3,8 @@
 Kernels that are compiled at run time are tried out first: an unsupported GPU or driver, or a missing C compiler, costs
 speed and not the run.
 
-The attention metadata is a keyword argument of the model that its layers pass on to attention. (A context variable
-would not work: gradient checkpointing reruns layers in backward.)
+The attention metadata travels on the attention mask, which every layer passes on, while some drop keyword arguments.
+(A context variable would not work: gradient checkpointing reruns layers in backward.)
 
 S tokens of the row, P of the cached prefix.
 """
@@ -13,6 +13,8 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -22,10 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cohort.errors import describe_error
-from cohort.models.attention.cascade import KeyValue, cascade
+from cohort.models.attention.cascade import AttentionSpec, KeyValue, cascade, softcapped
 from cohort.models.attention.decoding import DecodeBatch, decode_attention
 from cohort.models.attention.varlen import varlen
-from cohort.packing.segments import AttentionMetadata
+from cohort.packing.segments import NO_PARENT, AttentionMetadata, build_attention_metadata
+from cohort.packing.to_device import to_device
 
 _TOLERANCE = 3e-2  # relative to the largest value: above rounding, far below real errors
 
@@ -87,31 +90,40 @@ class KVCache(UserDict[int, KeyValue]):
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAttention:
+    """How the tokens of a row attend to each other: packed, or decoding."""
+
+    position_ids: Tensor  # [S], of each token in its own sequence
+    attn_metadata: AttentionMetadata | None = None  # of a packed row
+    prefix: KVCache | None = None  # keys and values of the cached prefix
+    captured: KVCache | None = None  # filled with keys and values, unless it has them (layers may be rerun in backward)
+    decoding: Sequence[DecodeBatch] | None = None  # batches of completions; the row has one new token of each
+    specs: dict[int, AttentionSpec] | None = None  # filled with what the layers ask for
+
+    def as_mask(self) -> Tensor:
+        """Return an attention mask that carries this. It has 4 dimensions, so transformers takes it as it is."""
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.position_ids.device)
+        mask.packed_attention = self  # type: ignore[attr-defined]
+        return mask
+
+
 def attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    attn_metadata: AttentionMetadata | None = None,
-    prefix: KVCache | None = None,
-    captured: KVCache | None = None,
-    decoding: Sequence[DecodeBatch] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: packed, decoding, or transformers' own sdpa.
+    """Attention of one layer: packed, decoding, or of padded rows.
 
     Args:
         module: the attention module of the layer.
         query: [1, query heads, S, dim] if packed or decoding.
         key: [1, key heads, S, dim].
         value: [1, key heads, S, dim].
-        attention_mask: ignored if packed or decoding.
-        attn_metadata: metadata of a packed row.
-        prefix: keys and values of the cached prefix.
-        captured: filled with the keys and values of the layer, unless it has them (layers may be rerun in backward).
-        decoding: batches of completions; the row has one new token of each.
+        attention_mask: that of `PackedAttention.as_mask` if packed or decoding.
         kwargs: scaling and other arguments of the layer.
 
     Returns:
@@ -120,60 +132,135 @@ def attention(
     Raises:
         ValueError: the layer uses a feature that packed attention does not support.
     """
-    if decoding is not None:  # other features are checked in the prefill
-        window, longest = kwargs.get("sliding_window"), max(batch.max_context_tokens for batch in decoding)
-        if window is not None and longest > window:
-            raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}")
-        return decode_attention(module.layer_idx, query, key, value, decoding, kwargs.get("scaling")), None
-    if attn_metadata is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if captured is not None:
-        captured.setdefault(module.layer_idx, (key, value))
-    return packed_attention(
-        module, query, key, value, attn_metadata, None if prefix is None else prefix[module.layer_idx], **kwargs
-    ), None
+    packed: PackedAttention | None = getattr(attention_mask, "packed_attention", None)
+    if packed is None:
+        if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain_attention(query, key, value, attention_mask, make_spec(module, query, **kwargs)), None
+    spec = make_spec(module, query, **kwargs)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = query * _temperature_ratio(module, packed.position_ids).to(query.dtype)
+    if packed.specs is not None:
+        packed.specs[module.layer_idx] = spec
+    if packed.decoding is not None:
+        return decode_attention(module.layer_idx, query, key, value, packed.decoding, spec), None
+    assert packed.attn_metadata is not None
+    if packed.captured is not None:
+        packed.captured.setdefault(module.layer_idx, (key, value))
+    prefix = None if packed.prefix is None else packed.prefix[module.layer_idx]
+    return packed_attention(query, key, value, packed.attn_metadata, spec, prefix), None
 
 
-def packed_attention(
+def make_spec(
     module: Any,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_metadata: AttentionMetadata,
-    prefix: KeyValue | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor:
-    """Attention of a layer over a packed row, [1, S, query heads, dim]."""
+) -> AttentionSpec:
+    """Collect what a layer asks for from its arguments. Chunks are not passed: only the config has them."""
     unknown = sorted(name for name, x in kwargs.items() if x is not None and name not in _IGNORED_ARGUMENTS)
-    if unknown:  # softcaps, sinks, biases
+    if unknown:  # biases
         raise ValueError(f"packed attention does not support {', '.join(unknown)}")
     if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError("packed attention must be causal and without dropout")
-    if sliding_window is not None and attn_metadata.max_context_tokens > sliding_window:
-        raise ValueError(
-            f"a sequence of {attn_metadata.max_context_tokens} tokens exceeds the sliding window of {sliding_window}"
-        )
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    is_chunked = types is not None and types[module.layer_idx] == "chunked_attention"
+    return AttentionSpec(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        chunk=getattr(config, "attention_chunk_size", None) if is_chunked else None,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+
+
+def _temperature_ratio(module: Any, position_ids: Tensor) -> Tensor:
+    """Factors [S, 1] of queries that a layer without RoPE has scaled by their place in the row, as Llama 4 does.
+
+    They should be scaled by their position in their own sequence (https://arxiv.org/abs/2501.19399).
+    """
+    places = torch.arange(len(position_ids), device=position_ids.device)
+    scales = [
+        torch.log1p(torch.floor((x.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for x in (position_ids, places)
+    ]
+    return (scales[0] / scales[1]).unsqueeze(-1)
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """Attention of padded rows in matrix products, [B, L, query heads, dim], where sdpa has no softcap and no sinks."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.mT * spec.scale
+    if spec.softcap is not None:
+        scores = softcapped(scores, spec.softcap)
+    if attention_mask is None:
+        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probs = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return (probs.to(value.dtype) @ value).transpose(1, 2)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    prefix: KeyValue | None,
+) -> Tensor:
+    """Attention of a layer over a packed row, [1, S, query heads, dim]."""
     dtype = _compute_dtype(query)
     q, k, v = (_row(x, dtype) for x in (query, key, value))
     if attn_metadata.prefix_tokens == 0:  # all completions have one token, so nothing attends to the prefix
         prefix = None
     prefix_rows = None if prefix is None else (_row(prefix[0], dtype), _row(prefix[1], dtype))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _BACKENDS[choose_backend(q, v)](q, k, v, attn_metadata, prefix=prefix_rows, scale=scale).unsqueeze(0)
+    name = choose_backend(q, v, softcap=spec.softcap)
+    is_limited = spec.window is not None or spec.chunk is not None
+    if is_limited and q.is_cuda and name == "varlen" and not _windows_agree(q.device, q.dtype, q.shape[-1]):
+        name = "cascade"
+    return _BACKENDS[name](q, k, v, attn_metadata, spec, prefix=prefix_rows).unsqueeze(0)
 
 
-def choose_backend(query: Tensor, value: Tensor) -> Backend:
-    """Choose the backend of packed attention by device, dtype and head sizes."""
+@cache
+def _windows_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the varlen kernel computes windows and chunks. The probe of a model may be too short to show it."""
+    attn_metadata = to_device(build_attention_metadata([40, 30, 7], [NO_PARENT, 0, 0]), device)
+    spec = AttentionSpec(scale=size**-0.5, window=16, chunk=24)
+
+    def compare() -> Iterator[tuple[Tensor, Tensor]]:
+        results = []
+        for compute in (varlen, cascade):
+            shapes = ((77, heads, size) for heads in (2, 1, 1))
+            q, k, v = (probe_values(*shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+            out = compute(q, k, v, attn_metadata, spec, prefix=None)
+            results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+        yield from ((a.float(), b.float()) for a, b in zip(*results, strict=True))
+
+    with torch.enable_grad():
+        return kernels_agree("Windows of the FlashAttention kernel", "matrix products", compare)
+
+
+def choose_backend(query: Tensor, value: Tensor, *, softcap: float | None = None) -> Backend:
+    """Choose the backend of packed attention by device, dtype, head sizes and what its kernels compute."""
     if _chosen:
         return _chosen[-1]
     size = query.shape[-1]
     has_kernel = (
         query.device.type == "cuda"
+        and softcap is None
         and query.dtype in (torch.float16, torch.bfloat16)
         and size == value.shape[-1] <= 256
         and size % 8 == 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.models.attention.cascade import KeyValue, Span, cascade_with
+from cohort.models.attention.cascade import AttentionSpec, KeyValue, Span, cascade_with
 from cohort.packing.segments import AttentionMetadata, VarlenBlock
 
 # Called directly, since the backward of `torch.nn.attention.varlen` does not take merged log-sum-exps.
@@ -26,12 +26,12 @@ def varlen(
     key: Tensor,
     value: Tensor,
     attn_metadata: AttentionMetadata,
+    spec: AttentionSpec,
     *,
     prefix: KeyValue | None,
-    scale: float,
 ) -> Tensor:
-    """Attention of a packed row, see `cascade`. Query and value heads must have the same size."""
-    return cascade_with(_FlashKernel(scale), query, key, value, attn_metadata.varlen, prefix)
+    """Attention of a packed row, see `cascade`. Query and value heads must have the same size; no softcap."""
+    return cascade_with(_FlashKernel(spec.scale), query, key, value, attn_metadata, lambda m: m.varlen, spec, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class _FlashKernel:
     scale: float
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, span: Span[VarlenBlock]) -> tuple[Tensor, Tensor]:
-        lengths = _lengths(span)
-        out, lse, *_ = _flash(query, key, value, *lengths, 0.0, span.causal, False, scale=self.scale, **_options())
+        options = _options() | _window(span)
+        out, lse, *_ = _flash(query, key, value, *_lengths(span), 0.0, span.causal, False, scale=self.scale, **options)
         return out, lse.T
 
     def backward(
@@ -51,7 +51,7 @@ class _FlashKernel:
         tensors = (grad, query, key, value, out, lse.T.contiguous())
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of dropout
         grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-            *tensors, *_lengths(span), 0.0, span.causal, unused, unused[:0], scale=self.scale
+            *tensors, *_lengths(span), 0.0, span.causal, unused, unused[:0], scale=self.scale, **_window(span)
         )
         return grads
 
@@ -59,6 +59,11 @@ class _FlashKernel:
 def _lengths(span: Span[VarlenBlock]) -> tuple[Tensor, Tensor, int, int]:
     queries, keys = span.queries, span.keys
     return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
+
+
+def _window(span: Span[VarlenBlock]) -> dict[str, int]:
+    """The keys that a query attends to, counted from its own; queries are the last of the keys."""
+    return {} if span.window is None else {"window_size_left": span.window - 1, "window_size_right": 0}
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.models import Policy
-from cohort.models.attention import KVCache
+from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.packing.to_device import to_device
@@ -68,7 +68,8 @@ class SharedPromptDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each completion [R]; return the next logits [R, V]."""
         everything = torch.arange(len(tokens), device=tokens.device)
-        logits = self._policy.packed_logits(tokens, self._positions, everything, decoding=self.waves)
+        attention = PackedAttention(position_ids=self._positions, decoding=self.waves)
+        logits = self._policy.packed_logits(tokens, everything, attention)
         self._positions = self._positions + 1
         for wave in self.waves:
             wave.advance()
@@ -108,9 +109,9 @@ class SharedPromptDecoder:
             torch.cat([torch.arange(n) for n in lengths]),
             torch.tensor(lengths).cumsum(0) - 1,
         )
-        row, attn_metadata = to_device(
-            (row, build_attention_metadata(lengths, [NO_PARENT] * len(prompts))), self._policy.device
-        )
-        logits = self._policy.packed_logits(*row, attn_metadata=attn_metadata, captured=captured)
+        metadata = build_attention_metadata(lengths, [NO_PARENT] * len(prompts))
+        (tokens, positions, last), attn_metadata = to_device((row, metadata), self._policy.device)
+        attention = PackedAttention(position_ids=positions, attn_metadata=attn_metadata, captured=captured)
+        logits = self._policy.packed_logits(tokens, last, attention)
         block.write(first, len(prompts), captured)
         return logits

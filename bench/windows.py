@@ -1,0 +1,123 @@
+"""Time and memory of one training step of a model with attention windows and sinks: padded rows against shared prompts.
+
+    python bench/windows.py [--repeats 3] [--quick]
+
+Forward and backward of one group of 8 completions of 256 tokens after prompts of 64, 512 and 2,048 tokens, without the
+optimizer. The model has GPT-OSS's shape at hidden size 512: 2 layers, of which the first has a window of 128 tokens,
+sinks, 8 query and 2 key heads of 64, and 8 experts of which a token has 2. Every measurement is in a process of its own
+with two threads, both ways in turn; of `--repeats` rounds the least counts. Memory is the peak resident set above the
+loaded weights, gradients included. Both ways must give the same gradient, or nothing is reported.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from cohort.models import quiet_transformers
+from harness import (
+    disagreement,
+    do_job,
+    forward_backward,
+    limit_memory,
+    load,
+    machine,
+    make_engine,
+    make_group,
+    markdown,
+    measure,
+    run_apart,
+    sketch,
+)
+
+VOCABULARY = 32_768
+SAME_GRADIENT = 1e-4
+WAYS = {"padded": "padded", "shared": "shared prompts"}
+
+
+def write_model(folder: Path, hidden: int) -> None:
+    """A model folder of GPT-OSS's shape."""
+    config = GptOssConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    with quiet_transformers():
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """One way at one length of the prompt."""
+    torch.set_num_threads(2)
+    limit_memory()
+    policy = load(job["folder"])
+    assert policy.layout == "shared", policy.traits.reason
+    if job["way"] == "padded":
+        policy.model.set_attn_implementation("eager")  # the model's own
+    policy.traits = replace(policy.traits, layout=job["way"])
+    engine = make_engine(policy, micro_batch_tokens=1 << 30)
+    sequences = make_group(job["prompt_tokens"], [256] * job["completions"], VOCABULARY)
+    tiny = make_group(8, [4, 6], VOCABULARY)
+    measured = measure(
+        lambda: forward_backward(engine, sequences),
+        lambda: policy.model.zero_grad(set_to_none=True),
+        lambda: forward_backward(engine, tiny),
+    )
+    return {**measured, "gradient": sketch(policy.model)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        do_job(work, args.job)
+        return
+    lengths, completions, repeats = ((64,), 2, 1) if args.quick else ((64, 512, 2048), 8, args.repeats)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), 128 if args.quick else 512)
+        for prompt_tokens in lengths:
+            job = {"folder": folder, "prompt_tokens": prompt_tokens, "completions": completions}
+            found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+            for _ in range(repeats):
+                for way in WAYS:
+                    found[way].append(run_apart(__file__, {**job, "way": way}))
+            if skipped := [f"{way}: {r['skipped']}" for way in WAYS for r in found[way] if "skipped" in r]:
+                print(f"P={prompt_tokens}: {skipped[0]}", flush=True)
+                continue
+            error, whose = disagreement(found["shared"][0]["gradient"], found["padded"][0]["gradient"])
+            if error > SAME_GRADIENT:
+                raise SystemExit(f"P={prompt_tokens}: the gradients differ: {whose} by {error:.1g}")
+            least = {
+                way: [min(r[key] for r in found[way]) for key in ("peak_bytes", "wall_s", "seconds")] for way in WAYS
+            }
+            for way, (peak, wall, seconds) in least.items():
+                ratios = [a / b for a, b in zip(least["padded"], least[way], strict=True)]
+                cells = [f"{peak / 2**20:,.0f} MiB", f"{wall:.2f} s", f"{seconds:.2f} s"]
+                cells += [f"{ratio:.1f}x" for ratio in (ratios[0], ratios[2])]
+                rows.append([f"{prompt_tokens:,}", WAYS[way], *cells])
+            print(rows[-2:], flush=True)
+    print(f"\n{machine()}; two threads, float32, least of {repeats}\n")
+    header = ["prompt tokens", "computed as", "memory", "time", "processor time", "less memory", "less processor time"]
+    print(markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
