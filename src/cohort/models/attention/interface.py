@@ -83,8 +83,10 @@ _IGNORED_ARGUMENTS = frozenset(
 _chosen: list[Backend] = []  # set by `backend`, innermost last
 
 
-class KVCache(UserDict[int, KeyValue]):
+class KVCache(UserDict[int, tuple[Tensor, ...]]):
     """Keys and values of a prefix by layer index, each [1, key heads, P, dim], after rotary embedding.
+
+    Layers with a recurrent state have it under a negative key, see `cohort.models.mixers`.
 
     Not a `dict`, because model wrappers copy dicts on the way to the layers.
     """
