@@ -14,13 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from cohort.errors import describe_error
 from cohort.models import attention
@@ -40,8 +34,9 @@ Layout = Literal["shared", "packed", "padded"]
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_CACHES: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
-_STATE_CACHES: tuple[type, ...] = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+# By name: versions of transformers differ in what they have.
+_CACHES = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+_STATE_CACHES = frozenset({"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"})
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 # Groups of the probe: a prompt, and its completions without their last tokens, which are not inputs. The second prompt
 # has a single token; an empty completion has outputs at the last token of its prompt only.
@@ -138,8 +133,8 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES - (LAYER_TYPES if mixers else set())
     if others:
         yield f"it has layers of type {', '.join(sorted(others))}, which packed rows do not support"
-    known = _CACHES + _STATE_CACHES if mixers else _CACHES
-    if any(type(layer) not in known for layer in _cache_layers(model)):
+    known = _CACHES | _STATE_CACHES if mixers else _CACHES
+    if any(type(layer).__name__ not in known for layer in _cache_layers(model)):
         yield "some of its layers cache more than the keys and values of attention"
     inside = {m for mixer in mixers for m in mixer.modules()}
     if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules() if m not in inside):

@@ -25,8 +25,11 @@ from cohort.models.attention import PackedAttention
 States = tuple[Tensor, ...]  # [B, ...]: the last inputs of the convolution, and the recurrent state if there is one
 
 # Types of layers in configs, and names of the classes of their mixers in transformers, without the architecture.
-LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
-_CLASSES = ("GatedDeltaNet", "ShortConv", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer")
+LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
+_CLASSES = (
+    *("GatedDeltaNet", "DeltaAttention", "ShortConv"),
+    *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"),  # Mamba 2
+)
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # names in versions of transformers
 _segmented: set[type] = set()  # classes whose forward knows segments
 
