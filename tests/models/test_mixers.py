@@ -1,4 +1,4 @@
-"""Law 2 over layers with a recurrent state: packed rows with shared prompts give what one forward per completion gives."""
+"""Law 2 over layers with a recurrent state: packed rows give what one forward per completion gives."""
 
 import inspect
 import sys
@@ -81,7 +81,9 @@ def test_float32(kind: str):
 
 
 @pytest.mark.parametrize("sabotage", ["leaking_state", "detached_prompt", "wrong_parent", "padded_prompt"])
-@pytest.mark.parametrize("kind", mostly_slow(("Qwen3.5 (text)", "LFM2", "Nemotron-H"), "Qwen3.5 (text)", reason="other mixers"))
+@pytest.mark.parametrize(
+    "kind", mostly_slow(("Qwen3.5 (text)", "LFM2", "Nemotron-H"), "Qwen3.5 (text)", reason="other mixers")
+)
 def test_what_goes_wrong_is_seen(kind: str, sabotage: str, monkeypatch: pytest.MonkeyPatch):
     """Negative controls: the comparison fails, and by far."""
     model = make_wide_model(kind, monkeypatch)

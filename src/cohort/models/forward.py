@@ -1,8 +1,9 @@
 """Forward pass of micro-batches through a transformers model and its language-model head.
 
 A prompt that several micro-batches share is computed once, and its forward pass keeps its graph. Each micro-batch
-starts from detached copies of its keys, values and recurrent states, and leaves gradients on them. Then one backward pass of the prompt
-takes the sum of these gradients. By the chain rule, the result is the gradient of one micro-batch with all completions.
+starts from detached copies of its keys, values and recurrent states, and leaves gradients on them. Then one backward
+pass of the prompt takes the sum of these gradients. By the chain rule, the result is the gradient of one micro-batch
+with all completions.
 
 P tokens of the prompt, S of the row, B sequences of a padded batch, L the longest, T loss tokens, H hidden size,
 V vocabulary, R LoRA rank.

@@ -42,7 +42,7 @@ def find_mixers(model: Any) -> list[nn.Module]:
 def support_segments(model: Any) -> None:
     """Let the mixers of a model compute packed rows. Without attention metadata they compute as before."""
     for mixer_class in {type(m) for m in find_mixers(model)} - _segmented:
-        mixer_class.forward = _with_segments(mixer_class)  # type: ignore[method-assign,assignment]
+        mixer_class.forward = _with_segments(mixer_class)
         _segmented.add(mixer_class)
 
 
@@ -65,6 +65,7 @@ def _cache_argument(mixer_class: type) -> str | None:
 def _with_segments(mixer_class: Any) -> Callable[..., Tensor]:
     """The forward of a mixer, which computes a packed row if its attention mask carries metadata."""
     own, cache_argument = mixer_class.forward, _cache_argument(mixer_class)
+    assert cache_argument is not None
 
     @wraps(own)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -149,7 +149,10 @@ def attention(
     assert packed.attn_metadata is not None
     if packed.captured is not None:
         packed.captured.setdefault(module.layer_idx, (key, value))
-    prefix = None if packed.prefix is None else packed.prefix[module.layer_idx]
+    prefix = None
+    if packed.prefix is not None:
+        prefix_key, prefix_value = packed.prefix[module.layer_idx]
+        prefix = prefix_key, prefix_value
     return packed_attention(query, key, value, packed.attn_metadata, spec, prefix), None
 
 
