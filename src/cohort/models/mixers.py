@@ -147,8 +147,8 @@ class _StateCache:
             if state is not None:
                 yield state
 
-    def has_previous_state(self, layer_idx: int) -> bool:
-        return self._state.conv_states[0] is not None
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return self._state.conv_states[state_idx] is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
