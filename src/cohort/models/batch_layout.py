@@ -130,7 +130,10 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     if own not in ("sdpa", "eager", attention.NAME):
         yield f"its attention implementation is {own}, and packed rows replace only sdpa and eager"
     mixers = find_mixers(model)
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES - (LAYER_TYPES if mixers else set())
+    types = set(getattr(config, "layer_types", None) or ())
+    if mixers and types == {"linear_attention"}:
+        yield "it has no attention layers, and the segments of a row travel on the attention mask"
+    others = types - _ATTENTION_TYPES - (LAYER_TYPES if mixers else set())
     if others:
         yield f"it has layers of type {', '.join(sorted(others))}, which packed rows do not support"
     known = _CACHES | _STATE_CACHES if mixers else _CACHES
