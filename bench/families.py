@@ -58,6 +58,8 @@ _DELTA: Mapping[str, Any] = {  # linear attention of Qwen3-Next and later
     "layer_types": ["linear_attention", "full_attention"],
 }
 
+_MAMBA_2: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 1}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -93,6 +95,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3-MoE": _family("qwen3_moe", head_dim=8, **_EXPERTS),
     "Qwen3-Next": _family("qwen3_next", shared_expert_intermediate_size=24, **_DELTA, **_EXPERTS),
     "Qwen3.5 (text)": _family("qwen3_5_text", **_DELTA),
+    "Qwen3.5-MoE (text)": _family("qwen3_5_moe_text", shared_expert_intermediate_size=24, **_DELTA, **_EXPERTS),
     "Gemma": _family("gemma", head_dim=8),
     "Gemma 2": _family("gemma2", **_GEMMA),
     "Gemma 2 without softcap": _family("gemma2", attn_logit_softcapping=None, **_GEMMA),
@@ -220,7 +223,40 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Apertus": _family("apertus"),
     "Arcee": _family("arcee"),
+    "OLMo Hybrid": _family("olmo_hybrid", **_DELTA),
+    "Kimi Linear": _family(
+        "kimi_linear",
+        linear_head_dim=8,
+        linear_num_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        **_EXPERTS,
+    ),
     "LFM2": _family("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+    "LFM2-MoE": _family("lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1, **_EXPERTS),
+    "Granite 4": _family(
+        "granitemoehybrid", layer_types=["mamba", "attention"], shared_intermediate_size=48, **_MAMBA_2, **_LOCAL
+    ),
+    "Bamba": _family("bamba", attn_layer_indices=[1], mamba_d_head=16, **_MAMBA_2),
+    "Falcon-H1": _family("falcon_h1", mamba_d_head=16, mamba_d_ssm=64, **_MAMBA_2),
+    "Nemotron-H": _family(
+        "nemotron_h",
+        num_hidden_layers=3,
+        layer_types=["mamba", "attention", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
     "Jamba": _family(
         "jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8
     ),

@@ -1,12 +1,18 @@
-"""Time and memory of one training step of a model with attention windows and sinks: padded rows against shared prompts.
+"""Time and memory of one training step of models that other trainers pad: padded rows against shared prompts.
 
-    python bench/windows.py [--repeats 3] [--quick]
+    python bench/windows.py [--model gpt_oss|qwen3_5] [--repeats 3] [--quick]
 
 Forward and backward of one group of 8 completions of 256 tokens after prompts of 64, 512 and 2,048 tokens, without the
-optimizer. The model has GPT-OSS's shape at hidden size 512: 2 layers, of which the first has a window of 128 tokens,
-sinks, 8 query and 2 key heads of 64, and 8 experts of which a token has 2. Every measurement is in a process of its own
-with two threads, both ways in turn; of `--repeats` rounds the least counts. Memory is the peak resident set above the
-loaded weights, gradients included. Both ways must give the same gradient, or nothing is reported.
+optimizer. The models have hidden size 512 and the shape of
+
+- GPT-OSS: 2 layers, of which the first has a window of 128 tokens, sinks, 8 query and 2 key heads of 64, and 8 experts
+  of which a token has 2;
+- Qwen3.5: 4 layers, of which the first three have the gated delta rule with 2 key and 4 value heads of 128, and the
+  last has attention with 2 query heads and 1 key head of 256.
+
+Every measurement is in a process of its own with two threads, both ways in turn; of `--repeats` rounds the least
+counts. Memory is the peak resident set above the loaded weights, gradients included. Both ways must give the same
+gradient, or nothing is reported.
 """
 
 import argparse
@@ -16,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3_5TextConfig
 
 from cohort.models import quiet_transformers
 from harness import (
@@ -36,12 +42,27 @@ from harness import (
 
 VOCABULARY = 32_768
 SAME_GRADIENT = 1e-4
+OWN_ATTENTION = {"gpt_oss": "eager", "qwen3_5": "sdpa"}
 WAYS = {"padded": "padded", "shared": "shared prompts"}
 
 
-def write_model(folder: Path, hidden: int) -> None:
-    """A model folder of GPT-OSS's shape."""
-    config = GptOssConfig(
+def config_of(model: str, hidden: int) -> PreTrainedConfig:
+    """The config of a model."""
+    if model == "qwen3_5":
+        return Qwen3_5TextConfig(
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=4,
+            num_attention_heads=max(1, hidden // 256),
+            num_key_value_heads=1,
+            head_dim=256,
+            linear_num_key_heads=max(1, hidden // 256),
+            linear_num_value_heads=hidden // 128,
+            vocab_size=VOCABULARY,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+    return GptOssConfig(
         hidden_size=hidden,
         intermediate_size=hidden,
         num_hidden_layers=2,
@@ -55,9 +76,18 @@ def write_model(folder: Path, hidden: int) -> None:
         pad_token_id=0,
         eos_token_id=1,
     )
+
+
+def write_model(folder: Path, config: PreTrainedConfig) -> None:
+    """A model folder of random weights."""
     torch.manual_seed(0)
     with quiet_transformers():
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):  # states that decay as fast as random ones leave no gradient but rounding
+                    parameter.fill_(-4.0)
+        model.save_pretrained(folder)
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +97,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     policy = load(job["folder"])
     assert policy.layout == "shared", policy.traits.reason
     if job["way"] == "padded":
-        policy.model.set_attn_implementation("eager")  # the model's own
+        policy.model.set_attn_implementation(job["own"])
     policy.traits = replace(policy.traits, layout=job["way"])
     engine = make_engine(policy, micro_batch_tokens=1 << 30)
     sequences = make_group(job["prompt_tokens"], [256] * job["completions"], VOCABULARY)
@@ -82,6 +112,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=OWN_ATTENTION, default="gpt_oss")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -92,9 +123,14 @@ def main() -> None:
     lengths, completions, repeats = ((64,), 2, 1) if args.quick else ((64, 512, 2048), 8, args.repeats)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), 128 if args.quick else 512)
+        write_model(Path(folder), config_of(args.model, 128 if args.quick else 512))
         for prompt_tokens in lengths:
-            job = {"folder": folder, "prompt_tokens": prompt_tokens, "completions": completions}
+            job = {
+                "folder": folder,
+                "own": OWN_ATTENTION[args.model],
+                "prompt_tokens": prompt_tokens,
+                "completions": completions,
+            }
             found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
             for _ in range(repeats):
                 for way in WAYS:

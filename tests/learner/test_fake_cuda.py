@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+import families
 from cohort.algorithms.regularizers import Coefficients
 from cohort.config import config_from_dict
 from cohort.learner import OptimResult, TrainResult, WorstCaseShard, forward_backward
@@ -97,6 +98,11 @@ VARIANTS = {
     ),
     # autograd looks for padding among the tokens before it makes a sparse gradient
     "padding token": Variant(config={}, model=make_model, in_micro_batches={"learner/forward_backward.py": 2}),
+    "recurrent states": Variant(
+        config={},
+        model=lambda: families.make_model(families.FAMILIES["Qwen3.5 (text)"]),
+        in_micro_batches={"learner/forward_backward.py": 2},  # it has a padding token
+    ),
     "untied": Variant(config={}, model=partial(without_padding, tie=False)),
     # the routers' choices are counted over the step before it is computed: they are added up over ranks on the host
     "experts": Variant(

@@ -84,11 +84,11 @@ def test_padding_that_is_wrong_is_found_without_names(name: str, tmp_path: Path,
 
 
 def test_a_model_that_no_cache_decodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_folder(FAMILIES["LFM2"], tmp_path)
+    save_folder(FAMILIES["Jamba"], tmp_path)
     step = cached_decoding.CacheDecoder.step
     monkeypatch.setattr(cached_decoding.CacheDecoder, "step", lambda *args: step(*args) + 1)
     policy = load(tmp_path)
-    problem = "'local' cannot sample Lfm2ForCausalLM: decoding unpadded prompts gives outputs that differ"
+    problem = "'local' cannot sample JambaForCausalLM: decoding unpadded prompts gives outputs that differ"
     with pytest.raises(UserError, match=problem):
         Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample([])
 

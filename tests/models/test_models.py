@@ -20,7 +20,7 @@ SOME = (
     *("DeepSeek-V3, Kimi-K2", "OLMo 2", "Phi", "Granite-MoE", "Cohere 2", "GPT-OSS, short window"),
     *("Gemma 2, short window", "Llama 4 (text), short chunks", "Qwen3-Next", "Falcon", "Nemotron", "OPT"),
 )
-WAYS = {"Qwen3-Next": "padded", "Falcon": "padded"}
+WAYS = {"Falcon": "padded"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from cohort.errors import describe_error
 from cohort.models import attention
@@ -23,6 +23,7 @@ from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
 from cohort.models.dropout import dropout_rates
 from cohort.models.forward import PrefixState, forward, packed_inputs
+from cohort.models.mixers import LAYER_TYPES, find_mixers
 from cohort.packing.batch import MicroBatch
 from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.packing.to_device import to_device
@@ -33,6 +34,9 @@ Layout = Literal["shared", "packed", "padded"]
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# By name: versions of transformers differ in what they have.
+_CACHES = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+_STATE_CACHES = frozenset({"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"})
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 # Groups of the probe: a prompt, and its completions without their last tokens, which are not inputs. The second prompt
 # has a single token; an empty completion has outputs at the last token of its prompt only.
@@ -125,12 +129,18 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     own = model.config._attn_implementation
     if own not in ("sdpa", "eager", attention.NAME):
         yield f"its attention implementation is {own}, and packed rows replace only sdpa and eager"
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
+    mixers = find_mixers(model)
+    types = set(getattr(config, "layer_types", None) or ())
+    if mixers and types == {"linear_attention"}:
+        yield "it has no attention layers, and the segments of a row travel on the attention mask"
+    others = types - _ATTENTION_TYPES - (LAYER_TYPES if mixers else set())
     if others:
-        yield f"it has layers of type {', '.join(sorted(others))}, not only full, sliding-window or chunked attention"
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in _cache_layers(model)):
+        yield f"it has layers of type {', '.join(sorted(others))}, which packed rows do not support"
+    known = _CACHES | _STATE_CACHES if mixers else _CACHES
+    if any(type(layer).__name__ not in known for layer in _cache_layers(model)):
         yield "some of its layers cache more than the keys and values of attention"
-    if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules()):
+    inside = {m for mixer in mixers for m in mixer.modules()}
+    if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules() if m not in inside):
         yield "it has state-space or convolutional layers, whose state would leak into the next sequence"
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal"
@@ -337,7 +347,7 @@ def _decoded(model: Any, module: Any, output: Callable[[Any], Tensor], captured:
     for t in range(_NUM_DECODED):
         tokens = torch.tensor([completions[n][t] for n in rows], device=device) % vocabulary
         positions = torch.full_like(tokens, len(prompt) + t)
-        inputs = packed_inputs(tokens, PackedAttention(position_ids=positions, decoding=[batch]))
+        inputs = packed_inputs(module, tokens, PackedAttention(position_ids=positions, decoding=[batch]))
         outputs.append(output(module(**inputs)).squeeze(0))
         batch.advance()
     return torch.cat(outputs), rows

@@ -1,8 +1,9 @@
 """Forward pass of micro-batches through a transformers model and its language-model head.
 
 A prompt that several micro-batches share is computed once, and its forward pass keeps its graph. Each micro-batch
-starts from detached copies of its keys and values, and leaves gradients on them. Then one backward pass of the prompt
-takes the sum of these gradients. By the chain rule, the result is the gradient of one micro-batch with all completions.
+starts from detached copies of its keys, values and recurrent states, and leaves gradients on them. Then one backward
+pass of the prompt takes the sum of these gradients. By the chain rule, the result is the gradient of one micro-batch
+with all completions.
 
 P tokens of the prompt, S of the row, B sequences of a padded batch, L the longest, T loss tokens, H hidden size,
 V vocabulary, R LoRA rank.
@@ -21,6 +22,7 @@ from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logpro
 from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.lm_head.tiled_softmax import check_triton
+from cohort.models.mixers import masks
 from cohort.packing.batch import MicroBatch
 
 
@@ -29,7 +31,7 @@ class PrefixState:
 
     def __init__(self, hidden_1H: Tensor, states: KVCache):
         self.hidden_1H = _leaf(hidden_1H)  # at the last token of the prompt
-        self.states = KVCache({layer: (_leaf(key), _leaf(value)) for layer, (key, value) in states.items()})
+        self.states = KVCache({layer: tuple(map(_leaf, tensors)) for layer, tensors in states.items()})
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients left by the backward pass of the micro-batch."""
@@ -82,7 +84,7 @@ class SharedPrefix:
 
 
 def _tensors(states: KVCache) -> list[Tensor]:
-    """Keys and values of all layers, in layer order."""
+    """Keys, values and recurrent states of all layers, in the order of their keys."""
     return [tensor for layer in sorted(states) for tensor in states[layer]]
 
 
@@ -121,18 +123,18 @@ def forward(
         captured=captured,
         specs=specs,
     )
-    out = output(module(**packed_inputs(micro_batch.input_ids, attention))).squeeze(0)
+    out = output(module(**packed_inputs(module, micro_batch.input_ids, attention))).squeeze(0)
     if prefix is not None:
         out = torch.cat([prefix.hidden_1H, out])
     return out.index_select(0, micro_batch.logit_positions)
 
 
-def packed_inputs(input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
+def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
     """Return the inputs of a transformers model for a packed row [S]."""
     return {
         "input_ids": input_ids.unsqueeze(0),
         "position_ids": attention.position_ids.unsqueeze(0),
-        "attention_mask": attention.as_mask(),
+        "attention_mask": masks(module.config, attention.as_mask()),
         "use_cache": False,
     }
 

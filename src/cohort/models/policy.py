@@ -32,6 +32,7 @@ from cohort.models.fsdp import Sharding
 from cohort.models.host_memory import MasterWeights, OffloadedWeights
 from cohort.models.kv_cache import CachedDecoding, CacheDecoder, choose_decoding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
+from cohort.models.mixers import support_segments
 from cohort.models.quantization import quantization_notes
 from cohort.models.routers import remove_noise
 from cohort.packing.batch import MicroBatch
@@ -90,6 +91,7 @@ class Policy:
         self.adapter = adapter
         self.master_weights = master_weights
         remove_noise(model)
+        support_segments(model)
         self.removed_dropout = None if dropout else RemovedDropout(model)
         if self.dtype == torch.float64 and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")  # the grouped products have no float64
@@ -356,7 +358,7 @@ class Policy:
 
     def packed_logits(self, input_ids: Tensor, logit_positions: Tensor, attention: PackedAttention) -> Tensor:
         """Return logits [T, V] at `logit_positions` [T] of a packed row [S], float32 or wider; not if "padded"."""
-        inputs = packed_inputs(input_ids, attention)
+        inputs = packed_inputs(self.model, input_ids, attention)
         with self.autocast():
             if self._head is None:
                 logits = self.model(**inputs, logits_to_keep=logit_positions).logits[0]

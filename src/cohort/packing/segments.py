@@ -4,7 +4,8 @@ A packed row holds segments one after the other, without padding. A segment with
 its tokens attend causally within it. A segment with a parent continues it: its tokens attend to all of the parent, and
 causally within the segment. So a group's prompt is stored once and shared by its completions. All children of a parent
 are adjacent. The parent can also be a cached prefix outside the row, whose keys and values are passed to attention.
-No other part of a model mixes tokens, so only attention needs this.
+Besides attention, only layers with a recurrent state mix tokens. They compute segments in blocks (`StateBlocks`), and a
+segment with a parent starts from the parent's final state.
 
 In layers with a window or chunks (`AttentionMetadata.limited`), a token attends to the last tokens of its own sequence,
 of which some may be in the parent. Kernels take such a range of keys per sequence, so the keys of a segment are the
@@ -30,6 +31,8 @@ CACHED_PREFIX = -2  # parent of segments that continue the cached prefix
 # Sequences of at most this many tokens are padded into one block: one large call beats many small ones. Longer ones
 # are computed one by one, without padding or copies.
 _SHORT = 64
+# In a block of sequences that are longer, the shortest has this share of the longest's length.
+_SIMILAR = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,11 @@ class PaddedBlock:
             self.take(row).add_(values)
         else:
             _add(row, self._valid_positions, self.unpad(values), self.repeats)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, L."""
+        return max(self.lengths)
 
     @cached_property
     def padding_mask(self) -> Tensor | None:
@@ -202,6 +210,28 @@ class CascadeBlocks(Generic[Block]):
     window: int | None = None  # of causal attention
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBlock:
+    """Segments that a layer with a recurrent state computes together.
+
+    They are padded at the end, which changes none of their outputs but their final states. So segments whose final
+    states are kept have one length.
+    """
+
+    segments: PaddedBlock
+    starts: Tensor  # [B] int64, which kept state each segment starts from; empty: none
+    keeps: bool  # whether the final states are kept, after those of earlier blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBlocks:
+    """All segments of a row. The final state of a cached prefix, if it has children, is the first kept state."""
+
+    blocks: tuple[StateBlock, ...]
+    order: Tensor  # [S] int64, place of each token of the row in the blocks' outputs without padding
+    kept: Tensor  # int64, place of each segment's final state among the kept ones, for segments in their order
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMetadata:
     """The segments of a packed row, and attention over them for dense and for variable-length kernels."""
@@ -250,6 +280,22 @@ class AttentionMetadata:
             device = self.varlen.causal[0].cu_seqlens.device
             self._limited[window, chunk] = to_device(replace(self, padded=padded, varlen=varlen), device)
         return self._limited[window, chunk]
+
+    def state_blocks(self, *, keep_all: bool) -> StateBlocks:
+        """Return the blocks for layers with a recurrent state.
+
+        Args:
+            keep_all: keep the final states of all segments without a parent, not only of those that others continue.
+        """
+        if keep_all not in self._state_blocks:
+            device = self.varlen.causal[0].cu_seqlens.device
+            blocks = _build_state_blocks(self.lengths, self.parents, keep_all=keep_all)
+            self._state_blocks[keep_all] = to_device(blocks, device)
+        return self._state_blocks[keep_all]
+
+    @cached_property
+    def _state_blocks(self) -> dict[bool, StateBlocks]:
+        return {}
 
     @cached_property
     def _limited(self) -> dict[tuple[int | None, int | None], "AttentionMetadata"]:
@@ -347,3 +393,43 @@ def _group_short(sizes: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Group item indices into blocks: all short items together, each long one alone."""
     short = [n for n, size in enumerate(sizes) if max(size) <= _SHORT]
     return ([short] if short else []) + [[n] for n, size in enumerate(sizes) if max(size) > _SHORT]
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group sequences of similar length into blocks, longest first. Return indices of the sequences of each block."""
+    blocks: list[list[int]] = []
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        longest = lengths[blocks[-1][0]] if blocks else 0
+        if blocks and (longest <= _SHORT or lengths[n] >= _SIMILAR * longest):
+            blocks[-1].append(n)
+        else:
+            blocks.append([n])
+    return blocks
+
+
+def _build_state_blocks(lengths: Sequence[int], parents: Sequence[int], *, keep_all: bool) -> StateBlocks:
+    every = range(len(lengths))
+    kept = [n for n in every if parents[n] == NO_PARENT and (keep_all or n in parents)]
+    members = [([n for n in kept if lengths[n] == length], True) for length in dict.fromkeys(lengths[n] for n in kept)]
+    for has_parent in (False, True):
+        rest = [n for n in every if (parents[n] != NO_PARENT) == has_parent and n not in kept]
+        members += [([rest[n] for n in block], False) for block in group_by_length([lengths[n] for n in rest])]
+    before = [CACHED_PREFIX] if CACHED_PREFIX in parents else []
+    of_state = [*before, *(n for block, keeps in members if keeps for n in block)]
+    number = {n: place for place, n in enumerate(of_state)}
+    starts = np.cumsum(lengths) - lengths
+    blocks = tuple(
+        StateBlock(
+            segments=PaddedBlock.of([int(starts[n]) for n in block], [lengths[n] for n in block]),
+            starts=torch.tensor([number[parents[n]] for n in block if parents[n] != NO_PARENT], dtype=torch.int64),
+            keeps=keeps,
+        )
+        for block, keeps in members
+        if block
+    )
+    places = np.concatenate([starts[n] + np.arange(lengths[n]) for block, _ in members for n in block])
+    return StateBlocks(
+        blocks=blocks,
+        order=torch.from_numpy(np.argsort(places)),
+        kept=torch.tensor([number[n] for n in kept], dtype=torch.int64),
+    )

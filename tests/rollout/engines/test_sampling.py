@@ -18,6 +18,7 @@ from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
 from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.kv_cache import CacheDecoder
+from cohort.packing.segments import group_by_length
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders
@@ -257,8 +258,8 @@ def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_blocks_of_prompts_of_similar_length():
-    assert decoding.group_by_length([100, 20, 70, 80, 64, 3]) == [[0, 3], [2, 4], [1, 5]]
-    assert decoding.group_by_length([64, 1, 40]) == [[0, 2, 1]]
+    assert group_by_length([100, 20, 70, 80, 64, 3]) == [[0, 3], [2, 4], [1, 5]]
+    assert group_by_length([64, 1, 40]) == [[0, 2, 1]]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ R rows (completions), B prompts of a block, G most rows per prompt, P longest pr
 far, H query heads, K key heads, D head size; for attention in general N sequences, L queries, S keys.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -18,23 +18,9 @@ from torch import Tensor
 from cohort.models.attention.cascade import AttentionSpec, softcapped, wide_product
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer
+States = dict[int, tuple[Tensor, ...]]  # recurrent states by key, see `cohort.models.mixers`; keys are negative
 
 _GROWTH = 64  # positions added to a full buffer, plus half of its length
-# Prompts of up to _SHORT tokens share a block; in a block of longer ones, the shortest has 3/4 of the longest's length.
-_SHORT = 64
-_SIMILAR = 0.75
-
-
-def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group prompts of similar length into blocks, longest first. Return indices of the prompts of each block."""
-    blocks: list[list[int]] = []
-    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        longest = lengths[blocks[-1][0]] if blocks else 0
-        if blocks and (longest <= _SHORT or lengths[n] >= _SIMILAR * longest):
-            blocks[-1].append(n)
-        else:
-            blocks.append([n])
-    return blocks
 
 
 class PromptCache:
@@ -45,6 +31,7 @@ class PromptCache:
         self._lengths = np.asarray(lengths)
         self._device = device
         self._layers: Layers = {}  # [B, K, P, D]
+        self.states: States = {}  # [B, ...]
         self._biases: dict[bytes, Tensor | None] = {}  # by what is seen: layers of one kind share them
 
     def __len__(self) -> int:
@@ -55,13 +42,19 @@ class PromptCache:
         """Length of the longest prompt."""
         return int(self._lengths.max())
 
-    def write(self, first: int, count: int, captured: MutableMapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Move the keys and values of prompts `first`, ..., `first + count - 1` from `captured` into the cache."""
+    def write(self, first: int, count: int, captured: MutableMapping[int, tuple[Tensor, ...]]) -> None:
+        """Move what is cached of prompts `first`, ..., `first + count - 1` from `captured` into the cache."""
         length, longest = self._lengths[first : first + count], self._lengths.max()
         # padding repeats the last token of a prompt, so all values are defined
         column = np.minimum(np.arange(longest), length[:, None] - 1)
         positions = torch.from_numpy((np.cumsum(length) - length)[:, None] + column).to(self._device)
         for layer in list(captured):
+            if layer < 0:
+                states = captured.pop(layer)
+                buffers = self.states.setdefault(layer, tuple(x.new_empty(len(self), *x.shape[1:]) for x in states))
+                for buffer, state in zip(buffers, states, strict=True):
+                    buffer[first : first + count] = state
+                continue
             key, value = captured.pop(layer)
             if layer not in self._layers:
                 shape = (len(self), key.shape[1], longest, key.shape[3])
@@ -146,6 +139,16 @@ class DecodeBatch:
         self._layers: Layers = {}  # [R, K, capacity >= C, D]
         self._length = 0  # C
         self._build_indices()
+        counts = [len(r) for rows_of in rows for r in rows_of]
+        prompts = np.empty(sum(counts), dtype=np.int64)  # of each completion
+        prompts[np.concatenate([r for rows_of in rows for r in rows_of])] = np.arange(len(counts)).repeat(counts)
+        index = torch.from_numpy(prompts).to(device)
+        self.states: States = {  # [R, ...], of each completion
+            key: tuple(torch.cat(parts)[index] for parts in zip(*(block.states[key] for block in blocks), strict=True))
+            for key in blocks[0].states
+        }
+        for block in blocks:
+            block.states = {}
 
     def __len__(self) -> int:
         return len(self._source)
@@ -187,6 +190,7 @@ class DecodeBatch:
         for layer in self._layers:
             keys, values = (resized(x, index, self._length, x.shape[2]) for x in self._layers[layer])
             self._layers[layer] = keys, values
+        self.states = {key: tuple(x[index] for x in states) for key, states in self.states.items()}
         prompts: list[tuple[PromptCache, Sequence[np.ndarray]]] = []
         for block, rows_of in self._prompts:
             left = [n[n >= 0] for n in (number[r] for r in rows_of)]
@@ -202,7 +206,8 @@ class DecodeBatch:
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Size of the prompt caches, and of the completions' cache with spare capacity."""
-        return sum(block.num_bytes for block, _ in self._prompts), _num_bytes(self._layers)
+        own = _num_bytes(self._layers) + _num_bytes(self.states)
+        return sum(block.num_bytes for block, _ in self._prompts), own
 
     def _append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of the new tokens; return those of the completions, [R, K, C + 1, D]."""
@@ -257,7 +262,7 @@ def _first_seen(prompt_tokens: np.ndarray, num_own: int, spec: AttentionSpec) ->
     return first
 
 
-def _num_bytes(layers: Layers) -> int:
+def _num_bytes(layers: Mapping[int, tuple[Tensor, ...]]) -> int:
     return sum(x.nbytes for layer in layers.values() for x in layer)
 
 

@@ -83,8 +83,10 @@ _IGNORED_ARGUMENTS = frozenset(
 _chosen: list[Backend] = []  # set by `backend`, innermost last
 
 
-class KVCache(UserDict[int, KeyValue]):
+class KVCache(UserDict[int, tuple[Tensor, ...]]):
     """Keys and values of a prefix by layer index, each [1, key heads, P, dim], after rotary embedding.
+
+    Layers with a recurrent state have it under a negative key, see `cohort.models.mixers`.
 
     Not a `dict`, because model wrappers copy dicts on the way to the layers.
     """
@@ -147,7 +149,10 @@ def attention(
     assert packed.attn_metadata is not None
     if packed.captured is not None:
         packed.captured.setdefault(module.layer_idx, (key, value))
-    prefix = None if packed.prefix is None else packed.prefix[module.layer_idx]
+    prefix = None
+    if packed.prefix is not None:
+        prefix_key, prefix_value = packed.prefix[module.layer_idx]
+        prefix = prefix_key, prefix_value
     return packed_attention(query, key, value, packed.attn_metadata, spec, prefix), None
 
 

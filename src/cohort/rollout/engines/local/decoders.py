@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cohort.models import Policy
 from cohort.models.attention import KVCache, PackedAttention
-from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
-from cohort.packing.segments import NO_PARENT, build_attention_metadata
+from cohort.models.attention.decoding import DecodeBatch, PromptCache
+from cohort.packing.segments import NO_PARENT, build_attention_metadata, group_by_length
 from cohort.packing.to_device import to_device
 from cohort.records import IntArray
 
