@@ -25,6 +25,8 @@ from cohort.packing.batch import TrainBatch
 from cohort.records import TrainSequence
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+# Like any other up to 512 tokens, but rows cannot be shared, as frequencies could depend on their longest sequence
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

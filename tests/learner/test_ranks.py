@@ -13,7 +13,7 @@ from rank_engine import BUDGETS, OPTIMIZERS, STEPS, places, step_sequences
 from ranks import RanksOnDemand
 from selection import mostly_slow, slow
 from test_laws import ALGORITHMS, dense_gradient, make_engine
-from tiny import make_policy, policy_of, relative_error, save_model_folder
+from tiny import DYNAMIC_ROPE, make_policy, policy_of, relative_error, save_model_folder
 
 TWO = pytest.param(2, marks=slow("what goes wrong with two goes wrong with three, where some are idle too"))
 WORLDS = (1, TWO, 3)
@@ -141,7 +141,7 @@ def test_a_step_that_is_left_for_the_end_of_the_run_leaves_nothing_behind(result
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 def test_out_of_memory_in_a_later_pass(results: Results, tmp_path: Path, layout: str):
     """Padded sequences come to other ranks under another budget."""
-    keys = {"kind": "mistral", "sliding_window": 8} if layout == "padded" else {}
+    keys = {"rope_parameters": DYNAMIC_ROPE} if layout == "padded" else {}
     folders = [str(save_model_folder(tmp_path / str(seed), seed=seed, **keys)) for seed in (0, 1)]
     later = results(3, "out_of_memory_later", *folders)
     assert later["layout"] == layout

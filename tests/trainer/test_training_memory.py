@@ -57,19 +57,16 @@ def test_gradients_in_forward_without_a_known_head_are_refused(tmp_path: Path, m
     assert notes.told[:-1] == ["the model computes full logits, because its head is not a supported linear layer"]
 
 
-@pytest.mark.parametrize(("window", "layout"), [(8, "padded"), (512, "shared")])
-def test_a_run_says_why_its_rows_are_padded(tmp_path: Path, window: int, layout: str):
-    """A window matters where the run's longest sequence is longer, which is known from its data."""
-    config = changed(make_inputs(tmp_path, "mistral", sliding_window=window), train={"steps": 1})
+@pytest.mark.parametrize("dropout", [True, False])
+def test_a_run_says_why_its_rows_are_padded(tmp_path: Path, dropout: bool):
+    inputs = make_inputs(tmp_path, attention_dropout=0.1)
     notes = Notes()
-    result = cohort.train(config, display=notes)
-    shared = metric(result.run_dir, "prompt_tokens_saved")[0]
-    if layout == "padded":
-        told, _ = notes.told
-        assert told.startswith("the model runs on padded batches, because its longest sequence of ")
-        assert told.endswith("tokens is longer than its attention window of 8 tokens") and shared == 0
-    else:
-        assert len(notes.told) == 1 and shared > 0
+    result = cohort.train(changed(inputs, train={"steps": 1}, model={"dropout": dropout}), display=notes)
+    reasons = [
+        text for text in notes.told if text.startswith("the model runs on padded batches, because it has dropout")
+    ]
+    assert len(reasons) == dropout
+    assert (metric(result.run_dir, "prompt_tokens_saved")[0] > 0) != dropout
 
 
 def test_a_sequence_that_does_not_fit_by_itself_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

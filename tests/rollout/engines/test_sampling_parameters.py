@@ -15,7 +15,7 @@ from cohort.rollout.engines.local.sampler import _RepetitionPenalty, penalize_re
 from engines import generate
 from processed import completion_log_p, processed_log_p
 from selection import examples
-from tiny import VOCAB_SIZE, make_gemma2, make_policy, policy_of
+from tiny import DYNAMIC_ROPE, VOCAB_SIZE, make_policy
 
 P = (0.5, 0.3, 0.15, 0.05)
 EACH = torch.arange(0.5, 1000).double() / 1000  # uniform numbers
@@ -113,10 +113,11 @@ def test_the_distribution_is_that_of_the_processors_of_transformers(
         {"repetition_penalty": 0.7, "temperature": 1.3, "min_p": 0.02, "top_k": 15, "top_p": 0.9},
     ],
 )
-@pytest.mark.parametrize("model", [make_policy, lambda: policy_of(make_gemma2())], ids=["shared", "padded"])
-def test_recorded_logprobs_are_those_of_the_distribution(model: Any, parameters: dict[str, Any]):
+@pytest.mark.parametrize(("layout", "model"), [("shared", {}), ("padded", {"rope_parameters": DYNAMIC_ROPE})])
+def test_recorded_logprobs_are_those_of_the_distribution(layout: str, model: Any, parameters: dict[str, Any]):
     """Also of completions that end, leave the batch and make room for others."""
-    policy = model()
+    policy = make_policy(**model)
+    assert policy.layout == layout
     sampler = Sampler(policy, end_token_ids=frozenset(range(1, 20)), max_num_seqs=3)
     sampling = SamplingParams(**{"num_generations": 2, "max_completion_tokens": 24, "temperature": 1.0, **parameters})
     rng, lengths = np.random.default_rng(0), set()

@@ -151,8 +151,8 @@ def test_an_engine_that_raises_is_named(tmp_path: Path):
                 raise ValueError("too large")
 
     for fails_early, message in (  # noqa: B007
-        (False, r"Broken\.generate raised ConnectionError: no route \(at .*test_python_objects\.py"),
-        (True, r"Broken\.update_weights raised ValueError: too large \(at .*test_python_objects\.py"),
+        (False, r"Broken\.generate raised ConnectionError: no route \(at .*test_given_objects\.py"),
+        (True, r"Broken\.update_weights raised ValueError: too large \(at .*test_given_objects\.py"),
     ):
         with pytest.raises(TrainingError, match=f"engine: {message}"):
             trainer_of(make_inputs(tmp_path), tmp_path / "run", engine=Broken()).train()
