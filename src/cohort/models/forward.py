@@ -9,7 +9,7 @@ P tokens of the prompt, S of the row, B sequences of a padded batch, L the longe
 V vocabulary, R LoRA rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logpro
 from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.lm_head.tiled_softmax import check_triton
-from cohort.models.mixers import masks
+from cohort.models.mixers import LAYER_TYPES
 from cohort.packing.batch import MicroBatch
 
 
@@ -134,7 +134,7 @@ def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) ->
     return {
         "input_ids": input_ids.unsqueeze(0),
         "position_ids": attention.position_ids.unsqueeze(0),
-        "attention_mask": masks(module.config, attention.as_mask()),
+        "attention_mask": _masks(module.config, attention.as_mask()),
         "use_cache": False,
     }
 
@@ -273,3 +273,11 @@ def build_head(model: Any) -> Head:
         lora=None if is_plain else module,
         transform=LogitTransform(scale=multiplier / divisor, softcap=softcap),
     )
+
+
+def _masks(config: Any, mask: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """Return the attention mask that brings metadata to all layers: models make that of mixers from 2D masks only."""
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if not types & LAYER_TYPES:
+        return mask
+    return dict.fromkeys(types | {"full_attention", "linear_attention"}, mask)

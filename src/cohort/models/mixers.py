@@ -12,7 +12,7 @@ S tokens of the row; B segments of a block, L tokens of the longest; H hidden si
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +44,6 @@ def support_segments(model: Any) -> None:
     for mixer_class in {type(m) for m in find_mixers(model)} - _segmented:
         mixer_class.forward = _with_segments(mixer_class)
         _segmented.add(mixer_class)
-
-
-def masks(config: Any, mask: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """Return the attention mask that brings metadata to all layers: models make that of mixers from 2D masks only."""
-    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if not types & LAYER_TYPES:
-        return mask
-    return dict.fromkeys(types | {"full_attention", "linear_attention"}, mask)
 
 
 def _cache_argument(mixer_class: type) -> str | None:
