@@ -2,7 +2,7 @@
 
 First the architecture is inspected. Then short sequences are computed in the candidate layout and padded, forward and
 backward. Shared prompts are also computed as a group that is split over micro-batches, and decoded. So an unusual model
-or a failing kernel costs speed, never correctness.
+costs speed and not correctness. Kernels that only fail on longer sequences are not found.
 
 H hidden size.
 """

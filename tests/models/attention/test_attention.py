@@ -32,7 +32,7 @@ from cohort.models.activation_checkpointing import _selective_contexts
 from cohort.models.attention import KVCache, PackedAttention, cascade, interface, varlen
 from cohort.packing import collate, collate_part, collate_prompt
 from selection import examples
-from tiny import gradients, make_model, policy_of, random_sequences, relative_error
+from tiny import gradients, make_gemma2, make_model, policy_of, random_sequences, relative_error
 
 
 @pytest.fixture
@@ -350,3 +350,18 @@ def test_a_prefix_that_nothing_goes_on_from(name: interface.Backend, varlen_kern
     with interface.backend(name), torch.no_grad():
         actual, _ = policy.logprobs(collate_part(sequences), temperature=1.0, prefix=prompt.detach())
     torch.testing.assert_close(actual, expected.detach())
+
+
+def test_softcaps_with_a_cache_of_transformers():
+    """As `trainer.model.generate` computes them, one token after the other."""
+    policy = policy_of(make_gemma2(attn_logit_softcapping=2.0, layer_types=["full_attention"] * 2))
+    assert policy.model.config._attn_implementation == interface.NAME
+    ids = torch.tensor([[5, 9, 31, 7, 12]])
+    with torch.no_grad():
+        whole = policy.model(ids).logits[0]
+        cache, steps = None, []
+        for token in ids.unbind(1):
+            out = policy.model(token[None], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits[0, -1])
+    torch.testing.assert_close(torch.stack(steps), whole, rtol=1e-5, atol=1e-5)

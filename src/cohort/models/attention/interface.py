@@ -209,7 +209,8 @@ def plain_attention(
     if spec.softcap is not None:
         scores = softcapped(scores, spec.softcap)
     if attention_mask is None:
-        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        cached = scores.shape[-1] - scores.shape[-2]  # keys before the first query
+        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril(cached)
     scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     if spec.sinks is not None:
         sinks = spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
