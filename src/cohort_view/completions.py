@@ -16,15 +16,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cohort.records import BROKEN, FloatArray
+from cohort.records import BROKEN, FloatArray, IntArray
 from cohort_view.run import completions_name
-from cohort_view.values import integer, number, ordinary, reason
+from cohort_view.values import integer, number, reason, regular_file
 
 Signature = tuple[int, int, int]  # inode, mtime in nanoseconds, size in bytes
 T = TypeVar("T")
+
+_TEXTS = ("prompt", "answer", "completion", "end", "error", "messages")  # columns
 
 
 def signature(path: Path) -> Signature | None:
@@ -76,6 +77,7 @@ class ParquetRows:
         name: path of the file within the run folder.
         names: columns of the file.
         num_rows: rows of the file; 0 if it cannot be read.
+        is_missing: whether there is no such file.
         row_groups: rows of each row group.
         problems: sentences on what could not be read.
     """
@@ -85,10 +87,15 @@ class ParquetRows:
         self.names: tuple[str, ...] = ()
         self.row_groups: list[range] = []
         self.num_rows = 0
+        self.is_missing = False
         self.problems: list[str] = []
         with self.noting_problems():
-            self._file = pq.ParquetFile(ordinary(run_path, name))
-            self.names = tuple(self._file.schema_arrow.names)
+            self._file = pq.ParquetFile(regular_file(run_path, name))
+            schema = self._file.schema_arrow
+            self.names = tuple(schema.names)
+            for column in schema:
+                if (column.name in _TEXTS or column.name.startswith("details/")) and not _holds_text(column.type):
+                    raise ValueError(f"its column {column.name!r} holds no text")
             metadata = self._file.metadata
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             bounds = np.cumsum([0, *sizes]).tolist()
@@ -102,7 +109,7 @@ class ParquetRows:
             yield
             return
         except FileNotFoundError:
-            problem = f"{self.name} does not exist."
+            self.is_missing, problem = True, f"{self.name} does not exist."
         except Exception as error:  # a damaged file can raise anything
             problem = f"{self.name} cannot be read: {reason(error)}."
         self.problems.append(problem)
@@ -123,6 +130,10 @@ class ParquetRows:
         return {}
 
 
+def _holds_text(of: pa.DataType) -> bool:
+    return bool(pa.types.is_string(of) or pa.types.is_large_string(of) or pa.types.is_null(of))
+
+
 def numbers(column: pa.ChunkedArray | None, length: int) -> FloatArray:
     """Return a column's numbers, NaN where null or missing."""
     if column is None:
@@ -130,14 +141,16 @@ def numbers(column: pa.ChunkedArray | None, length: int) -> FloatArray:
     return np.array(column.to_pylist(), dtype=np.float64)  # the column's own `to_numpy` imports pandas
 
 
-def texts(column: pa.ChunkedArray | None, length: int, *, limit: int | None = None) -> list[Any]:
-    """Return a column's values, of texts at most `limit` characters, None where null or missing."""
-    if column is None:
-        return [None] * length
-    return list((column if limit is None else pc.utf8_slice_codeunits(column, 0, limit)).to_pylist())
+def texts(column: pa.ChunkedArray | None, length: int) -> list[Any]:
+    """Return a column's values, None where null or missing."""
+    return [None] * length if column is None else list(column.to_pylist())
 
 
-PREVIEW_CHARS = 160
+def group_bounds(groups_N: FloatArray) -> IntArray:
+    """Return the rows at which another group begins, and the number of rows, from each row's group. [P + 1]"""
+    return np.flatnonzero(np.diff(groups_N, prepend=np.nan, append=np.nan))
+
+
 PROMPT_CHARS = 400
 _EQUAL = 1e-8  # as in cohort.metrics
 
@@ -150,22 +163,16 @@ class StepIndex:
     groups: Sequence[range] = ()  # [P] rows of each group
     prompt_ids: Sequence[int] = ()  # [P]
     prompts: Sequence[str] = ()  # [P] beginnings
-    are_chats: Sequence[bool] = ()  # [P] whether the prompts are messages
     rewards: FloatArray = field(default_factory=lambda: np.zeros(0))  # [N]
-    advantages: FloatArray = field(default_factory=lambda: np.zeros(0))  # [N]
     lengths: FloatArray = field(default_factory=lambda: np.zeros(0))  # [N] tokens sampled
     policy_versions: FloatArray = field(default_factory=lambda: np.zeros(0))  # [N]
     ends: Sequence[str | None] = ()  # [N]
-    previews: Sequence[str] = ()  # [N] beginnings of the completions
     problems: Sequence[str] = ()
+    is_missing: bool = False  # whether there is no such file
 
     def intact_lengths(self, rows: range) -> FloatArray:
         """Return the lengths of the completions that infrastructure did not break, as in metrics of lengths."""
         return np.array([self.lengths[row] for row in rows if not is_broken(self.ends[row])], dtype=np.float64)
-
-    def group_of(self, row: int) -> int:
-        """Return the index of the group that has a row."""
-        return next(i for i, rows in enumerate(self.groups) if row in rows)
 
 
 _INDEXES: FileCache[StepIndex] = FileCache(200)  # a file of 1,000 rows takes about 300 kB
@@ -175,7 +182,7 @@ def step_index(run_path: Path, kind: str, step: int, config: Mapping[str, Any] |
     """Read what lists of groups need of a completions file, once per version of the file."""
     name = completions_name(kind, step)
     index = _INDEXES.get(run_path / name, lambda: _read(run_path, name))
-    if not index.num_rows and not (run_path / name).exists():
+    if index.is_missing:
         return replace(index, problems=(why_missing(kind, step, config),))
     return index
 
@@ -183,7 +190,7 @@ def step_index(run_path: Path, kind: str, step: int, config: Mapping[str, Any] |
 def why_missing(kind: str, step: int, config: Mapping[str, Any] | None) -> str:
     """Say why a step has no completions file of a kind."""
     if kind == "eval":
-        return f"No completions of an evaluation after step {step}."
+        return f"No evaluation completions after step {step}."
     every = integer(config, "run", "completions_every")
     if every is not None and (every == 0 or step % every):
         which = "none are kept" if every == 0 else f"only those of every {every} steps are kept"
@@ -210,7 +217,7 @@ def is_broken(end: str | None) -> bool:
     return end in BROKEN
 
 
-_NUMBERS = ("group", "reward", "advantage", "num_tokens", "policy_version")
+_NUMBERS = ("group", "reward", "num_tokens", "policy_version")
 _NEEDED = ("group", "prompt_id", "prompt", "prompt_is_chat", "num_tokens", "end", "completion", "reward")
 
 
@@ -220,15 +227,9 @@ def _read(run_path: Path, name: str) -> StepIndex:
         if missing := [column for column in _NEEDED if file.num_rows and column not in file.names]:
             raise ValueError(f"it has no column {missing[0]!r}")
         found = file.read((*_NUMBERS, "prompt_id", "prompt", "prompt_is_chat", "end"))
-        previews = [
-            text or ""
-            for rows in file.row_groups
-            for text in texts(file.read(["completion"], rows).get("completion"), len(rows), limit=PREVIEW_CHARS)
-        ]
         n = file.num_rows
         of_rows = {column: numbers(found.get(column), n) for column in _NUMBERS}
-        # rows at which another group begins, and the end
-        bounds = np.flatnonzero(np.diff(of_rows["group"], prepend=np.nan, append=np.nan)).tolist() if n else []
+        bounds = group_bounds(of_rows["group"]).tolist()
         prompts, chats, ids = (
             [values[row] for row in bounds[:-1]]
             for values in (texts(found.get(name), n) for name in ("prompt", "prompt_is_chat", "prompt_id"))
@@ -238,14 +239,12 @@ def _read(run_path: Path, name: str) -> StepIndex:
             groups=[range(a, b) for a, b in pairwise(bounds)],
             prompt_ids=ids,
             prompts=[prompt_text(*of_group, PROMPT_CHARS) for of_group in zip(prompts, chats, strict=True)],
-            are_chats=chats,
             rewards=of_rows["reward"],
-            advantages=of_rows["advantage"],
             lengths=of_rows["num_tokens"],
             policy_versions=of_rows["policy_version"],
             ends=texts(found.get("end"), n),
-            previews=previews,
             problems=tuple(dict.fromkeys(file.problems)),
+            is_missing=file.is_missing,
         )
     return StepIndex(problems=tuple(dict.fromkeys(file.problems)))
 
@@ -310,15 +309,22 @@ def parse_messages(text: str | None, budget: TextBudget) -> list[dict[str, Any]]
     return found if isinstance(found, list) and found and all(isinstance(m, dict) for m in found) else None
 
 
-def parse_prompt(text: str | None, is_chat: bool) -> Any:
+def parse_prompt(text: str | None, is_chat: bool, budget: TextBudget) -> Any:
     """Return a prompt: a text, or chat messages as a list."""
-    messages = parse_messages(text, TextBudget()) if is_chat else None
-    return messages or TextBudget().take(text or "")
+    return (parse_messages(text, budget) if is_chat else None) or budget.take(text or "")
+
+
+def prompt_and_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's prompt and its expected answer, None if there is none, and whether they are cut."""
+    of_prompt, of_answer = TextBudget(), TextBudget()
+    prompt = parse_prompt(row.get("prompt"), row.get("prompt_is_chat") is True, of_prompt)
+    answer = None if row.get("answer") is None else of_answer.take(row["answer"])
+    return {"prompt": prompt, "prompt_cut": of_prompt.cut, "answer": answer, "answer_cut": of_answer.cut}
 
 
 def prompt_text(text: str | None, is_chat: bool, limit: int) -> str:
     """Return the beginning of a prompt: of the last user message if it is a conversation."""
-    prompt = parse_prompt(text, is_chat)
+    prompt = parse_prompt(text, is_chat, TextBudget())
     if isinstance(prompt, str):
         return prompt[:limit]
     of_user = [m.get("content") for m in prompt if m.get("role") == "user"] or [prompt[-1].get("content")]
@@ -330,14 +336,6 @@ def _content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)
-
-
-def calls(value: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the model calls of a row, with the number of tokens in place of their ids."""
-    if value is None:
-        return None
-    without_ids = [{key: v for key, v in call.items() if key != "token_ids"} for call in value]
-    return [{**call, "tokens": len(ids["token_ids"])} for call, ids in zip(without_ids, value, strict=True)]
 
 
 def named_numbers(row: Mapping[str, Any], prefix: str) -> dict[str, float | None]:

@@ -23,7 +23,6 @@ def accuracy_point(step: int, num_right: IntArray, num: IntArray) -> dict[str, A
         "accuracy": accuracy,
         "low": low,
         "high": high,
-        "num": total,
         "num_questions": int((num > 0).sum()),
         "pass_at": pass_at_k(num_right, num),
     }

@@ -275,7 +275,7 @@ def _note(run: ViewedRun, num_steps: int, added: Sequence[int], *, points: int) 
     longest = max(len(run.metrics.steps), len(run.metrics.eval.steps))
     if points < longest:
         sentences.append(f"Curves: at most {points} of {longest:,} points, with the highest and lowest.")
-    sentences.append("Tokens, search, logs and live updates need `cohort view`.")
+    sentences.append("Tokens, tool calls, questions beyond 100, the filter, logs and live updates need `cohort view`.")
     return " ".join(sentences)
 
 

@@ -8,21 +8,20 @@ import numpy as np
 from cohort.health.explain import Explanation, GroupsSummary, explain_step, maximum_reward
 from cohort.records import FloatArray
 from cohort_view.completions import (
-    TEXT_CHARS,
     ParquetRows,
     StepIndex,
     TextBudget,
-    calls,
     has_equal_rewards,
     is_broken,
     named_numbers,
     parse_json,
     parse_messages,
-    parse_prompt,
+    prompt_and_answer,
     reward_std,
     step_index,
 )
 from cohort_view.run import ViewedRun, completions_name
+from cohort_view.tools import is_error
 from cohort_view.values import integer, number
 
 MAX_GROUPS = 1000  # in one answer
@@ -34,7 +33,7 @@ SORTS = {  # the field of a group that each sorts by
     "staleness": "staleness",
     "reward": "reward_mean",
 }
-_TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "sampling_logprobs", "sequence_token_ids", "loss_mask")
+_UNUSED = ("prompt_token_ids", "completion_token_ids", "sampling_logprobs", "sequence_token_ids", "loss_mask", "calls")
 
 
 def step(
@@ -79,7 +78,7 @@ def group(run: ViewedRun, step: int, kind: str, index: int) -> dict[str, Any]:
     of_step = step_index(run.path, kind, step, run.config)
     file = ParquetRows(run.path, completions_name(kind, step))
     rows = of_step.groups[index] if index < len(of_step.groups) else range(0)
-    columns = file.read([name for name in file.names if name not in _TOKEN_COLUMNS], rows)
+    columns = file.read([name for name in file.names if name not in _UNUSED], rows)
     of_columns = {name: column.to_pylist() for name, column in columns.items()}
     of_rows = [dict(zip(of_columns, values, strict=True)) for values in zip(*of_columns.values(), strict=True)]
     problems = list(dict.fromkeys([*of_step.problems, *(file.problems if rows else ())]))
@@ -91,8 +90,7 @@ def group(run: ViewedRun, step: int, kind: str, index: int) -> dict[str, Any]:
         "kind": kind,
         "index": index,
         "prompt_id": first.get("prompt_id"),
-        "prompt": parse_prompt(first.get("prompt"), bool(first.get("prompt_is_chat"))),
-        "answer": (first.get("answer") or "")[:TEXT_CHARS] or None,
+        **prompt_and_answer(first),
         "completions": [_completion(row, values) for row, values in zip(rows, of_rows, strict=False)],
         "problems": problems,
     }
@@ -104,23 +102,24 @@ def _completion(row: int, values: Mapping[str, Any]) -> dict[str, Any]:
     text = budget.take(values.get("completion") or "")
     details = {n.removeprefix("details/"): v for n, v in values.items() if n.startswith("details/")}
     messages = parse_messages(values.get("messages"), budget)
+    has_errors = (number(values, "tool_errors") or 0) > 0
+    for message in messages or ():
+        if message.get("role") == "tool":
+            message["is_error"] = is_error(message, has_errors=has_errors)
     return {
         "row": row,
         "text": text,
         "messages": messages,
-        "calls": calls(values.get("calls")),
         "reward": number(values, "reward"),
         "rewards": named_numbers(values, "rewards/"),
         "details": {name: parse_json(detail, budget) for name, detail in details.items()},
         "advantage": number(values, "advantage"),
         "length": integer(values, "num_tokens"),
         "end": values.get("end"),
-        "policy_version": integer(values, "policy_version"),
         "error": None if values.get("error") is None else budget.take(values["error"]),
         "environment": named_numbers(values, "environment/"),
         "model_s": number(values, "model_s"),
         "environment_s": number(values, "environment_s"),
-        "tool_calls": integer(values, "tool_calls"),
         "cut": budget.cut,
     }
 
@@ -130,7 +129,6 @@ def _explain(run: ViewedRun, metrics: Mapping[str, float], index: StepIndex, ste
         metrics,
         summarize(index) if index.num_rows else None,
         step,
-        run_id=run.id,
         max_reward=maximum_reward(run.metrics, run.config),
         critic_warmup_steps=integer(run.config, "critic", "warmup_steps") or 0,
     )
@@ -139,15 +137,12 @@ def _explain(run: ViewedRun, metrics: Mapping[str, float], index: StepIndex, ste
 def summarize(index: StepIndex) -> GroupsSummary:
     """Count what explanations of a step need of its groups."""
     scored = ~np.isnan(index.rewards)
-    has_advantages = not np.isnan(index.advantages).all()
     return GroupsSummary(
         num_groups=len(index.groups),
         num_equal=sum(has_equal_rewards(index.rewards[rows.start : rows.stop]) for rows in index.groups),
         num_rows=index.num_rows,
         num_scored=int(scored.sum()),
         num_broken=sum(map(is_broken, index.ends)),
-        num_clipped=sum(end == "length" for end in index.ends),
-        num_zero_advantage=int((index.advantages == 0).sum()) if has_advantages else None,
         reward_min=number(float(index.rewards[scored].min())) if scored.any() else None,
         reward_max=number(float(index.rewards[scored].max())) if scored.any() else None,
     )
@@ -182,15 +177,5 @@ def _group_row(index: StepIndex, i: int, step: int, kind: str) -> dict[str, Any]
         "clipped": sum(end == "length" for end in ends),
         "staleness": integer(_staleness(index, rows, step, kind)),
         "broken": sum(map(is_broken, ends)),
-        "rows": [
-            {
-                "row": row,
-                "reward": number(float(index.rewards[row])),
-                "advantage": number(float(index.advantages[row])),
-                "length": integer(float(index.lengths[row])),
-                "end": index.ends[row],
-                "text": index.previews[row],
-            }
-            for row in rows
-        ],
+        "rows": [{"row": row, "reward": number(float(index.rewards[row])), "end": index.ends[row]} for row in rows],
     }

@@ -48,7 +48,7 @@ class JsonLines:
             return "unchanged"
         before, self._found, self.exists = self._found, found, found is not None
         if not is_file:
-            raise OSError(errno.EINVAL, "not an ordinary file")
+            raise OSError(errno.EINVAL, "not a regular file")
         if before is None or (found is not None and before[:2] == found[:2] and self._continues()):
             return "appended"
         self._offset, self._before = 0, b""

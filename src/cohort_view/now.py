@@ -16,7 +16,7 @@ from cohort.run.files import resume_hint
 from cohort.run.provenance import hide_in_text
 from cohort_view.run import ViewedRun
 from cohort_view.series import SIGNAL, WallTime, messages
-from cohort_view.values import get, integer, mapping, number, ordinary, text
+from cohort_view.values import get, integer, mapping, number, regular_file, text
 
 _WITHIN_OTHERS = ("communication", "move")  # parts of other phases
 
@@ -65,6 +65,7 @@ def now(run: ViewedRun) -> dict[str, Any]:
     table, state = run.metrics, run.state
     live = run.status if state in ("starting", "running") else None
     done, per_step, end = number(live, "done"), _seconds_per_step(run), _end(run)
+    warnings = _warnings(run)
     return {
         "id": run.id,
         "state": state,
@@ -82,19 +83,20 @@ def now(run: ViewedRun) -> dict[str, Any]:
         "memory": memory(run),
         "time": seconds_by_phase(run),
         "banners": _findings(run),
-        "warnings": _warnings(run),
+        "warnings": warnings[-_MAX_WARNINGS:],
+        "num_warnings": len(warnings),
         "problems": run.problems,
     }
 
 
 def _warnings(run: ViewedRun) -> list[dict[str, Any]]:
-    """Return the last warnings, equal ones once, with how often and when last they were shown."""
+    """Return the warnings, equal ones once, with how often and when last they were shown."""
     found: dict[str, dict[str, Any]] = {}
     for message in messages(run):
         if message["level"] != "note":
             earlier = found.pop(message["text"], {"num": 0})
             found[message["text"]] = {**message, "num": earlier["num"] + 1}
-    return list(found.values())[-_MAX_WARNINGS:]
+    return list(found.values())
 
 
 def runs(runs: Sequence[ViewedRun], root: Path | None = None) -> dict[str, Any]:
@@ -239,9 +241,11 @@ def log(run: ViewedRun, name: str = "") -> dict[str, Any]:
         if name and name not in files:
             raise FileNotFoundError(errno.ENOENT, "there is no such log")
         if name:
-            with ordinary(run.path, f"{_LOGS}/{name}").open("rb") as file:
-                file.seek(max(0, files[name] - _LOG_BYTES))
+            with regular_file(run.path, f"{_LOGS}/{name}").open("rb") as file:
+                file.seek(start := max(0, files[name] - _LOG_BYTES))
                 text = file.read(_LOG_BYTES).decode("utf-8", errors="replace")
+            if start:
+                text = text.partition("\n")[2]  # the rest of a line could begin within a secret
             lines = [hide_in_text(line) for line in text.splitlines()[-_LOG_LINES:]]
     except OSError as error:
         problems.append(f"{_LOGS}/{name} cannot be read: {error.strerror}.")
@@ -254,6 +258,6 @@ def _logs(run_path: Path) -> dict[str, int]:
     found = []
     for path in itertools.islice((run_path / _LOGS).rglob("*.log"), 10 * _MAX_LOGS):
         with suppress(OSError):
-            stat = ordinary(run_path, path.relative_to(run_path).as_posix()).stat()
+            stat = regular_file(run_path, path.relative_to(run_path).as_posix()).stat()
             found.append((-stat.st_mtime, path.relative_to(run_path / _LOGS).as_posix(), stat.st_size))
     return {name: size for _, name, size in sorted(found)[:_MAX_LOGS] if size}

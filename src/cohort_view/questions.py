@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cohort.records import BROKEN, FloatArray, IntArray
@@ -20,7 +21,9 @@ from cohort_view.completions import (
     PROMPT_CHARS,
     FileCache,
     ParquetRows,
+    group_bounds,
     numbers,
+    prompt_and_answer,
     prompt_text,
 )
 from cohort_view.evaluations import accuracy_point
@@ -32,6 +35,7 @@ SORTS = ("order", "changes", "seen", "share")
 COLUMNS_SHOWN = 60
 TIMES_SHOWN = 100
 _ENDING_CHARS = 80
+_ENDING_READ_CHARS = 400  # before white space is folded
 _PROBLEMS_SHOWN = 5
 _THREADS = 4  # reading waits for the disk, and pyarrow lets other threads run
 
@@ -106,7 +110,7 @@ def questions(
     of_rows = _rows(run, kind, history.steps, last_groups["file"], last_groups["row"], problems)
     return {
         "kind": kind,
-        "points": history.points,
+        "points": _points(run, history) if kind == "eval" else [],
         "steps": history.steps[ends],
         "questions": [
             {
@@ -136,12 +140,17 @@ def question(run: ViewedRun, kind: str, prompt_id: int) -> dict[str, Any]:
     newest = times[::-1][:TIMES_SHOWN]
     problems = list(history.problems)
     of_rows = _rows(run, kind, history.steps, newest["file"], newest["best"], problems)
-    if not known:
+    first: dict[str, Any] = {}
+    if known:
+        file = ParquetRows(run.path, completions_name(kind, int(history.steps[newest[0]["file"]])))
+        row = int(newest[0]["best"])
+        columns = file.read(("prompt", "prompt_is_chat", "answer"), range(row, row + 1))
+        first = {name: column[0].as_py() for name, column in columns.items()}
+    else:
         problems.append(f"No completions of question {prompt_id}.")
     return {
         "prompt_id": prompt_id,
-        "prompt": of_rows[0]["prompt"] if of_rows else "",
-        "answer": of_rows[0]["answer"] if of_rows else None,
+        **prompt_and_answer(first),
         "num_times": len(times),
         "times": [
             {
@@ -157,6 +166,18 @@ def question(run: ViewedRun, kind: str, prompt_id: int) -> dict[str, Any]:
         ],
         "problems": problems,
     }
+
+
+def _points(run: ViewedRun, history: _History) -> list[Mapping[str, Any]]:
+    """Return the evaluations; those without completions have the accuracy of the metrics, and no interval."""
+    table, known = run.metrics.eval, {point["step"] for point in history.points}
+    rest: dict[str, Any] = {"low": None, "high": None, "num_questions": None, "pass_at": {}}
+    others = [
+        {"step": int(step), "accuracy": float(accuracy), **rest}
+        for step, accuracy in zip(table.steps, table.column("eval/accuracy"), strict=True)
+        if np.isfinite(accuracy) and step not in known
+    ]
+    return sorted([*history.points, *others], key=lambda point: point["step"])
 
 
 def _history(run: ViewedRun, kind: str) -> _History:
@@ -204,8 +225,9 @@ def _read(run: ViewedRun, name: str, reward: str | None, threshold: float) -> _F
         prompts, group_numbers, rewards, judged = (
             numbers(found[column], file.num_rows) for column in ("prompt_id", "group", "reward", columns[0])
         )
-        starts = np.flatnonzero(np.diff(group_numbers, prepend=-1.0))
-        of_group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, file.num_rows)))
+        bounds = group_bounds(group_numbers)
+        starts = bounds[:-1]
+        of_group = np.repeat(np.arange(len(starts)), np.diff(bounds))
         best_first = np.lexsort((np.arange(file.num_rows), -np.nan_to_num(rewards, nan=-np.inf), of_group))
         groups = np.zeros(len(starts), _GROUP)
         groups["prompt"], groups["group"] = prompts[starts], np.arange(len(starts))
@@ -275,7 +297,7 @@ def _rows(
     return [known[file][row] for file, row in wanted]
 
 
-_SHOWN = ("prompt", "prompt_is_chat", "answer", "completion", "reward", "end")
+_SHOWN = ("prompt", "prompt_is_chat", "completion", "end")
 
 
 def _read_rows(run: ViewedRun, name: str, rows: Sequence[int], problems: list[str]) -> list[_Row]:
@@ -283,16 +305,15 @@ def _read_rows(run: ViewedRun, name: str, rows: Sequence[int], problems: list[st
     of_rows: list[dict[str, Any]] = [{} for _ in rows]
     with file.noting_problems():
         if found := file.read(_SHOWN, range(min(rows), max(rows) + 1)):
-            table = pa.table(found)
-            of_rows = [table.slice(row - min(rows), 1).to_pylist()[0] for row in rows]
+            table = pa.table(found).take([row - min(rows) for row in rows])
+            ends = pc.utf8_slice_codeunits(table["completion"], -_ENDING_READ_CHARS)
+            of_rows = table.drop_columns("completion").append_column("completion", ends).to_pylist()
     problems += [problem for problem in file.problems if problem not in problems]
     return [
         {
             "prompt": prompt_text(values.get("prompt"), values.get("prompt_is_chat") is True, PROMPT_CHARS),
-            "answer": values.get("answer"),
             "completion": {
                 "end_of_text": " ".join((values.get("completion") or "").split())[-_ENDING_CHARS:],
-                "reward": number(values, "reward"),
                 "end": values.get("end"),
             },
         }

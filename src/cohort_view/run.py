@@ -22,7 +22,7 @@ from cohort.health.metrics_table import MetricsBuilder, MetricsTable
 from cohort.run.files import format_line_numbers
 from cohort.run.provenance import hide
 from cohort_view.json_lines import JsonLines, parse_lines
-from cohort_view.values import inside, integer, number, ordinary, reason, text
+from cohort_view.values import inside, integer, number, reason, regular_file, text
 
 STEPS_SHOWN = 200
 KINDS = ("step", "replaced", "dropped", "eval")
@@ -189,7 +189,7 @@ class ViewedRun:
         self._problems.pop(name, None)
         value = None
         try:
-            file = ordinary(self.path, name)
+            file = regular_file(self.path, name)
             if file.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError("too large")
             value = parse(file.read_text(encoding="utf-8"))
@@ -210,7 +210,7 @@ class ViewedRun:
         if not self._has_changed("metrics.jsonl"):
             return False
         try:
-            with ordinary(self.path, "metrics.jsonl").open("rb") as file:
+            with regular_file(self.path, "metrics.jsonl").open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > _READ_AT_ONCE_BYTES:
                     file.seek(size - _TAIL_BYTES)

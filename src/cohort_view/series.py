@@ -177,14 +177,13 @@ def _cell(value: float) -> str:
 def metrics_list(run: ViewedRun) -> dict[str, Any]:
     """Return the metrics that a run has, in the order of its file."""
     found = []
-    for kind, table in (("train", run.metrics), ("eval", run.metrics.eval)):
+    for table in (run.metrics, run.metrics.eval):
         for name in table.names:
             metric = describe(name)
             found.append(
                 {
                     "name": name,
                     "group": metric.group,
-                    "kind": kind,
                     "unit": metric.unit,
                     "description": metric.description,
                     "last": table.last(name),

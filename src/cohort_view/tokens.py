@@ -91,10 +91,8 @@ def _byte_level_table() -> Mapping[str, bytes]:
 _TOKENIZERS: FileCache[TokenTexts] = FileCache(2)
 
 
-def find_tokenizer(
-    run_path: Path, config: Mapping[str, Any] | None
-) -> tuple[TokenTexts | None, Path | None, list[str]]:
-    """Return the texts of a run's tokens, the file that they are from, and why others could not be read.
+def find_tokenizer(run_path: Path, config: Mapping[str, Any] | None) -> tuple[TokenTexts | None, list[str]]:
+    """Return the texts of a run's tokens, and which files could not be read.
 
     Searches final/, the checkpoints, newest first, and `model.path` if it is a folder.
     """
@@ -102,15 +100,17 @@ def find_tokenizer(
     for folder, name in _places(run_path, config):
         path = folder / name
         try:
-            if not inside(folder, name).is_file():
+            if folder == run_path:
+                inside(folder, name)  # while a model's own folder may hold links, as the cache of Hugging Face does
+            if not path.is_file():
                 continue
             texts = _TOKENIZERS.get(path, lambda path=path: _read(path))  # type: ignore[misc]
         except Exception as error:  # a damaged file can raise anything
             problems.append(f"{path} cannot be read: {describe_error(error, 200)}.")
             continue
-        return texts, path, problems
+        return texts, problems
     problems.append("Tokens are shown as ids: no tokenizer.json in final/, checkpoints/ or the folder of model.path.")
-    return None, None, problems
+    return None, problems
 
 
 def _places(run_path: Path, config: Mapping[str, Any] | None) -> list[tuple[Path, str]]:
@@ -187,13 +187,11 @@ def completion(
     with file.noting_problems():
         sequences = _sequences(lists, of_tokens)
     problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens)]
-    texts, tokenizer, of_tokenizer = find_tokenizer(run.path, run.config)
+    texts, of_tokenizer = find_tokenizer(run.path, run.config)
     return {
         **asked,
-        "group": index.group_of(row),
         "sequences": _shown(sequences, texts, offset, limit),
         "num_tokens": sum(len(sequence.ids) for sequence in sequences),  # after the prompts, sent or not
-        "tokenizer": None if tokenizer is None else str(tokenizer),  # file that the texts of tokens come from
         "recorded": recorded,  # whether there is a file of `run.record_tokens` for the step
         "trained": _is_trained(of_tokens),  # whether the recorded tokens have a gradient; None if it is not known
         "problems": list(dict.fromkeys([*problems, *of_tokenizer])),
@@ -204,7 +202,7 @@ def _tokens_problems(run: ViewedRun, step: int, tokens: ParquetRows | None) -> S
     """Return what is wrong with the step's file in `tokens/`; `tokens` is None for completions that have none."""
     if tokens is None:
         return ()
-    if tokens.names or (run.path / tokens_name(step)).exists():
+    if not tokens.is_missing:
         return tokens.problems
     wanted = get(run.config, "run", "record_tokens")
     if wanted is True:

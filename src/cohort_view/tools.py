@@ -67,17 +67,25 @@ def _file(run: ViewedRun, step: int) -> _File:
 def _read(file: ParquetRows) -> _File:
     counted: Counter[Call] = Counter()
     examples: dict[Call, tuple[int, int]] = {}
-    columns, n = file.read(("group", "messages", "tool_errors", "malformed_calls")), file.num_rows
-    groups, errors, malformed = (numbers(columns.get(c), n) for c in ("group", "tool_errors", "malformed_calls"))
-    for row, messages in enumerate(texts(columns.get("messages"), n)):
-        for call in _calls(messages, failed=bool(errors[row] > 0)):
-            counted[call] += 1
-            examples.setdefault(call, (int(groups[row]), row))
-    return _File(counted, examples, int(malformed[malformed > 0].sum()), tuple(file.problems))
+    num_malformed = 0
+    with file.noting_problems():
+        columns, n = file.read(("group", "messages", "tool_errors", "malformed_calls")), file.num_rows
+        groups, errors, malformed = (numbers(columns.get(c), n) for c in ("group", "tool_errors", "malformed_calls"))
+        num_malformed = int(malformed[malformed > 0].sum())
+        for row, messages in enumerate(texts(columns.get("messages"), n)):
+            for call in _calls(messages, has_errors=bool(errors[row] > 0)):
+                counted[call] += 1
+                examples.setdefault(call, (int(groups[row]), row))
+    return _File(counted, examples, num_malformed, tuple(file.problems))
 
 
-def _calls(messages: str | None, *, failed: bool) -> Iterator[Call]:
-    """Yield the calls of a conversation; `failed` is whether some of them did, so that an answer may be an error."""
+def is_error(message: Mapping[str, Any], *, has_errors: bool) -> bool:
+    """Whether a tool's answer says that its call failed; `has_errors`: whether some call of the conversation did."""
+    return has_errors and str(message.get("content")).startswith(_ERROR)
+
+
+def _calls(messages: str | None, *, has_errors: bool) -> Iterator[Call]:
+    """Yield the calls of a conversation."""
     found = parse_json(messages, TextBudget()) if messages else None
     names: dict[Any, str] = {}
     for message in found if isinstance(found, list) else ():
@@ -88,9 +96,7 @@ def _calls(messages: str | None, *, failed: bool) -> Iterator[Call]:
                 names[str(call.get("id"))] = str(call["function"].get("name"))
         if message.get("role") == "tool":
             name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "?"
-            content = message.get("content")
-            is_error = failed and str(content).startswith(_ERROR)
-            yield str(name), _folded(str(content)) if is_error else None
+            yield str(name), _folded(str(message.get("content"))) if is_error(message, has_errors=has_errors) else None
 
 
 def _folded(content: str) -> str:

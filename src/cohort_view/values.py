@@ -69,15 +69,15 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def ordinary(folder: Path, name: str) -> Path:
+def regular_file(folder: Path, name: str) -> Path:
     """Return the path of a file to open, after a check that it is one: to open a pipe could take forever.
 
     Raises:
-        OSError: there is none, it is not an ordinary file, or `inside` refuses it.
+        OSError: there is none, it is not a regular file, or `inside` refuses it.
     """
     path = inside(folder, name)
     if not S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not an ordinary file", name)
+        raise OSError(errno.EINVAL, "not a regular file", name)
     return path
 
 

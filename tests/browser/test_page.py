@@ -114,6 +114,13 @@ def test_hostile_text_is_only_ever_text(open_page, address):
     assert token.inner_text() == "<img·src=x·onerror=window.pwned=1>⟨RLO⟩"
     go(page, address, run_view(run, "/questions"))
     page.get_by_text("⟨RLO⟩gnirts desrever").first.wait_for()
+    page.locator("[data-question] button").first.click()
+    page.locator(".text-block", has_text="⟨RLO⟩gnirts desrever⟨LRI⟩\u200b␀␛[31m").first.wait_for()
+    go(page, address, run_view(run, "?open=metrics,warnings&find=gnirts"))
+    read = "⟨RLO⟩gnirts desrever⟨LRI⟩⟨ZWSP⟩␀␛[31m"
+    page.get_by_role("article", name=read, exact=True).get_by_role("heading", name=read, exact=True).wait_for()
+    page.get_by_role("listitem").get_by_text(read, exact=True).wait_for()
+    assert "\u202e" not in page.locator("html").inner_html()
     assert page.evaluate("typeof pwned") == "undefined"
 
 

@@ -133,6 +133,7 @@ def test_new_steps_and_new_runs_appear_without_reload(open_page, tmp_path):
         page.get_by_text("There are no runs in this folder yet").wait_for()
         run = write_made_up_run(tmp_path / "first", steps=10)
         chart(page, "Entropy")
+        page.wait_for_url("**/#/run/first")  # which stays when there is another run
         page.evaluate("window.isSamePage = true")
         with (run / "metrics.jsonl").open("a") as file:
             file.write(made_up_line(77))
@@ -161,7 +162,11 @@ def test_any_step_is_reached_by_its_number_and_from_the_strip(open_page, address
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Step 5").wait_for()
     steps = page.get_by_role("navigation", name="Steps")
-    assert steps.locator(".is-current").get_attribute("title").startswith("Step 5: ")
+    said = r"Step 5: (\d+)% of the groups mixed, (\d+)% all right, (\d+)% all wrong"
+    shares = re.fullmatch(said, steps.locator(".is-current").get_attribute("title")).groups()
+    assert sum(map(int, shares)) == 100
+    background = steps.locator(".is-current").evaluate("(cell) => getComputedStyle(cell).backgroundImage")
+    assert background.startswith("linear-gradient")
     steps.get_by_title("Step 2: ").click()
     page.get_by_role("heading", name="Step 2").wait_for()
 
@@ -279,6 +284,24 @@ def test_questions_keep_their_place_while_the_run_goes_on(open_page, runs, tmp_p
         assert page.evaluate("document.activeElement.isSameButton_ && document.activeElement.textContent") == focused
         assert page.get_by_role("region", name="Answers by step").get_by_role("link").count() == 3
         page.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rewards/right/mean", "Reward “right”"),
+        ("eval/turns/max", "Held-out: Turns: max"),
+        ("constructor", "Constructor"),
+        ("\u202ea", "⟨RLO⟩a"),
+        ("eval/", "Eval: "),
+        ("_s", "_s"),
+        ("", ""),
+    ],
+)
+def test_metrics_in_words(open_page, address, name, words):
+    page = open_page(address)
+    read = "(name) => import('cohort/run/words.js').then(({metricWords}) => metricWords(name))"
+    assert page.evaluate(read, name) == words
 
 
 def test_smoothing(open_page, address):

@@ -1,5 +1,6 @@
 """Whatever a completions file holds, the page's readers answer, and say in one sentence what cannot be read."""
 
+import errno
 import os
 import random
 
@@ -55,8 +56,8 @@ def make_folder(path):
             "Parquet magic bytes not found in footer",
         ),
         (lambda path: path.write_bytes(b"<script>alert(1)</script>"), "Parquet magic bytes not found"),
-        (make_pipe, "not an ordinary file."),
-        (make_folder, "not an ordinary file."),
+        (make_pipe, "not a regular file."),
+        (make_folder, "not a regular file."),
     ],
     ids=["empty", "cut", "other", "pipe", "folder"],
 )
@@ -76,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, damage, reason):
         ("step", 2, "No completions of step 5: only those of every 2 steps are kept (run.completions_every: 2)."),
         ("replaced", 0, "No completions of step 5: none are kept (run.completions_every: 0)."),
         ("dropped", 5, "No groups of step 5 were dropped."),
-        ("eval", 2, "No completions of an evaluation after step 5."),
+        ("eval", 2, "No evaluation completions after step 5."),
     ],
 )
 def test_why_there_are_no_completions(tmp_path, kind, every, reason):
@@ -102,6 +103,30 @@ def test_a_file_of_a_version_that_lacked_a_column_is_one_sentence(tmp_path, miss
     write_rows(tmp_path, [{k: v for k, v in row.items() if k != missing} for row in ROWS])
     for answer in read_all(tmp_path)[:8]:
         assert answer["problems"] == [f"{NAME} cannot be read: it has no column '{missing}'."]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("answer", 42), ("messages", [1]), ("error", 1.5), ("prompt", 3), ("details/x", {"a": 1})]
+)
+def test_a_column_of_another_type_is_one_sentence(tmp_path, column, value):
+    write_rows(tmp_path, [row | {column: value} for row in ROWS])
+    *answers, of_question, of_tools, _ = read_all(tmp_path)
+    for answer in (*answers, of_tools):
+        assert answer["problems"] == [f"{NAME} cannot be read: its column {column!r} holds no text."]
+    assert of_question["problems"][0] == of_tools["problems"][0]
+
+
+def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    write_rows(tmp_path, ROWS)
+    real = os.stat
+
+    def stat(path, **options):
+        if "completions/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert step(RunFolder(tmp_path), 5).problems == [f"{NAME} cannot be read: Permission denied."]
 
 
 @given(st.integers(0, 2**32))

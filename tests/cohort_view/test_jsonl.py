@@ -75,7 +75,7 @@ def test_a_file_that_comes_back(tmp_path: Path):
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_what_is_no_file_is_not_read(make, tmp_path: Path):
     make(tmp_path / "m.jsonl")
-    with pytest.raises(OSError, match="not an ordinary file"):
+    with pytest.raises(OSError, match="not a regular file"):
         JsonLines(tmp_path / "m.jsonl").check()
 
 

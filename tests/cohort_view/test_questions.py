@@ -1,5 +1,6 @@
 """Questions: how often each was right, and the accuracy of evaluations with intervals and pass@k."""
 
+import json
 from itertools import combinations
 
 import numpy as np
@@ -64,10 +65,10 @@ def test_accuracy_and_questions_of_a_run(tmp_path):
     write_questions(tmp_path, 5, {1: [1.0], 2: [1.0], 3: [0.0], 4: [None], 6: [1.0]})
     write_questions(tmp_path, 10, {1: [1.0], 2: [0.0], 5: [1.0]})
     found = listed(RunFolder(tmp_path), "eval")
-    assert [(p.step, p.accuracy, p.num, p.pass_at) for p in found.points] == [
-        (0, 0.4, 5, {"1": 0.4}),
-        (5, 0.6, 5, {"1": 0.6}),
-        (10, 2 / 3, 3, {"1": 2 / 3}),
+    assert [(p.step, p.accuracy, p.pass_at) for p in found.points] == [
+        (0, 0.4, {"1": 0.4}),
+        (5, 0.6, {"1": 0.6}),
+        (10, 2 / 3, {"1": 2 / 3}),
     ]
     assert (found.points[0].low, found.points[0].high) == pytest.approx(wilson_interval(0.4, 5))
     assert found.steps == [0, 5, 10]
@@ -109,7 +110,7 @@ def test_a_question_with_several_completions_is_right_if_at_least_half_are(tmp_p
     write_questions(tmp_path, 3, rewards)
     found = listed(RunFolder(tmp_path), "eval")
     (point,) = found.points
-    assert (point.accuracy, point.num, point.num_questions) == (3 / 16, 16, 4)
+    assert (point.accuracy, point.num_questions) == (3 / 16, 4)
     assert point.pass_at == pytest.approx({"1": 3 / 16, "2": (1 - 1 / 6 + 0.5) / 4, "4": 0.5})
     assert {q.prompt_id: (q.state, q.last_share) for q in found.questions} == {
         1: ("always", 0.5),
@@ -132,8 +133,8 @@ def test_training_prompts_and_one_question_at_all_its_times(tmp_path):
     question = of_one(run, "step", 7)
     assert (question.prompt_id, question.prompt, question.answer) == (7, "Question 7?", "right 7")
     assert [(t.step, t.kind, t.group, t.num, t.num_right, t.reward_mean, t.best) for t in question.times] == [
-        (2, "step", 1, 3, 1, 0.5, {"row": 4, "end_of_text": "answer to 7", "reward": 1, "end": "answer"}),
-        (1, "step", 0, 2, 0, 0, {"row": 0, "end_of_text": "answer to 7", "reward": 0, "end": "answer"}),
+        (2, "step", 1, 3, 1, 0.5, {"row": 4, "end_of_text": "answer to 7", "end": "answer"}),
+        (1, "step", 0, 2, 0, 0, {"row": 0, "end_of_text": "answer to 7", "end": "answer"}),
     ]
     assert of_one(run, "step", 1).problems == ["No completions of question 1."]
 
@@ -141,8 +142,37 @@ def test_training_prompts_and_one_question_at_all_its_times(tmp_path):
 def test_a_prompt_that_is_a_chat_and_the_end_of_its_answer(tmp_path):
     chat = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]'
     write_questions(tmp_path, 1, {1: [1.0]}, prompt=chat, prompt_is_chat=True, completion="x " * 100 + "\n\n42 ")
-    (question,) = listed(RunFolder(tmp_path), "eval").questions
+    run = RunFolder(tmp_path)
+    (question,) = listed(run, "eval").questions
     assert (question.prompt, question.last_answer) == ("Hello?", ("x " * 100 + "42")[-80:])
+    assert of_one(run, "eval", 1).prompt == json.loads(chat)
+
+
+def test_an_open_question_has_its_whole_prompt(tmp_path):
+    write_questions(tmp_path, 1, {1: [0.0, 1.0], 2: [1.0]}, prompt="p" * 1000)
+    write_questions(tmp_path, 2, {1: [0.0]}, prompt="p" * 200_001, answer=None)
+    run = RunFolder(tmp_path)
+    assert [len(question.prompt) for question in listed(run, "eval").questions] == [400, 400]
+    whole, cut = of_one(run, "eval", 2), of_one(run, "eval", 1)
+    assert (whole.prompt, whole.prompt_cut, whole.answer) == ("p" * 1000, False, "right 2")
+    assert (len(cut.prompt), cut.prompt_cut, cut.answer) == (200_000, True, None)
+
+
+def test_evaluations_without_completions_have_the_accuracy_of_the_metrics(tmp_path):
+    write_questions(tmp_path, 5, {1: [1.0]})
+    rows = [
+        {"step": step, "kind": "eval", "eval/accuracy": accuracy}
+        for step, accuracy in ((0, 0.25), (5, 0.5), (10, 0.75))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunFolder(tmp_path)
+    points = listed(run, "eval").points
+    assert [(p.step, p.accuracy, p.low is None, p.num_questions) for p in points] == [
+        (0, 0.25, True, None),
+        (5, 1.0, False, 1),
+        (10, 0.75, True, None),
+    ]
+    assert listed(run, "step").points == []
 
 
 def test_columns_of_many_steps_are_shares_of_all_steps_since_the_column_before(tmp_path):
@@ -162,7 +192,7 @@ def test_success_is_what_the_configuration_says_and_broken_completions_do_not_co
     ]
     write_rows(tmp_path, rows, kind="eval", step=0)
     found = listed(RunFolder(tmp_path, {"eval": {"success_reward": "grade", "success_threshold": 0.5}}), "eval")
-    assert [(point.accuracy, point.num, point.num_questions) for point in found.points] == [(0.5, 2, 2)]
+    assert [(point.accuracy, point.num_questions) for point in found.points] == [(0.5, 2)]
     assert {q.prompt_id: q.state for q in found.questions} == {1: "always", 2: "never", 3: "unscored"}
     missing = listed(RunFolder(tmp_path, {"eval": {"success_reward": "other"}}), "eval")
     assert missing.problems == ["completions/eval-000000.parquet cannot be read: it has no column 'rewards/other'."]

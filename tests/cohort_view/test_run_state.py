@@ -176,6 +176,7 @@ def test_now_of_a_running_run(tmp_path: Path):
     rows = [{**row, "timestamp": row["timestamp"] + shift} for row in rows]
     events = [
         {"timestamp": start + shift, "step": 0, "event": "start", "steps_done": 0},
+        *({"timestamp": start + shift, "step": 1, "event": "warning", "text": f"warning: {i}"} for i in range(150)),
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "warning: rewards are equal"},
         {"timestamp": start + shift + 1, "step": 3, "event": "warning", "text": "warning: rewards are equal"},
         {"timestamp": start + shift, "step": 2, "event": "warning", "text": "verifying step-1 (3 GB)"},
@@ -195,7 +196,9 @@ def test_now_of_a_running_run(tmp_path: Path):
     assert answer.elapsed_s == pytest.approx(445.0, abs=2.0)
     assert answer.progress is not None
     assert (answer.progress.done, answer.progress.total, answer.tokens_per_second) == (3, 10, 7)
-    assert [(w.level, w.text, w.step, w.num) for w in answer.warnings] == [("warning", "rewards are equal", 3, 2)]
+    last = answer.warnings[-1]
+    assert (last.level, last.text, last.step, last.num) == ("warning", "rewards are equal", 3, 2)
+    assert (answer.num_warnings, len(answer.warnings), answer.warnings[0].text) == (151, 100, "51")
 
 
 def test_a_pause_between_two_starts_is_no_step(tmp_path: Path):
@@ -376,6 +379,9 @@ def test_logs(tmp_path: Path):
     assert (newest.name, newest.lines) == ("new.log", ["\ufffdnew"])
     old = log(run, "rank-0/out.log")
     assert (len(old.lines), old.lines[-1]) == (400, "line 499 of http://***@host")
+    long = "x" * (256 << 10)
+    (folder / "out.log").write_text(f"sk-ant-{long[8:]}\nlast\n")
+    assert log(run, "rank-0/out.log").lines == ["last"]  # the rest of a line could begin within a secret
     assert log(run, "../config.yaml").problems == ["logs/../config.yaml cannot be read: there is no such log."]
 
 
@@ -414,13 +420,13 @@ def test_what_cannot_be_read_is_told(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_ordinary_file_is_told(tmp_path: Path, make: Callable[[Path], None]):
+def test_what_is_no_regular_file_is_told(tmp_path: Path, make: Callable[[Path], None]):
     names = ["config.yaml", "plan.json", "summary.json", "status.json", "metrics.jsonl", "events.jsonl"]
     for name in names:
         make(tmp_path / name)
     assert not looks_like_run(tmp_path)
     run = write(tmp_path)
-    assert run.problems == [f"{name} cannot be read: not an ordinary file" for name in names]
+    assert run.problems == [f"{name} cannot be read: not a regular file" for name in names]
     assert [json.loads(answer) for answer in answers(run)]
 
 

@@ -90,7 +90,6 @@ def test_a_match_shows_where_its_row_is_in_the_file_and_what_it_is(tmp_path: Pat
             group=i // 4,
             prompt="Hello?",
             reward=reward,
-            length=i,
             column="text",
             parts=parts,
         )
@@ -146,7 +145,7 @@ def test_unreadable_files_are_reported_and_skipped(tmp_path: Path):
     assert {step for _, step, _ in found(tmp_path, "yes")} == {1}
     problems = done(tmp_path, "yes").problems
     assert [re.search(r"step-(\d+)", problem)[1] for problem in problems] == [f"00000{i}" for i in (6, 5, 4, 3, 2)]
-    assert problems[0] == "completions/step-000006.parquet cannot be searched: not an ordinary file."
+    assert problems[0] == "completions/step-000006.parquet cannot be searched: not a regular file."
     assert problems[4] == "completions/step-000002.parquet cannot be searched: Parquet file size is 0 bytes."
 
 

@@ -186,9 +186,9 @@ def test_csv_has_every_point(tmp_path: Path):
 def test_list_of_metrics(tmp_path: Path):
     run = viewed(tmp_path / "a", train(1, reward=0.5, x=None), {"step": 1, "kind": "eval", "eval/reward": 0.25})
     reward, held_out = metrics_list(run).metrics
-    assert (reward.name, reward.kind, reward.group) == ("reward", "train", "Reward")
+    assert (reward.name, reward.group) == ("reward", "Reward")
     assert (reward.last, reward.num_points) == (0.5, 1)
-    assert (held_out.name, held_out.kind, held_out.group) == ("eval/reward", "eval", "Held-out")
+    assert (held_out.name, held_out.group) == ("eval/reward", "Held-out")
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), np.float64(NAN), np.array([NAN])])

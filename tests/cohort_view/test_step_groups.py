@@ -43,11 +43,7 @@ def test_groups_of_a_step(run):
     assert (equal.equal, equal.clipped) == (True, 1)
     # an unscored completion does not count, and one reward alone is equal to itself
     assert (stale.equal, stale.reward_mean, stale.staleness) == (True, 0.25, 2)
-    assert [row.reward for row in stale.rows] == [None, 0.25]
-    assert [(row.row, row.advantage, row.length, row.end) for row in first.rows] == [
-        (0, 1.0, 4, "answer"),
-        (1, -1.0, 2, "answer"),
-    ]
+    assert stale.rows == [{"row": 4, "reward": None, "end": "answer"}, {"row": 5, "reward": 0.25, "end": "answer"}]
     assert [row.end for row in equal.rows] == ["length", "answer"]
 
 
@@ -123,17 +119,14 @@ def test_a_groups_completions(run, tmp_path):
     assert (found.prompt, [c.row for c in found.completions], found.problems) == ("Question 7?", [0, 1], [])
     first = found.completions[0]
     assert (first.reward, first.rewards, first.advantage, first.length) == (1.0, {"right": 1.0}, 1.0, 4)
-    assert (first.end, first.policy_version, found.prompt_id, found.answer) == ("answer", 4, 7, "right 7")
+    assert (first.end, found.prompt_id, found.answer) == ("answer", 7, "right 7")
     assert group(run, 5, "step", 3).problems == ["completions/step-000005.parquet has no group 3: it has 3."]
 
 
 def test_turns_details_and_environment_of_a_completion(tmp_path):
     messages = [{"role": "assistant", "content": "a <b>\ud83d</b>"}, {"role": "tool", "content": "𝟙\x00"}]
     prompt = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}])
-    calls = [{"context_tokens": 2, "token_ids": [5, 6, 7], "trained": True}]
-    row = a_row(
-        1, 1.0, prompt=prompt, messages=json.dumps(messages), calls=calls, end="timeout", error="Boom", tool_calls=2
-    )
+    row = a_row(1, 1.0, prompt=prompt, messages=json.dumps(messages), end="timeout", error="Boom")
     row |= {"prompt_is_chat": True}
     row |= {"details/code": '{"passed": 3, "of": NaN}', "environment/score": 2.5, "model_s": 0.5}
     write_rows(tmp_path, [row])
@@ -143,18 +136,30 @@ def test_turns_details_and_environment_of_a_completion(tmp_path):
     found = group(run, 5, "step", 0)
     assert found.prompt[0] == {"role": "system", "content": "Be brief."}
     one = found.completions[0]
-    assert one.messages == [{"role": "assistant", "content": "a <b>\ufffd</b>"}, {"role": "tool", "content": "𝟙\x00"}]
-    assert one.calls == [{"context_tokens": 2, "trained": True, "tokens": 3}]
-    assert (one.end, one.error, one.tool_calls, one.model_s) == ("timeout", "Boom", 2, 0.5)
+    assert one.messages == [
+        {"role": "assistant", "content": "a <b>\ufffd</b>"},
+        {"role": "tool", "content": "𝟙\x00", "is_error": False},
+    ]
+    assert (one.end, one.error, one.model_s) == ("timeout", "Boom", 0.5)
     assert (one.environment, one.details["code"]["passed"]) == ({"score": 2.5}, 3)
     assert one.details["code"]["of"] is None
 
 
+def test_tool_results_that_are_errors_are_marked_as_the_table_of_tool_calls_counts_them(tmp_path):
+    messages = json.dumps([{"role": "tool", "content": text} for text in ("Error: no entry", "Errors: 0")])
+    write_rows(tmp_path, [a_row(1, messages=messages, tool_errors=1), a_row(1, messages=messages, tool_errors=0)])
+    found = group(RunFolder(tmp_path), 5, "step", 0).completions
+    assert [[message.is_error for message in one.messages] for one in found] == [[True, False], [False, False]]
+
+
 def test_long_texts_are_cut(tmp_path):
-    write_rows(tmp_path, [a_row(1, completion="𝟙" * 5_000_000), a_row(1, completion="short")])
-    found = group(RunFolder(tmp_path), 5, "step", 0)
+    long = a_row(1, prompt="p" * 200_001, completion="𝟙" * 5_000_000, answer="")
+    chat = json.dumps([{"role": "user", "content": "c" * 200_001}])
+    write_rows(tmp_path, [long, a_row(1, completion="short"), a_row(2, prompt=chat, prompt_is_chat=True, answer=None)])
+    found, other = (group(RunFolder(tmp_path), 5, "step", index) for index in range(2))
     assert [(len(c.text), c.cut) for c in found.completions] == [(200_000, True), (5, False)]
-    assert len(step(RunFolder(tmp_path), 5).groups[0].rows[0].text) == 160
+    assert (len(found.prompt), found.prompt_cut, found.answer, found.answer_cut) == (200_000, True, "", False)
+    assert (len(other.prompt[0].content), other.prompt_cut, other.answer) == (200_000, True, None)
 
 
 def test_steps_are_listed_around_one(tmp_path):

@@ -1,6 +1,7 @@
 """A completion token by token, and the texts of tokens."""
 
 import json
+import os
 import re
 from functools import cache
 from math import exp
@@ -145,28 +146,47 @@ def write_tokens(run_path, rows, *, step=5, **columns):
 
 
 def test_a_tokenizer_is_found_in_final_then_the_newest_checkpoint_then_the_model(tmp_path):
-    model = tmp_path / "model"
-    config = {"model": {"path": str(model)}}
-    run = tmp_path / "run"
+    model, run = tmp_path / "model", tmp_path / "run"
+
+    def found() -> str | None:
+        """The name of the folder whose tokenizer is found."""
+        texts, _ = find_tokenizer(run, {"model": {"path": str(model)}})
+        return texts and texts.columns([0])["texts"][0].strip()
+
     for folder in (model, run / "checkpoints/step-9", run / "checkpoints/step-20", run / "final"):
         folder.mkdir(parents=True)
-        byte_level().save(str(folder / "tokenizer.json"))
-        assert find_tokenizer(run, config)[1] == folder / "tokenizer.json"
+        tokenizer = Tokenizer(models.WordLevel({folder.name: 0}, unk_token=folder.name))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        assert found() == folder.name
     (run / "final/tokenizer.json").write_text("{")
-    texts, path, problems = find_tokenizer(run, config)
-    assert (texts is not None, path) == (True, run / "checkpoints/step-20/tokenizer.json")
-    assert len(problems) == 1
-    damaged = json.loads((model / "tokenizer.json").read_text())
+    assert (found(), len(find_tokenizer(run, None)[1])) == ("step-20", 1)
+    damaged = json.loads(byte_level().to_str())
     damaged["model"]["continuing_subword_prefix"] = "longer than any token"  # a panic of the library
     (run / "checkpoints/step-20/tokenizer.json").write_text(json.dumps(damaged))
-    assert find_tokenizer(run, config)[1] == run / "checkpoints/step-9/tokenizer.json"
+    assert found() == "step-9"
     assert find_tokenizer(tmp_path / "none", None)[0] is None
+
+
+def test_only_a_models_own_folder_may_link_to_its_tokenizer(tmp_path):
+    """A snapshot in the cache of Hugging Face does."""
+    blob, snapshot, run = tmp_path / "blobs/1a2b", tmp_path / "snapshots/main", tmp_path / "run"
+    for folder in (blob.parent, snapshot, run / "final"):
+        folder.mkdir(parents=True)
+    byte_level().save(str(blob))
+    for folder in (snapshot, run / "final"):
+        (folder / "tokenizer.json").symlink_to(blob)
+    texts, problems = find_tokenizer(run, {"model": {"path": str(snapshot)}})
+    assert (texts is None, len(problems)) == (False, 1)
+    assert "a link that leads outside of the run folder" in problems[0]
+    (snapshot / "tokenizer.json").unlink()
+    os.mkfifo(snapshot / "tokenizer.json")
+    assert find_tokenizer(run, {"model": {"path": str(snapshot)}})[0] is None
 
 
 def test_a_completion_without_recorded_tokens(tmp_path):
     write_rows(tmp_path, [a_row(1), a_row(2, 1.0, length=3, advantage=0.5)])
     found = completion(RunFolder(tmp_path), 5, "step", 1)
-    assert [found[name] for name in ("row", "group", "num_tokens", "recorded", "trained")] == [1, 1, 3, False, None]
+    assert [found[name] for name in ("row", "num_tokens", "recorded", "trained")] == [1, 3, False, None]
     (sequence,) = found["sequences"]
     assert (sequence["prompt_tokens"], sequence["prompt"]["ids"], sequence["tokens"]["ids"]) == (
         2,

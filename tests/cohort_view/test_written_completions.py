@@ -68,22 +68,15 @@ def test_a_step_and_a_group(run):
     group = answering(groups.group)(run, 5, "step", 0)
     played, broken = group.completions
     assert (group.prompt, group.prompt_id, group.answer) == ([{"role": "user", "content": "2 + 2?"}], 4, "4")
-    assert (played.end, played.environment, played.tool_calls, played.model_s) == ("max_turns", {"score": 3.0}, 1, 0.5)
-    assert [(call["context_tokens"], call["tokens"]) for call in played.calls] == [(2, 2), (5, 1)]
+    assert (played.end, played.environment, played.model_s) == ("max_turns", {"score": 3.0}, 0.5)
     assert (played.messages, played.advantage) == ([{"role": "assistant", "content": "4"}], 2.0)
-    assert (broken.end, broken.error, broken.reward, broken.length, broken.calls) == (
-        "environment_error",
-        "Boom",
-        None,
-        0,
-        [],
-    )
+    assert (broken.end, broken.error, broken.reward, broken.length) == ("environment_error", "Boom", None, 0)
 
 
 def test_tokens_with_what_training_knew_of_them(run):
     found = completion(run, 5, "step", 0)
     (sequence,) = found.sequences
-    assert (found.recorded, found.trained, found.group) == (True, True, 0)
+    assert (found.recorded, found.trained) == (True, True)
     assert (sequence.prompt.ids, sequence.tokens.ids) == ([1, 2], [5, 6, 30, 7])
     assert sequence.loss_mask == [True, True, False, True]
     assert sequence.sampling_logprobs == [-0.5, -0.25, None, -1.0]

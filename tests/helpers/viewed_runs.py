@@ -103,11 +103,12 @@ def fill_with_hostile_text(run: Path) -> None:
         table = table.append_column(f"rewards/{HOSTILE[1]}", pa.array([1.0] * len(texts)))
         pq.write_table(table, file)
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"\n# {HOSTILE[0]}\n")
-    row = {"step": STEPS, "kind": "train", "reward": 1.0, HOSTILE[1]: 1.0, "loss": float("nan")}
+    row = {"step": STEPS, "kind": "train", "reward": 1.0, HOSTILE[1]: 1.0, HOSTILE[4]: 1.0, "loss": float("nan")}
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps(row) + "\n")
     with (run / "events.jsonl").open("a") as events:
-        events.write(json.dumps({"timestamp": 1.0, "step": 1, "event": "warning", "text": HOSTILE[1]}) + "\n")
+        for text in (f"warning: {HOSTILE[1]}", f"warning: {HOSTILE[4]}"):
+            events.write(json.dumps({"timestamp": 1.0, "step": 1, "event": "warning", "text": text}) + "\n")
 
 
 def lengthen_first_completion(run: Path, step: int, num_tokens: int) -> None:

@@ -32,7 +32,7 @@ def scored_answer(rewards, **columns):
         ("math", {}, {"answer": 0.5}, "0.5"),
         ("exact_set", {}, {"answer": ["ü", "b"]}, '["ü", "b"]'),
         ("trl.accuracy", {}, {"answer": "no", "solution": "$x$"}, "$x$"),
-        ("regex", {"pattern": "x"}, {"label": "a", "target": "b"}, "b"),
+        ("regex", {"pattern": "x"}, {"label": "a", "target": "b"}, None),
         ("regex", {"pattern": "x"}, {"reward_model": {"style": "rule", "ground_truth": "7"}}, "7"),
         ("regex", {"pattern": "x"}, {"reward_model": "a name", "question": "?"}, None),
         ("regex", {"pattern": "x"}, {"expected": {"a": [1, None]}}, '{"a": [1, null]}'),
@@ -44,8 +44,14 @@ def test_the_column_that_a_reward_compares_with(use, args, columns, answer):
     assert expected_answer(columns, [load_builtin(use, args)]) == answer
 
 
-def test_the_column_that_a_function_takes_comes_first():
-    columns = {"answer": "#### 42", "solution": "42"}
+def by_label(completions, label):
+    return [float(text == gold) for text, gold in zip(completions, label, strict=True)]
+
+
+def test_a_column_that_a_function_takes_is_the_only_one():
+    columns = {"answer": "#### 42", "solution": "42", "label": "b"}
+    assert scored_answer([reward(by_label)], **columns) == "b"
+    assert scored_answer([reward(by_label)], answer="not compared with", label=None) is None
     assert scored_answer([reward(by_length)], **columns) == "42"
     assert scored_answer([reward(constant)], **columns) == "#### 42"
 

@@ -1,4 +1,4 @@
-"""The answer that a row of the dataset expects, which is recorded so that readers of completions see wrong verdicts."""
+"""Find a row's expected answer, recorded so that readers can spot wrong verdicts."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +9,8 @@ from cohort.errors import excerpt
 from cohort.rewards.builtin import BuiltinReward
 
 MAX_CHARACTERS = 4000
-_NAMES = ("answer", "solution", "ground_truth", "target", "label", "expected")
+_NAMES = ("answer", "solution", "ground_truth", "expected")
+_IF_TAKEN = ("target", "label")  # which are often something else: names of classes, or of sources
 
 
 def expected_answer(
@@ -17,8 +18,9 @@ def expected_answer(
 ) -> str | None:
     """Return the answer that rewards compare a row's completions with, as text; None if it is not known.
 
-    It is in the `answer_column` of a built-in reward. Without one it is in a column with one of the usual names, first
-    of those that a function takes, or in verl's `reward_model.ground_truth`. Tests of code are no answer.
+    It is in the `answer_column` of a built-in reward. Without one it is in the first column with a usual name that a
+    function takes; if none takes one, in the first that the row has, or in verl's `reward_model.ground_truth`. Tests of
+    code are no answer.
 
     Args:
         row: columns of the row.
@@ -31,7 +33,7 @@ def expected_answer(
         values = [row.get(column) for column in compared]
     else:
         tests = {s.tests_column for s in settings if isinstance(s, CodeSettings)}
-        names = sorted(_NAMES, key=lambda name: name not in named)
+        names = [name for name in (*_NAMES, *_IF_TAKEN) if name in named] or _NAMES
         nested = row.get("reward_model")
         values = [row.get(name) for name in names if name not in tests]
         values.append(nested.get("ground_truth") if isinstance(nested, Mapping) else None)

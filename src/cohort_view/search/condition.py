@@ -126,7 +126,7 @@ class Condition:
 
     Attributes:
         rows: true for the rows in question.
-        possible: not less true than `rows`, to skip files and row groups by their names and statistics. Statistics say
+        possible: true wherever `rows` may be true, to skip files and row groups by their names and statistics. They say
             nothing about NaN, so what may hold for NaN is true here.
         patterns: regular expressions by column of text whose matches are why a row is found.
     """

@@ -18,10 +18,10 @@ from pyarrow.fs import LocalFileSystem
 from cohort_view.completions import PROMPT_CHARS, prompt_text
 from cohort_view.run import KINDS, ViewedRun, completions_name, steps_on_disk
 from cohort_view.search.condition import Column, Columns, Condition, parse
-from cohort_view.values import integer, ordinary, reason
+from cohort_view.values import integer, reason, regular_file
 
 _PROGRESS_EVERY_S = 0.3
-_SHOWN = ("reward", "length", "text", "group", "prompt", "prompt_is_chat")
+_SHOWN = ("reward", "text", "group", "prompt", "prompt_is_chat")
 _MAX_PROBLEMS = 20
 
 
@@ -46,7 +46,6 @@ class Match:
     group: int | None
     prompt: str  # its beginning
     reward: float | None
-    length: int | None  # tokens
     column: str  # that `parts` are from
     parts: Sequence[str]  # a text around the first match: every other part is a match, the first is not
 
@@ -100,7 +99,7 @@ def search(run: ViewedRun, wanted: Search, cancelled: Callable[[], bool]) -> Ite
         name = completions_name(kind, step)
         try:
             if (fragment := possible.pop(name, None)) is not None:  # a fragment keeps the footer that it has read
-                ordinary(run.path, name)
+                regular_file(run.path, name)
                 for num, matches in _matches(fragment, condition, known, wanted.limit - progress.matches, cancelled):
                     by_step = {**progress.by_step, step: progress.by_step.get(step, 0) + num}
                     progress = replace(progress, matches=progress.matches + num, by_step=by_step)
@@ -132,7 +131,7 @@ def _columns(run_path: Path, files: Sequence[tuple[int, str]]) -> Columns:
         of_kind = [step for step, its_kind in files if its_kind == kind]
         for step in {*of_kind[:1], *of_kind[-1:]}:
             try:
-                names.append(pq.read_schema(ordinary(run_path, completions_name(kind, step))).names)
+                names.append(pq.read_schema(regular_file(run_path, completions_name(kind, step))).names)
             except Exception:  # the search says which files are damaged
                 continue
     return Columns(names)
@@ -188,7 +187,6 @@ def _match(row: int, values: Mapping[str, Any], patterns: Mapping[str, str]) -> 
         "group": integer(values["group"]),
         "prompt": prompt_text(values["prompt"], values["prompt_is_chat"] is True, PROMPT_CHARS),
         "reward": values["reward"],
-        "length": integer(values["length"]),
         "column": column,
         "parts": parts,
     }

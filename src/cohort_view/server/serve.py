@@ -98,7 +98,7 @@ class Asked:
     def step(self) -> tuple[ViewedRun, int, str]:
         """Return the run, a step of which it has completions or metrics, and the kind of completions."""
         run, step, kind = self.run(), self.number("step"), self.kind()
-        if (run.path / completions_name(kind, step)).exists() or (kind == "step" and step in run.metrics.steps):
+        if os.path.exists(run.path / completions_name(kind, step)) or (kind == "step" and step in run.metrics.steps):
             return run, step, kind
         found = [number for number, kinds in steps_on_disk(run.path).items() if kind in kinds]
         there = f"It has {len(found):,} from {found[0]} to {found[-1]}." if found else "It has none."

@@ -24,23 +24,21 @@ export function runPath(id, rest, query) {
   return path(`/api/runs/${encodeURIComponent(id)}/${rest}`, query);
 }
 
-/** Whether there is a page of a step, or of one of its completions if `row` is given: an exported report lacks some. */
-export function hasStep(id, step, { kind = null, row = null } = {}) {
-  return !isExport || hasEmbedded(runPath(id, `steps/${step}${row === null ? "" : `/completions/${row}`}`, { kind }));
+/** Whether there is a page of a step: an exported report lacks some. */
+export function hasStep(id, step, { kind = null } = {}) {
+  return !isExport || hasEmbedded(runPath(id, `steps/${step}`, { kind }));
 }
 
 /**
- * JSON of a route. Throws ApiError with a sentence; an aborted request throws the usual AbortError.
+ * JSON of a route. Throws ApiError with a sentence.
  * @param {string} address as from `path` or `runPath`
- * @param {{signal?: AbortSignal}} [options]
  */
-export async function get(address, options = {}) {
+export async function get(address) {
   if (isExport) return getEmbedded(address);
   let response;
   try {
-    response = await fetch(address, { signal: options.signal, credentials: "same-origin", cache: "no-store" });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+    response = await fetch(address, { credentials: "same-origin", cache: "no-store" });
+  } catch {
     throw new ApiError("The server cannot be reached. Is `cohort view` still running?", 0);
   }
   const body = await response.json().catch(() => null);

@@ -2,7 +2,7 @@
 
 import { get, isExport } from "cohort/api.js";
 import { navigate, route, runChanged, runs, useRoute, useRuns, useTheme } from "cohort/hooks.js";
-import { addKeys, listKeys } from "cohort/keys.js";
+import { addKey, listKeys } from "cohort/keys.js";
 import { Live } from "cohort/live.js";
 import { Component, html, render, useEffect, useRef } from "cohort/preact.js";
 import { link, parse } from "cohort/router.js";
@@ -30,7 +30,13 @@ const help = new Store(false);
 /** Everything on the page. */
 function Page() {
   const error = useStore(failure);
-  const place = resolved(useRoute(), useRuns());
+  const list = useRuns();
+  const asked = useRoute();
+  const place = resolved(asked, list);
+  // A second run must not take away the one that is shown
+  useEffect(() => {
+    if (asked.view === "home" && place.id !== null) location.replace(link.run(place.id));
+  }, [asked, place.id]);
   const text = NOTICES[useStore(notice)];
   const skip = (event) => {
     event.preventDefault(); // the hash is the address of the view
@@ -103,7 +109,7 @@ function Header({ place }) {
         list.length > 1
           ? html`<select class="select run-select" aria-label="Run" value=${place.id ?? ""} onChange=${choose}>
               <option value="" selected=${place.id === null}>All runs</option>
-              ${list.map(({ id }) => html`<option key=${id} value=${id} selected=${id === place.id}>${id}</option>`)}
+              ${list.map(({ id }) => html`<option key=${id} value=${id} selected=${id === place.id}>${visibleLine(id)}</option>`)}
             </select>`
           : html`<span class="run-name">${list[0] ? visibleLine(list[0].name) : ""}</span>`
       }
@@ -122,8 +128,6 @@ function Header({ place }) {
 
 const hrefs = (id) => ({ run: link.run(id), steps: link.steps(id), questions: link.questions(id) });
 
-const KEY_NAMES = { ArrowUp: "↑", ArrowDown: "↓", ArrowLeft: "←", ArrowRight: "→", Enter: "⏎", Escape: "Esc" };
-
 /** The list of shortcuts. */
 function Help() {
   const isOpen = useStore(help);
@@ -131,13 +135,12 @@ function Help() {
   useEffect(() => void (isOpen && dialog.current.showModal()), [isOpen]);
   if (!isOpen) return null;
   const close = () => dialog.current.close();
-  const sign = (keys, index) => html`${index > 0 && " or "}<kbd>${KEY_NAMES[keys] ?? keys}</kbd>`;
   return html`<dialog class="keys-dialog" aria-label="Keyboard shortcuts" ref=${dialog} onClose=${() => help.set(false)} onClick=${(event) => event.target === dialog.current && close()}>
     <div class="row spread"><h2>Keyboard shortcuts</h2><button type="button" class="button" onClick=${close}>Close</button></div>
     ${listKeys().map(
       ([group, found]) => html`<section key=${group}>
         <h3>${group}</h3>
-        <dl class="keys-list">${found.map(({ keys, label }) => html`<dt>${keys.split(" | ").map(sign)}</dt><dd>${label}</dd>`)}</dl>
+        <dl class="keys-list">${found.map(({ key, label }) => html`<dt><kbd>${key === "Escape" ? "Esc" : key}</kbd></dt><dd>${label}</dd>`)}</dl>
       </section>`,
     )}
   </dialog>`;
@@ -193,7 +196,6 @@ async function onChange({ run, state, gone, parts }) {
 }
 
 function reportError(error) {
-  if (error.name === "AbortError") return;
   console.error(error);
   failure.set(new Error(`Something on this page failed: ${error.message || error}`));
 }
@@ -207,10 +209,10 @@ function goToSearch() {
 
 async function start() {
   history.scrollRestoration = "manual";
-  addKeys("?", "Show the keyboard shortcuts", () => help.set(true), "Everywhere");
-  addKeys("t", "Switch the theme", () => theme.next(), "Everywhere");
-  addKeys("/", "Search", goToSearch, "Everywhere");
-  addKeys("Escape", "Leave a field, close a dialog", () => document.activeElement?.blur(), "Everywhere");
+  addKey("?", "Show the keyboard shortcuts", () => help.set(true), "Everywhere");
+  addKey("t", "Switch the theme", () => theme.next(), "Everywhere");
+  addKey("/", "Search", goToSearch, "Everywhere");
+  addKey("Escape", "Leave a field, close a dialog", () => document.activeElement?.blur(), "Everywhere");
   const page = document.getElementById("page");
   try {
     await loadRuns();

@@ -99,7 +99,7 @@ export function Chart(props) {
   useLayoutEffect(() => plot.current.show(all));
   useEffect(() => plot.current.redraw(), [theme.value]);
   const end = Math.max(...lines.map((line) => line.x.at(-1) ?? 0), props.linked?.full?.[1] ?? 0);
-  const last = lines.map((line) => `${line.label} ${inUnit(line.y.findLast(isNumber), unit)}`).join(", ");
+  const last = lines.map((line) => `${visibleLine(line.label)} ${inUnit(line.y.findLast(isNumber), line.right ? "share" : unit)}`).join(", ");
   const heading = href ? html`<a class="chart-name" href=${href}>${label}</a>` : html`<span class="chart-name">${label}</span>`;
   return html`<article class="card chart-card" aria-label=${label}>
     <header class="chart-head">
@@ -107,7 +107,7 @@ export function Chart(props) {
       ${at && html`<span class="chart-place">${x === "time" ? seconds(at.x) : `step ${count(at.x)}`}</span>`}
     </header>
     <ul class="chart-values" aria-label="Values">
-      ${lines.map((line) => html`<li key=${line.label}><${Value} line=${line} at=${at} unit=${line.right ? "share" : unit} end=${end} name=${lines.length > 1 && line.label} /></li>`)}
+      ${lines.map((line) => html`<li key=${line.label}><${Value} line=${line} at=${at} unit=${line.right ? "share" : unit} end=${x === "step" ? end : null} name=${lines.length > 1 && line.label} /></li>`)}
     </ul>
     <div class="chart-body">
       <div class=${`chart-plot ${props.onOpen ? "opens" : ""}`} role="img" aria-label=${`Chart of ${label}. Last: ${last}`} ref=${root} style=${{ height: `${height}px` }}></div>
@@ -116,11 +116,11 @@ export function Chart(props) {
   </article>`;
 }
 
-/** A line's value under the cursor, or its last; with the step of one that is older than the end of all lines. */
+/** A line's value under the cursor, or its last; with the step of one before `end`, that of all lines if x is a step. */
 function Value({ line, at, unit, end, name }) {
   const theme = useTheme();
   const index = lastUpTo(line, at ? at.x : Infinity);
-  const isOld = !at && index >= 0 && line.x[index] < end && Number.isInteger(end);
+  const isOld = !at && index >= 0 && end !== null && line.x[index] < end;
   return html`${name && html`<span class="stroke" style=${{ background: theme.series(line.color) }}></span>${visibleLine(name)} `}
     <span class="chart-value">${inUnit(line.y[index] ?? null, unit)}</span>
     ${isOld && html` <span class="muted">at step ${count(line.x[index])}</span>`}`;

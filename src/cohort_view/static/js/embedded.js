@@ -13,7 +13,6 @@ export const isExport = node !== null;
 const data = node ? unpack(node.textContent) : null;
 let answers = {}; // all of the data, once it is unpacked
 
-
 const SORT_KEYS = {
   spread: (group) => group.reward_std,
   length: (group) => group.length_mean,
@@ -38,9 +37,8 @@ export function hasEmbedded(address) {
   const [route, text] = address.split("?");
   const query = new URLSearchParams(text);
   if (Object.hasOwn(answers, address)) return true;
-  // Only training completions are part of a report, each from its first token.
-  const isFirstPart = isStep(route) || !Number(query.get("offset"));
-  return Object.hasOwn(answers, route) && (query.get("kind") ?? "step") === "step" && isFirstPart;
+  // Only training completions are part of a report.
+  return Object.hasOwn(answers, route) && (query.get("kind") ?? "step") === "step";
 }
 
 const isStep = (route) => /\/steps\/\d+$/.test(route);
@@ -64,7 +62,7 @@ function pickGroups(step, query) {
 }
 
 async function unpack(text) {
-  if (!globalThis.DecompressionStream) throw new Error("This report needs a newer browser: Chrome 80, Firefox 113, Safari 16.4 or later.");
+  if (!globalThis.DecompressionStream) throw new Error("This report needs a newer browser: Chrome 123, Firefox 120, Safari 17.5 or later.");
   const bytes = Uint8Array.from(atob(text.trim()), (character) => character.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).json();

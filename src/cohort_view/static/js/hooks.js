@@ -1,7 +1,7 @@
 // What components use of the page: data that follows the run, the address, shortcuts, theme and time.
 
 import { get } from "cohort/api.js";
-import { addKeys } from "cohort/keys.js";
+import { addKey } from "cohort/keys.js";
 import { useEffect, useLayoutEffect, useRef, useState } from "cohort/preact.js";
 import { parse, search } from "cohort/router.js";
 import { Store, useStore } from "cohort/store.js";
@@ -131,14 +131,14 @@ function setQuery(changes, { push = false } = {}) {
   route.set(parse(hash));
 }
 
-/** Shortcuts while a component is shown: [keys, label, handler] each; keys as in `addKeys`. */
+/** Shortcuts while a component is shown: [key, label, handler] each. */
 export function useKeys(list) {
   const latest = useRef(list);
   latest.current = list;
   useLayoutEffect(() => {
-    const removers = list.map(([keys, label], index) => addKeys(keys, label, (event) => latest.current[index]?.[2](event)));
+    const removers = list.map(([key, label], index) => addKey(key, label, (event) => latest.current[index]?.[2](event)));
     return () => removers.forEach((remove) => remove());
-  }, [list.map(([keys, label]) => keys + label).join()]);
+  }, [list.map(([key, label]) => key + label).join()]);
 }
 
 /** Render anew every `ms` while `on` and the tab is visible. */

@@ -1,18 +1,18 @@
 // Keyboard shortcuts. Keys typed into a field are left to the field, except Escape. The latest shortcut wins.
 
-/** @typedef {{keys: string, label: string, run: (event: KeyboardEvent) => void, group: string}} Shortcut */
+/** @typedef {{key: string, label: string, run: (event: KeyboardEvent) => void, group: string}} Shortcut */
 
 /** @type {Set<Shortcut>} */
 const shortcuts = new Set();
 
 /**
- * Add a shortcut; returns a function that removes it. Several keys for one action: separate them with " | ".
- * @param {string} keys such as "j" or "j | ArrowDown"
+ * Add a shortcut; returns a function that removes it.
+ * @param {string} key such as "j"
  * @param {string} label what it does, for the list of shortcuts
  * @param {(event: KeyboardEvent) => void} run
  */
-export function addKeys(keys, label, run, group = "This view") {
-  const shortcut = { keys, label, run, group };
+export function addKey(key, label, run, group = "This view") {
+  const shortcut = { key, label, run, group };
   shortcuts.add(shortcut);
   return () => shortcuts.delete(shortcut);
 }
@@ -32,7 +32,7 @@ document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") target.blur();
     return;
   }
-  const hit = [...shortcuts].findLast((shortcut) => shortcut.keys.split(" | ").includes(event.key));
+  const hit = [...shortcuts].findLast((shortcut) => shortcut.key === event.key);
   if (!hit) return;
   event.preventDefault();
   hit.run(event);

@@ -2,16 +2,16 @@
 
 import { count, plural } from "cohort/format.js";
 import { html, useState } from "cohort/preact.js";
-import { visibleLine } from "cohort/visible.js";
+import { visibleControls, visibleLine } from "cohort/visible.js";
 
 const SHOWN = 1500; // characters shown at once; each click shows ten times as many
 const LINE = 50; // characters that a line counts as at least
 
 /**
  * A block of text, isolated from the direction of what surrounds it: of a long one the beginning and, where the answer
- * is, the end. `cut`: the server left out the rest; `shown`: characters shown at first.
+ * is, the end. `shown`: characters shown at first.
  */
-export function TextBlock({ text, cut = false, shown = SHOWN }) {
+export function TextBlock({ text, shown = SHOWN }) {
   const [times, setTimes] = useState(1);
   const whole = String(text ?? "");
   if (!whole.trim()) {
@@ -22,12 +22,14 @@ export function TextBlock({ text, cut = false, shown = SHOWN }) {
   const more = () => setTimes(10 * times);
   const left = `Show more (${count(start - end)} characters left out)`;
   return html`<div class="text-block" dir="auto">
-    <span>${whole.slice(0, end)}</span>
+    <span>${visibleControls(whole.slice(0, end))}</span>
     ${start > end && html`<button type="button" class="link-button" onClick=${more}>${left}</button>`}
-    ${start > end && html`<span>${whole.slice(start).replace(/^\n/, "")}</span>`}
-    ${cut && html`<span class="text-cut muted">Cut at ${count(whole.length)} characters; the file has the rest.</span>`}
+    ${start > end && html`<span>${visibleControls(whole.slice(start).replace(/^\n/, ""))}</span>`}
   </div>`;
 }
+
+/** Says that the server left out the rest of a text. */
+export const Cut = ({ what }) => html`<p class="muted small">${what} is cut here; the file has the rest.</p>`;
 
 /** Where the middle of a text that is left out begins and ends; the end of the text for both if it is short. */
 function gap(text, shown) {
@@ -67,7 +69,7 @@ export function Conversation({ messages }) {
 
 function Turn({ message }) {
   const role = String(message.role ?? "message");
-  const name = ROLES[role] ?? visibleLine(role);
+  const name = Object.hasOwn(ROLES, role) ? ROLES[role] : visibleLine(role);
   const text = contentText(message.content);
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   if (role === "tool") {
@@ -88,7 +90,7 @@ function Turn({ message }) {
 
 /** Whether a message is the result of a tool that failed. */
 export function isToolError({ role, content, is_error: isError }) {
-  return role === "tool" && (isError === true || /^\s*(error|traceback)\b/i.test(contentText(content)));
+  return role === "tool" && (isError ?? contentText(content).startsWith("Error: ")) === true;
 }
 
 function ToolCall({ call }) {

@@ -8,7 +8,7 @@ import { visibleLine } from "cohort/visible.js";
 
 /** A place with nothing to show: why, and what to do. */
 export function Empty({ title, advice = null }) {
-  return html`<div class="empty"><p>${title}</p>${advice && html`<p class="muted"><${Linkify} text=${advice} /></p>`}</div>`;
+  return html`<div class="empty"><p>${visibleLine(title)}</p>${advice && html`<p class="muted"><${Linkify} text=${advice} /></p>`}</div>`;
 }
 
 /** A failure within a view: the sentence, and a button if `retry` is given. */
@@ -43,18 +43,17 @@ const LEVELS = { good: ["✓", "Good"], info: ["i", "Note"], warning: ["!", "War
 
 /** The sign of a level; never color alone. */
 export function LevelIcon({ level }) {
-  const known = level in LEVELS ? level : "info";
+  const known = Object.hasOwn(LEVELS, level) ? level : "info";
   const [sign, name] = LEVELS[known];
   return html`<span class=${`level-icon level-${known}`} role="img" aria-label=${name}>${sign}</span>`;
 }
 
-/** A sentence with its level, advice and a link to its evidence. */
-export function Banner({ level, text, advice = null, href = null, large = false, children }) {
-  const sentence = visibleLine(text);
+/** A sentence with its level, advice and what else there is to say. */
+export function Banner({ level, text, advice = null, large = false, children }) {
   return html`<div class=${`banner level-${level} ${large ? "large" : ""}`}>
     <${LevelIcon} level=${level} />
     <div class="banner-body">
-      ${href ? html`<a class="banner-text" href=${href}>${sentence}</a>` : html`<span class="banner-text">${sentence}</span>`}
+      <span class="banner-text">${visibleLine(text)}</span>
       ${advice && html`<p class="banner-advice"><${Linkify} text=${advice} /></p>`}
       ${children}
     </div>
@@ -134,19 +133,10 @@ export function Fold({ name, title, summary = null, children }) {
   </details>`;
 }
 
-/**
- * A table. Columns: {label, value(row), align?: "right", class?, title?}. `onRow(row)`: what a click or Enter on a row
- * does; its first cell then has a button with the same effect, for the keyboard.
- */
-export function Table({ caption, columns, rows, onRow = null, keyOf = null, rowClass = null }) {
-  const cell = (row, column, index) => {
-    const value = column.value(row);
-    const kind = `${column.align === "right" ? "right" : ""} ${column.class ?? ""}`;
-    const isButton = onRow && index === 0;
-    return html`<td key=${column.label} class=${kind}>
-      ${isButton ? html`<button type="button" class="row-button" onClick=${(event) => (event.stopPropagation(), onRow(row))}>${value}</button>` : value}
-    </td>`;
-  };
+/** A table. Columns: {label, value(row), align?: "right", class?, title?}. */
+export function Table({ caption, columns, rows, keyOf = null }) {
+  const cell = (row, { label, value, align, class: name }) =>
+    html`<td key=${label} class=${`${align ?? ""} ${name ?? ""}`}>${value(row)}</td>`;
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${caption}>
     <table class="table">
       <caption class="visually-hidden">${caption}</caption>
@@ -154,12 +144,7 @@ export function Table({ caption, columns, rows, onRow = null, keyOf = null, rowC
         <tr>${columns.map((column) => html`<th key=${column.label} scope="col" class=${column.align} title=${column.title}>${column.label}</th>`)}</tr>
       </thead>
       <tbody>
-        ${rows.map(
-          (row, place) =>
-            html`<tr key=${keyOf ? keyOf(row) : place} class=${`${onRow ? "is-link" : ""} ${rowClass?.(row) ?? ""}`} onClick=${onRow && (() => onRow(row))}>
-              ${columns.map((column, index) => cell(row, column, index))}
-            </tr>`,
-        )}
+        ${rows.map((row, place) => html`<tr key=${keyOf ? keyOf(row) : place}>${columns.map((column) => cell(row, column))}</tr>`)}
       </tbody>
     </table>
   </div>`;

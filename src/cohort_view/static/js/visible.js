@@ -2,6 +2,7 @@
 
 const NAMED = new Map([
   [0x00ad, "SHY"],
+  [0x034f, "CGJ"],
   [0x061c, "ALM"],
   [0x180e, "MVS"],
   [0x200b, "ZWSP"],
@@ -25,7 +26,9 @@ const NAMED = new Map([
   [0xfeff, "BOM"],
 ]);
 const INVISIBLE =
-  /[\u0000-\u001f\u007f-\u00a0\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]|[\u{e0000}-\u{e007f}]/u;
+  /[\u0000-\u001f\u007f-\u00a0\u00ad\u034f\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/u;
+// Without what languages and emoji need, and without line ends
+const CONTROLS = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]|\r(?!\n)/g;
 const PIECES = new RegExp(`(${INVISIBLE.source}| )`, "u");
 
 /** The sign of one invisible character: ⏎, ⇥, · or its abbreviation in brackets, such as ⟨RLO⟩. */
@@ -54,6 +57,9 @@ export function visiblePieces(text) {
   }
   return pieces;
 }
+
+/** Text of several lines with control characters and those that reorder text as signs. */
+export const visibleControls = (text) => text.replace(CONTROLS, sign);
 
 /** One line of text with everything invisible as signs, except spaces; for labels and tooltips. */
 export function visibleLine(text) {

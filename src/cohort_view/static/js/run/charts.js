@@ -8,6 +8,7 @@ import { html, useEffect, useMemo, useState } from "cohort/preact.js";
 import { link } from "cohort/router.js";
 import { smoothingUnit } from "cohort/smooth.js";
 import { Failure } from "cohort/ui.js";
+import { visibleLine } from "cohort/visible.js";
 import { metricWords, phaseWords, STEP_PHASES } from "cohort/run/words.js";
 
 const POINTS = 800;
@@ -16,7 +17,7 @@ const BATCH = 12; // charts that are fetched together
 const ROOM_PX = 70; // at least, of a chart that is not fetched yet
 const SMALL_SHARE = 0.03; // of the time: shorter phases are drawn together, or not at all
 const [WRONG, MIXED, RIGHT, REST] = [1, 2, 0, 7]; // colors
-const LINES = { "completions/mean_length": "Mean", "completions/max_length": "Longest" };
+const LINES = new Map([["completions/mean_length", "Mean"], ["completions/max_length", "Longest"]]);
 const NONE = [];
 
 /**
@@ -27,7 +28,7 @@ const NONE = [];
 
 /** A chart of one metric. @param {{name: string, unit: string, description: string}} metric */
 export function metricSpec({ name, unit, description }) {
-  const title = description ? `${name}: ${description}` : name;
+  const title = visibleLine(description ? `${name}: ${description}` : name);
   return { label: metricWords(name), title, names: [name], unit };
 }
 
@@ -50,7 +51,7 @@ function overview(metrics, isOne, limit) {
       : isOne
         ? one(outcomes[0], { ...all(outcomes, share), label: "Groups by outcome", kind: "outcomes" })
         : outcomes.flatMap((name) => one(name, share))),
-    ...one("completions/mean_length", isOne && all(Object.keys(LINES), isLimited && { limit: { y: limit, label } })),
+    ...one("completions/mean_length", isOne && all([...LINES.keys()], isLimited && { limit: { y: limit, label } })),
     ...one("entropy"),
     ...one("grad_norm"),
     ...one("step_time", isOne && phases.length > 0 && all(["step_time", ...phases], { kind: "phases" })),
@@ -85,7 +86,7 @@ function linesOf({ kind, names }, runs, { curves }) {
   }
   // Rewards that are no shares leave the held-out accuracy an axis of its own.
   const isRight = ({ name }) => name === "eval/accuracy" && found[0].y.some((value) => value < 0 || value > 1);
-  const words = (name) => LINES[name] ?? metricWords(name);
+  const words = (name) => LINES.get(name) ?? metricWords(name);
   if (runs.length === 1)
     return found.map((curve, index) => ({ ...line(curve, words(curve.name), index), right: isRight(curve) }));
   const [name] = names;

@@ -38,7 +38,7 @@ export function Configuration({ id }) {
           <//>`
       : html`<${Empty} title="config.yaml is missing, empty or cannot be read." />`}
     ${command &&
-    html`<p class="command">${code(command)} <${CopyButton} label="Copy command" text=${() => command} /></p>`}
+    html`<p class="command">${code(command)} <${CopyButton} label="Copy command" text=${() => visibleLine(command)} /></p>`}
     <dl class="facts">${about.filter(([, value]) => value).map(fact)}</dl>
     ${starts?.length > 1 && html`<${Starts} starts=${starts} />`}
   </div>`;
@@ -67,19 +67,20 @@ function Starts({ starts }) {
     <${Table} caption="Starts of this run" columns=${columns} rows=${starts} />`;
 }
 
-/** "Memory per process: 922 MB at most of 80 GB, 815 MB planned: 13% above the plan." */
+/** "Memory per process: peak 922 MB of 80 GB, 815 MB planned: 13% above the plan." */
 export function Memory({ memory }) {
   const { peak_bytes: peak, predicted_bytes: predicted, capacity_bytes: capacity, verdict } = memory;
   if (!isNumber(peak) && !isNumber(predicted)) return null;
   const of = isNumber(capacity) ? ` of ${bytes(capacity)}` : "";
-  const measured = isNumber(peak) ? `${bytes(peak)} at most${of}` : "not measured yet";
+  const measured = isNumber(peak) ? `peak ${bytes(peak)}${of}` : "not measured yet";
   const planned = isNumber(predicted) && `${bytes(predicted)} planned${verdict ? `: ${verdict}` : ""}`;
   return html`<p><strong>Memory per process:</strong> ${[measured, planned].filter(Boolean).join(", ")}.</p>`;
 }
 
-/** What the run warned of, newest first. @param {{list: object[]}} props equal ones once, the newest last */
-export function Warnings({ id, list }) {
-  return html`<ul class="plain-list">${[...list].reverse().map(
+/** What the run warned of, newest first. @param {{list: object[], total: number}} props equal ones once, the newest last */
+export function Warnings({ id, list, total }) {
+  return html`${total > list.length && html`<p class="muted">The newest ${count(list.length)} of ${count(total)}:</p>`}
+  <ul class="plain-list">${[...list].reverse().map(
     ({ text, num, step, timestamp }) => html`<li key=${text}>
       <p class="wrap"><${Linkify} text=${text} /> ${num > 1 && html`<${Chip}>× ${count(num)}<//>`}</p>
       <p class="dotted small muted">

@@ -25,12 +25,12 @@ export function RunsTable({ id, runs, entries, lists, show }) {
   const last = (run, name) => lists[runs.indexOf(run)]?.find((metric) => metric.name === name)?.last;
   const remove = (run) => {
     const others = runs.filter((other) => other !== run && other !== id);
-    const props = { type: "button", "aria-label": `Remove ${run}`, onClick: () => show(others) };
+    const props = { type: "button", "aria-label": `Remove ${visibleLine(run)}`, onClick: () => show(others) };
     return html`<button class="icon-button" ...${props}>✕</button>`;
   };
   const name = (run) => html`
     <span class="stroke" style=${{ background: `var(--series-${runs.indexOf(run) + 1})` }}></span>${" "}
-    <a href=${link.run(run)}>${run}</a>${" "}
+    <a href=${link.run(run)}>${visibleLine(run)}</a>${" "}
     ${run !== id && remove(run)}
   `;
   const columns = [
@@ -45,7 +45,7 @@ export function RunsTable({ id, runs, entries, lists, show }) {
     })),
   ];
   const isSame = data && !data.keys.length && runs.length - data.unknown.length > 1;
-  const unknown = data?.unknown.join(", ");
+  const unknown = data?.unknown.map(visibleLine).join(", ");
   const caption = "Runs, and the configuration keys in which they differ";
   return html`<section class="card runs-table" aria-label="Runs">
     <${Table} caption=${caption} columns=${columns} rows=${runs} keyOf=${(run) => run} />
@@ -56,7 +56,7 @@ export function RunsTable({ id, runs, entries, lists, show }) {
 
 function difference(values, run, unknown) {
   if (unknown.includes(run)) return "";
-  if (!(run in values)) return html`<span class="muted">not set</span>`;
+  if (!Object.hasOwn(values, run)) return html`<span class="muted">not set</span>`;
   const text = valueText(values[run]);
   return text.length > LONGEST ? html`<span title=${text}>…${text.slice(1 - LONGEST)}</span>` : text;
 }

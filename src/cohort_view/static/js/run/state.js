@@ -50,7 +50,7 @@ function roundTime(value) {
 /** The first finding, large; the others folded. @param {{query: object}} props the query that links to evidence keep */
 export function Findings({ id, now, query }) {
   const [first, ...others] = now.banners ?? [];
-  const none = isLive(now) ? "It is too early to say how this run goes." : "No rule has anything to say about it.";
+  const none = isLive(now) ? "It is too early to say how this run goes." : "No findings.";
   if (!first) return html`<p class="muted">${none}</p>`;
   const show = (finding, large) =>
     html`<${Finding} key=${finding.rule + finding.evidence} ...${{ id, finding, large, query }} />`;
@@ -82,7 +82,7 @@ export function StepLink({ id, step, children }) {
 
 const SMALL_SHARE = 0.01;
 
-/** "Where the 84 s went: sampling 41 s (49%), ...", largest first; small phases are with everything else. */
+/** "Where the 84 s went: sampling 41 s (49%), ...", largest first; small phases are with the others. */
 export function TimeSpent({ time }) {
   const phases = Object.entries(time ?? {}).filter(([, spent]) => spent > 0);
   const all = phases.reduce((sum, [, spent]) => sum + spent, 0);

@@ -1,5 +1,7 @@
 // Words for what a run's files call by keys: metrics and phases.
 
+import { visibleLine } from "cohort/visible.js";
+
 const METRICS = {
   reward_std: "Spread of rewards in a group",
   "eval/accuracy": "Held-out accuracy",
@@ -20,14 +22,14 @@ const METRICS = {
 
 /** A metric in words: "turns/mean" -> "Turns: mean", "rewards/right/mean" -> "Reward “right”". */
 export function metricWords(name) {
-  if (METRICS[name]) return METRICS[name];
-  if (name.startsWith("eval/")) return `Held-out: ${metricWords(name.slice("eval/".length))}`;
+  if (Object.hasOwn(METRICS, name)) return METRICS[name];
+  if (/^eval\/./.test(name)) return `Held-out: ${metricWords(name.slice("eval/".length))}`;
   const [, reward, what] = name.match(/^rewards\/(.+)\/(\w+)$/) ?? [];
   const parts = reward ? [`reward “${reward}”`, what] : name.replace(/(_s|_bytes)$/, "").split("/");
   if (what === "mean") parts.pop();
   const [first, ...others] = parts.map((part) => part.replaceAll("_", " "));
   const text = others.length ? `${first}: ${others.join(", ")}` : first;
-  return text[0].toUpperCase() + text.slice(1);
+  return visibleLine(text.charAt(0).toUpperCase() + text.slice(1) || name);
 }
 
 const PHASES = {
@@ -41,11 +43,11 @@ const PHASES = {
   evaluation: "Evaluating",
   checkpoint: "Saving checkpoints",
   starting: "Starting",
-  other: "Everything else, such as loading and files",
+  other: "Other (loading, files)",
 };
 
 /** The phases of a step in the order of their colors. */
 export const STEP_PHASES = ["rollout", "train", "reward", "forward_only", "pack", "optim", "publish"];
 
 /** A phase in words. */
-export const phaseWords = (phase) => PHASES[phase] ?? metricWords(phase);
+export const phaseWords = (phase) => (Object.hasOwn(PHASES, phase) ? PHASES[phase] : metricWords(phase));

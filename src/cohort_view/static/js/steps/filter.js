@@ -97,11 +97,14 @@ export function Filter({ id, query, wrong, onFilter }) {
       <${Columns} id=${id} onColumn=${insert} onExample=${setWhere} />
     <//>
     <div id="filter-error" class="filter-error" role="alert" hidden=${!wrong}>
-      ${isNumber(wrong?.position) && html`<pre aria-hidden="true">${`${query.where}\n${" ".repeat(wrong.position)}^`}</pre>`}
-      ${wrong && html`<p>${wrong.error.charAt(0).toUpperCase() + wrong.error.slice(1)}</p>`}
+      ${isNumber(wrong?.position) && html`<pre aria-hidden="true">${pointer(query.where ?? "", wrong.position)}</pre>`}
+      ${wrong && html`<p>${visibleLine(wrong.error.charAt(0).toUpperCase() + wrong.error.slice(1))}</p>`}
     </div>
   </form>`;
 }
+
+/** A condition, and below it a caret at a position. */
+const pointer = (where, position) => `${visibleLine(where)}\n${" ".repeat(visibleLine(where.slice(0, position)).length)}^`;
 
 function Columns({ id, onColumn, onExample }) {
   const { data, error } = useData(runPath(id, "search/columns"));

@@ -6,7 +6,7 @@ import { useData } from "cohort/hooks.js";
 import { html, useEffect, useLayoutEffect, useRef } from "cohort/preact.js";
 import { Dot, RewardParts } from "cohort/steps/rewards.js";
 import { Tokens } from "cohort/steps/tokens.js";
-import { contentText, Conversation, Folded, isToolError, TextBlock } from "cohort/text.js";
+import { contentText, Conversation, Cut, Folded, isToolError, TextBlock } from "cohort/text.js";
 import { Chip, CopyButton, Empty, Failure, Loading, Problems, Segmented } from "cohort/ui.js";
 import { visibleLine } from "cohort/visible.js";
 
@@ -48,31 +48,34 @@ export function Group({ index, scale, row, ...props }) {
           ? html`<${Conversation} messages=${prompt} />`
           : html`<${TextBlock} text=${prompt} shown=${PROMPT_CHARACTERS} />`
       }
+      ${data.prompt_cut && html`<${Cut} what="The prompt" />`}
     </section>
     ${
       (answer ?? null) !== null &&
       html`<section class="part expected">
         <h3>Expected answer</h3><${TextBlock} text=${answer} shown=${CLOSED_CHARACTERS} />
+        ${data.answer_cut && html`<${Cut} what="The answer" />`}
       </section>`
     }
     <section class="part">
       <h3>${plural(completions.length, "completion")}</h3>
-      ${completions.length > 1 && html`<p class="muted">${verdict(completions)}</p>`}
+      ${completions.length > 1 && html`<p class="muted">${verdict(completions, kind)}</p>`}
       <ul class="completions">${sets(completions).map(completion)}</ul>
     </section>`;
 }
 
-/** One sentence: what this group taught. */
-function verdict(completions) {
+/** One sentence: the rewards and, of groups to train on, what they taught. */
+function verdict(completions, kind) {
+  const isTrained = kind !== "eval";
   const rewards = completions.map((item) => item.reward).filter(isNumber);
-  if (!rewards.length) return "None was scored, so the group taught nothing.";
+  if (!rewards.length) return `None was scored${isTrained ? ", so the group taught nothing" : ""}.`;
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const better = completions.filter((item) => item.advantage > 0).length;
   const worse = completions.filter((item) => item.advantage < 0).length;
   const all = `All ${count(rewards.length)} rewards are ${number(low)}`;
   const range = low === high ? all : `Rewards from ${number(low)} to ${number(high)}`;
   if (better || worse) return `${range}: ${count(better)} made more likely, ${count(worse)} less.`;
-  return low === high ? `${range}, so every advantage is 0 and the group taught nothing.` : `${range}.`;
+  return `${range}${isTrained && low === high ? ", so every advantage is 0 and the group taught nothing" : ""}.`;
 }
 
 /** Completions of the same text and rewards as one set each, best first. */
@@ -100,20 +103,21 @@ function Completion({ set, open, scale, onOpen, ...props }) {
       <b title="Reward">${isNumber(reward) ? number(reward) : "not scored"}</b>
       <${Advantage} value=${item.advantage} />
       <span class="muted">${plural(length, "token")}</span>
-      ${end && end !== "answer" && html`<${Chip} kind="warning">${ENDS[end] ?? visibleLine(end)}<//>`}
+      ${end && end !== "answer" && html`<${Chip} kind="warning">${Object.hasOwn(ENDS, end) ? ENDS[end] : visibleLine(end)}<//>`}
       ${set.length > 1 && html`<${Chip} title=${rows}>× ${set.length}<//>`}
       <span class="completion-row muted small">row ${count(row)}</span>
     </button>
     <${RewardParts} reward=${reward} rewards=${item.rewards} details=${item.details} />
     ${error && html`<${Folded} title="Error" text=${error} isError />`}
     ${open ? html`<${Whole} item=${item} ...${props} />` : html`<${Closed} item=${item} />`}
+    ${item.cut && html`<${Cut} what="A long text of this completion" />`}
     <${Environment} item=${item} withTimes=${Boolean(open)} />
   </li>`;
 }
 
 /** Both ends of a completion; of a conversation, its last message. */
-function Closed({ item: { text, cut, messages } }) {
-  if (!messages) return html`<${TextBlock} text=${text} cut=${cut} shown=${CLOSED_CHARACTERS} />`;
+function Closed({ item: { text, messages } }) {
+  if (!messages) return html`<${TextBlock} text=${text} shown=${CLOSED_CHARACTERS} />`;
   const turns = messages.filter((message) => message.role === "assistant").length;
   const calls = messages.flatMap((message) => (Array.isArray(message.tool_calls) ? message.tool_calls : [])).length;
   const failed = messages.filter(isToolError).length;
@@ -126,7 +130,7 @@ function Closed({ item: { text, cut, messages } }) {
 }
 
 /** A whole completion: as text or conversation, or as tokens, which are no part of a report. */
-function Whole({ item: { row, text, cut, messages }, color, ...props }) {
+function Whole({ item: { row, text, advantage, messages }, color, ...props }) {
   const view = isExport || color === "text" || (!color && messages) ? "text" : "tokens";
   const choose = (name) => props.onColor(name === "text" ? "text" : "probability");
   return html`
@@ -134,9 +138,9 @@ function Whole({ item: { row, text, cut, messages }, color, ...props }) {
       ${!isExport && html`<${Segmented} label="Show" options=${VIEWS} value=${view} onChange=${choose} />`}
       <${CopyButton} label="Copy text" text=${() => text || JSON.stringify(messages, null, 1)} />
     </div>
-    ${view === "tokens" && html`<${Tokens} key=${row} ...${props} row=${row} text=${text} color=${color} />`}
+    ${view === "tokens" && html`<${Tokens} key=${row} ...${props} ...${{ row, text, advantage, color }} />`}
     ${view === "text" && messages && html`<${Conversation} messages=${messages} />`}
-    ${view === "text" && !messages && html`<${TextBlock} text=${text} cut=${cut} />`}
+    ${view === "text" && !messages && html`<${TextBlock} text=${text} />`}
   `;
 }
 

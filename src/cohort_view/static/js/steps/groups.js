@@ -20,8 +20,8 @@ export const SORTS = [
 ];
 
 /** `shown`: index of the group beside the list, or null; `hrefOf(index)`: its address. */
-export function Groups({ groups, scale, shown, hrefOf }) {
-  const hasFlags = groups.some((group) => flags(group).length);
+export function Groups({ groups, kind, scale, shown, hrefOf }) {
+  const hasFlags = groups.some((group) => flags(group, kind).length);
   const open = (event, href) => {
     const isOwn = event.target.closest("a") || event.ctrlKey || event.metaKey || event.shiftKey;
     if (!isOwn && !String(getSelection())) navigate(href);
@@ -37,7 +37,7 @@ export function Groups({ groups, scale, shown, hrefOf }) {
       <td><${Dots} rows=${rows} scale=${scale} /></td>
       <td class="right" title=${isNumber(std) ? `standard deviation ${number(std)}` : null}>${number(mean)}</td>
       <td class="right group-length">${number(length)}</td>
-      ${hasFlags && html`<td>${flags(group)}</td>`}
+      ${hasFlags && html`<td>${flags(group, kind)}</td>`}
     </tr>`;
   };
   return html`<table class="groups">
@@ -55,14 +55,14 @@ export function Groups({ groups, scale, shown, hrefOf }) {
   </table>`;
 }
 
-function flags({ equal, clipped, broken, staleness, size }) {
+function flags({ equal, clipped, broken, staleness, size }, kind) {
   const cut = `${plural(clipped, "completion")} of ${count(size)} hit the length limit`;
   return [
-    [equal && size > 1, "equal", "No reward differs, so every advantage is 0", "warning"],
+    [equal && size > 1 && kind !== "eval", "equal", "No reward differs, so every advantage is 0", "warning"],
     [clipped > 0, `${clipped} cut`, cut],
     [broken > 0, `${broken} broken`, "Trajectories that infrastructure broke", "bad"],
     [staleness > 0, `${staleness} old`, "Steps between the weights that sampled and the weights that were trained"],
   ]
     .filter(([isSet]) => isSet)
-    .map(([, text, title, kind]) => html`<${Chip} key=${text} kind=${kind} title=${title}>${text}<//>`);
+    .map(([, text, title, level]) => html`<${Chip} key=${text} kind=${level} title=${title}>${text}<//>`);
 }

@@ -44,7 +44,7 @@ export function Dots({ rows, scale }) {
 
 /** Every reward by name with its reason, such as test results; then what else functions tell of the completion. */
 export function RewardParts({ reward, rewards, details }) {
-  const isKnown = (name) => (details?.[name] ?? "") !== "";
+  const isKnown = (name) => Object.hasOwn(details ?? {}, name) && (details[name] ?? "") !== "";
   const names = Object.keys(rewards ?? {});
   const others = Object.keys(details ?? {}).filter((name) => !names.includes(name) && isKnown(name));
   const isPlain = names.length === 1 && rewards[names[0]] === reward && !isKnown(names[0]);

@@ -22,14 +22,14 @@ export function Strip({ id, curves, files, current, matches, hrefOf }) {
   if (cells.length < 2) return null;
   const highest = Math.max(1, ...cells.map((cell) => cell.matches));
   const hasRoom = matches && window.innerWidth / cells.length > LABEL_PX;
-  const cell = ({ from, to, opens, right, wrong, equal, matches: found }) => {
+  const cell = ({ from, to, opens, right, wrong, mixed, matches: found }) => {
     const steps = from === to ? `Step ${count(from)}` : `Steps ${count(from)} to ${count(to)}`;
-    const label = `${steps}: ${matches ? plural(found, "match", "matches") : outcome(right, wrong, equal)}`;
+    const label = `${steps}: ${matches ? plural(found, "match", "matches") : outcome(right, wrong, mixed)}`;
     const isCurrent = current >= from && current <= to;
     const props = {
       title: label,
-      class: `strip-cell ${isCurrent ? "is-current" : ""} ${matches || isNumber(equal) ? "" : "is-unknown"}`,
-      style: { "--right": right ?? 0, "--wrong": wrong ?? 0, "--equal": equal ?? 0, "--found": found / highest },
+      class: `strip-cell ${isCurrent ? "is-current" : ""} ${matches || isNumber(mixed) ? "" : "is-unknown"}`,
+      style: { "--right": right ?? 0, "--wrong": wrong ?? 0, "--between": mixed ?? 0, "--found": found / highest },
     };
     const content = html`<span class="visually-hidden">${label}</span>
       ${hasRoom && found > 0 && html`<span aria-hidden="true">${count(found)}</span>`}`;
@@ -38,11 +38,14 @@ export function Strip({ id, curves, files, current, matches, hrefOf }) {
       ? html`<a key=${from} href=${hrefOf(opens)} tabindex="-1" ...${props}>${content}</a>`
       : html`<span key=${from} ...${props}>${content}</span>`;
   };
+  const [areJudged, areNot] = [true, false].map((isJudged) =>
+    cells.some(({ right, mixed }) => isNumber(mixed) && isNumber(right) === isJudged),
+  );
   const swatches = [
-    ["right", "all right", cells.some(({ right }) => isNumber(right))],
-    ["mixed", "mixed: these teach", true],
-    ["equal", "equal rewards", cells.some(({ right, wrong, equal }) => equal - right - wrong > 0.001)],
-    ["wrong", "all wrong", cells.some(({ wrong }) => isNumber(wrong))],
+    ["right", "all right", areJudged],
+    ["mixed", areJudged ? "mixed" : "different rewards", areJudged || areNot],
+    ["equal", "equal rewards", areNot],
+    ["wrong", "all wrong", areJudged],
   ].filter(([, , isShown]) => isShown);
   const legend = ([name, label]) => html`<span key=${name}><i class=${`swatch swatch-${name}`}></i>${label}</span>`;
   return html`<div class="step-strip">
@@ -51,17 +54,16 @@ export function Strip({ id, curves, files, current, matches, hrefOf }) {
   </div>`;
 }
 
-function outcome(right, wrong, equal) {
-  if (!isNumber(equal)) return "not known";
-  const others = isNumber(right)
-    ? `${percent(right, 0)} all right, ${percent(wrong, 0)} all wrong`
-    : `${percent(equal, 0)} with equal rewards`;
-  return `${percent(1 - equal, 0)} of the groups mixed, ${others}`;
+function outcome(right, wrong, mixed) {
+  if (!isNumber(mixed)) return "not known";
+  if (!isNumber(right)) return `${percent(1 - mixed, 0)} of the groups with equal rewards`;
+  return `${percent(mixed, 0)} of the groups mixed, ${percent(right, 0)} all right, ${percent(wrong, 0)} all wrong`;
 }
 
 /**
- * The steps in at most `most` cells of equally many, with the means of their shares. A cell of several opens the one
- * with most matches or the largest share of equal rewards.
+ * The steps in at most `most` cells of equally many, with the means of their shares: all right, all wrong and the rest, as
+ * in the chart of outcomes; equal and different rewards in runs without these metrics. A cell of several opens the one with
+ * most matches or the largest share of equal rewards.
  */
 function cellsOf(curves, files, matches, most) {
   const found = Object.entries(matches ?? {}).map(([step, num]) => [Number(step), num]);
@@ -86,6 +88,11 @@ function cellsOf(curves, files, matches, most) {
     prefer(step, num);
   }
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  for (const cell of cells) for (const [name, values] of Object.entries(cell.shares)) cell[name] = mean(values);
-  return cells;
+  return cells.map(({ shares: { right, wrong, equal }, ...cell }) => {
+    if (right && wrong) {
+      const [all, none] = [mean(right), mean(wrong)];
+      return { ...cell, right: all, wrong: none, mixed: Math.max(0, 1 - all - none) };
+    }
+    return equal ? { ...cell, mixed: 1 - mean(equal) } : cell;
+  });
 }

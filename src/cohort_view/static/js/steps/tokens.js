@@ -6,17 +6,17 @@ import { useData } from "cohort/hooks.js";
 import { html, useLayoutEffect, useMemo, useRef, useState } from "cohort/preact.js";
 import { asText, LEVELS, quantitiesOf, scaleOf } from "cohort/steps/quantities.js";
 import { TextBlock } from "cohort/text.js";
-import { Loading, Problems, Segmented } from "cohort/ui.js";
+import { Failure, Loading, Problems, Segmented } from "cohort/ui.js";
 import { visibleLine, visiblePieces } from "cohort/visible.js";
 
 const CHUNK = 400; // tokens; a chunk ends at the next line break, or at twice as many
 const CHUNKS_PER_FRAME = 5;
 
 /** The tokens of a completion. `color`: name of the quantity, by default the first; `onColor(name)`: choose another. */
-export function Tokens({ id, step, kind, row, text, color, onColor }) {
+export function Tokens({ id, step, kind, row, text, advantage, color, onColor }) {
   const [offset, setOffset] = useState(0);
   const { data, error } = useData(runPath(id, `steps/${step}/completions/${row}`, { kind, offset: offset || null }));
-  if (error && !data) return html`<p class="muted">${error.message}</p><${TextBlock} text=${text} />`;
+  if (error && !data) return html`<${Failure} error=${error} /><${TextBlock} text=${text} />`;
   if (!data) return html`<${Loading} />`;
   const { limit, num_tokens: total } = data;
   const range = `Tokens ${count(offset + 1)} to ${count(Math.min(total, offset + limit))} of ${count(total)}`;
@@ -31,11 +31,11 @@ export function Tokens({ id, step, kind, row, text, color, onColor }) {
       </p>`
     }
     ${!total && html`<p class="muted">No tokens were recorded.</p>`}
-    ${total > 0 && html`<${Colored} data=${data} color=${color} onColor=${onColor} />`}
+    ${total > 0 && html`<${Colored} ...${{ data, kind, advantage, color, onColor }} />`}
   `;
 }
 
-function Colored({ data, color, onColor }) {
+function Colored({ data, kind, advantage, color, onColor }) {
   const { sequences } = data;
   const [pointed, setPointed] = useState(null); // [sequence, index]
   const quantities = useMemo(() => quantitiesOf(sequences), [sequences]);
@@ -58,7 +58,7 @@ function Colored({ data, color, onColor }) {
       <${Segmented} label="Color by" options=${options} value=${quantity.name} onChange=${onColor} />
       ${scale && html`<${Legend} quantity=${quantity} scale=${scale} />`}
     </div>
-    <p class="small muted">${scale ? quantity.help : missing(quantity, data, isKnown)}</p>
+    <p class="small muted">${scale ? quantity.help : missing(quantity, { ...data, kind, advantage }, isKnown)}</p>
     <div>${sequences.map(shown)}<${Numbers} data=${data} quantities=${quantities} pointed=${pointed} /></div>
   </div>`;
 }

@@ -6,7 +6,7 @@ import { count, isNumber, number, percent, plural } from "cohort/format.js";
 import { navigate, useData, useKeys, useQuery } from "cohort/hooks.js";
 import { html, useEffect, useLayoutEffect, useMemo, useRef } from "cohort/preact.js";
 import { link } from "cohort/router.js";
-import { Conversation, TextBlock } from "cohort/text.js";
+import { Conversation, Cut, TextBlock } from "cohort/text.js";
 import { Chip, Empty, Failure, Loading, Problems, Segmented, Select, Table } from "cohort/ui.js";
 import { visibleLine } from "cohort/visible.js";
 
@@ -89,7 +89,7 @@ export function QuestionsView({ id }) {
 /** Held-out accuracy with its interval, and in words. */
 function Accuracy({ id, points }) {
   const lines = useMemo(() => {
-    const of = (name) => points.map((point) => point[name]);
+    const of = (name) => points.map((point) => point[name] ?? null);
     return [{ label: "accuracy", color: 0, x: of("step"), y: of("accuracy"), low: of("low"), high: of("high") }];
   }, [points]);
   const open = (_, step) => hasStep(id, step, { kind: "eval" }) && navigate(link.steps(id, step, { kind: "eval" }));
@@ -113,11 +113,12 @@ function inWords(known) {
   const interval = isNumber(last.low) ? ` (95% interval ${percent(last.low)} to ${percent(last.high)})` : "";
   const from = first === last ? "" : `, from ${percent(first.accuracy)} after step ${count(first.step)}`;
   const tries = Object.entries(last.pass_at ?? {}).filter(([k]) => k !== "1");
-  const within = tries.map(([k, share]) => `${percent(share)} within ${k} tries (pass@${k})`).join(", ");
+  const solved = ([k, share], index) =>
+    `${percent(share)} ${index ? `within ${k}` : `of the questions are solved within ${k} tries`} (pass@${k})`;
   return [
     `After step ${count(last.step)}, ${percent(last.accuracy)} of the answers${of} are right${interval}${from}.`,
     best.accuracy > last.accuracy ? `The best was ${percent(best.accuracy)} after step ${count(best.step)}.` : "",
-    within && `Of the questions, ${within} are solved.`,
+    tries.length > 0 && `${tries.map(solved).join(", ")}.`,
     without ? `The completions of ${plural(without, "evaluation")} cannot be read, so no interval is known.` : "",
   ].filter(Boolean).join(" ");
 }
@@ -144,8 +145,8 @@ function Questions({ id, data, kind, shown, query, setQuery }) {
   const heads = ["Question", "State", "Seen", over, "Last", "Last answer"];
   useFocusKept(list);
   useKeys([
-    ["j | ArrowDown", "Next question", () => moveFocus(list.current, 1)],
-    ["k | ArrowUp", "Previous question", () => moveFocus(list.current, -1)],
+    ["j", "Next question", () => moveFocus(list.current, 1)],
+    ["k", "Previous question", () => moveFocus(list.current, -1)],
   ]);
   return html`
     <section class="questions" ref=${list}>
@@ -228,7 +229,7 @@ function Answers({ id, kind, question }) {
   const { data, error, reload } = useData(address, ["completions"]);
   if (!data) return error ? html`<${Failure} error=${error} retry=${reload} />` : html`<${Loading} />`;
   const columns = [
-    { label: "Step", class: "nowrap", value: (time) => html`<${StepLink} id=${id} at=${time} />` },
+    { label: "Step", class: "nowrap", value: (time) => html`<${StepLink} id=${id} at=${{ ...time, row: time.best.row }} />` },
     { label: "Right", class: "nowrap", value: (time) => `${count(time.num_right)} of ${count(time.num)}` },
     { label: "Reward", align: "right", title: "Mean of the answers", value: (time) => number(time.reward_mean) },
     { label: "End of the best answer", value: ({ best }) => html`<${Best} best=${best} />` },
@@ -241,9 +242,11 @@ function Answers({ id, kind, question }) {
         <${Problems} list=${data.problems} />
         <h3>Prompt</h3>
         <${Array.isArray(data.prompt) ? Conversation : TextBlock} messages=${data.prompt} text=${data.prompt} />
+        ${data.prompt_cut && html`<${Cut} what="The prompt" />`}
         <h3>Expected answer</h3>
         ${data.answer === null && html`<p class="muted">The run has not recorded it.</p>`}
         ${data.answer !== null && html`<${TextBlock} text=${data.answer} />`}
+        ${data.answer_cut && html`<${Cut} what="The answer" />`}
       </div>
       <div>
         <h3>Answers by step, newest first</h3>
@@ -269,8 +272,8 @@ function Best({ best }) {
 function Tools({ id }) {
   const { data } = useData(runPath(id, "tools"), ["completions"]);
   if (!data?.tools.length && !data?.malformed) return null;
-  const calls = {};
-  for (const entry of data.tools) calls[entry.name] = (calls[entry.name] ?? 0) + entry.calls;
+  const calls = new Map();
+  for (const { name, calls: num } of data.tools) calls.set(name, (calls.get(name) ?? 0) + num);
   const result = ({ error }) =>
     error === null
       ? html`<span class="muted">worked</span>`
@@ -279,7 +282,7 @@ function Tools({ id }) {
     { label: "Tool", class: "mono", value: (entry) => line(entry.name) },
     { label: "Result", value: result },
     { label: "Calls", align: "right", value: (entry) => count(entry.calls) },
-    { label: "Share", align: "right", value: (entry) => percent(entry.calls / calls[entry.name]) },
+    { label: "Share", align: "right", value: (entry) => percent(entry.calls / calls.get(entry.name)) },
     { label: "Steps", class: "nowrap", value: (entry) => range(entry.steps) },
     { label: "Example", class: "nowrap", value: (entry) => html`<${StepLink} id=${id} at=${entry.example} />` },
   ];

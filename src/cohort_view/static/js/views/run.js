@@ -14,7 +14,7 @@ import { Configuration, Log, Memory, Warnings } from "cohort/run/details.js";
 import { RunsTable } from "cohort/run/runs_table.js";
 import { Findings, isLive, StateLine, TimeSpent } from "cohort/run/state.js";
 
-const MOST_RUNS = 8; // as many as there are colors
+export const MOST_RUNS = 8; // as many as there are colors
 const SMOOTHED_FROM = 200; // steps; in shorter runs smoothing would hide a jump
 const SMOOTHING = 0.6;
 const AXES = [["step", "Steps"], ["time", "Time"]];
@@ -59,8 +59,8 @@ export function RunView({ id }) {
       <//>`}
       <${Fold} name="config" title="Changed keys and command"><${Configuration} id=${id} /><//>
       ${now.warnings.length > 0 &&
-      html`<${Fold} name="warnings" title="Warnings" summary=${count(now.warnings.length)}>
-        <${Warnings} id=${id} list=${now.warnings} />
+      html`<${Fold} name="warnings" title="Warnings" summary=${count(now.num_warnings)}>
+        <${Warnings} id=${id} list=${now.warnings} total=${now.num_warnings} />
       <//>`}
       ${!isExport && html`<${Fold} name="log" title="Log"><${Log} id=${id} /><//>`}
     </div>
@@ -129,7 +129,7 @@ function Toolbar({ runs, metrics, options, query, setQuery, setWeight, entries, 
     runs.length < MOST_RUNS &&
     html`<select class="select" aria-label="Add a run" value="" onChange=${add}>
       <option value="">Add a run…</option>
-      ${free.map((run) => html`<option key=${run.id} value=${run.id}>${run.id}</option>`)}
+      ${free.map((run) => html`<option key=${run.id} value=${run.id}>${visibleLine(run.id)}</option>`)}
     </select>`}
     ${!isExport && html`<a download=${`${runs.join("-")}.csv`} title="All metrics, all points" href=${csv}>CSV</a>`}
   </div>`;

@@ -5,6 +5,7 @@ import { useQuery, useRuns } from "cohort/hooks.js";
 import { html } from "cohort/preact.js";
 import { link, splitList } from "cohort/router.js";
 import { Empty, LevelIcon, Select, stateChip } from "cohort/ui.js";
+import { MOST_RUNS } from "cohort/views/run.js";
 import { visibleLine } from "cohort/visible.js";
 
 const ORDERS = {
@@ -13,7 +14,6 @@ const ORDERS = {
   accuracy: ["Held-out accuracy", (run) => run.accuracy],
   name: ["Name", null],
 };
-const MOST_COMPARED = 8;
 const HEADS = ["State", "Step", "Reward", "Held-out", "Model", "Finding"];
 const NUMBERS = ["Step", "Reward", "Held-out"];
 
@@ -40,7 +40,7 @@ export function RunsView() {
           ? html`<a class="button primary" href=${link.run(chosen[0], { with: chosen.slice(1) })}>
               Compare ${plural(chosen.length, "run")}
             </a>`
-          : html`<span class="muted">Select two to eight to compare them</span>`}
+          : html`<span class="muted">Select two or more to compare them</span>`}
       </div>
     `}
     ${!shown.length && html`<p class="muted">No run matches “${query.find}”.</p>`}
@@ -64,15 +64,15 @@ export function RunsView() {
 
 function Run({ run, chosen, choose }) {
   const isChosen = chosen.includes(run.id);
-  const isFull = !isChosen && chosen.length >= MOST_COMPARED;
+  const isFull = !isChosen && chosen.length >= MOST_RUNS;
   const about = [run.path, run.algorithm, run.updated && `changed ${ago(run.updated)}`].filter(Boolean).join("; ");
   return html`
     <tr>
       <td>
-        <input type="checkbox" checked=${isChosen} disabled=${isFull} aria-label=${`Select ${run.id} to compare`}
+        <input type="checkbox" checked=${isChosen} disabled=${isFull} aria-label=${`Select ${visibleLine(run.id)} to compare`}
           onChange=${() => choose(run.id)} />
       </td>
-      <th scope="row" title=${visibleLine(about)}><a class="run-link" href=${link.run(run.id)}>${run.id}</a></th>
+      <th scope="row" title=${visibleLine(about)}><a class="run-link" href=${link.run(run.id)}>${visibleLine(run.id)}</a></th>
       <td>${stateChip(run.state)}</td>
       <td class="right" data-label="Step">
         ${count(run.step)}${run.steps > 0 && html`<span class="muted"> of ${count(run.steps)}</span>`}
@@ -94,7 +94,7 @@ function Finding({ run }) {
 
 function whyNone(run) {
   if (!(run.step > 0)) return "No step done yet";
-  return run.has_all_metrics ? "Nothing to say about its curves" : "Open it to see how it goes";
+  return run.has_all_metrics ? "No findings" : "Open it to see how it goes";
 }
 
 function matching(find) {

@@ -89,8 +89,8 @@ function StepNav({ id, step, steps, toStep, groupsHref }) {
   const [before, after] = [steps.findLast((one) => one < step), steps.find((one) => one > step)];
   const go = (to) => isNumber(to) && navigate(toStep(to));
   useKeys([
-    ["[ | ArrowLeft", "Previous step", () => go(before)],
-    ["] | ArrowRight", "Next step", () => go(after)],
+    ["[", "Previous step", () => go(before)],
+    ["]", "Next step", () => go(after)],
     ["#", "Go to a step", () => field.current?.select()],
   ]);
   const submit = (event) => {
@@ -119,7 +119,7 @@ function StepNav({ id, step, steps, toStep, groupsHref }) {
 
 /** What is known of the step: its sentence and metrics, the list of groups or of matches, and the open group. */
 function StepBody({ id, step, kind, kinds, query, setQuery, search, hrefOf, isPhone, isPage, filter }) {
-  const [limit, setLimit] = useState(PAGE_SIZE);
+  const limit = Math.min(MOST_GROUPS, Math.max(PAGE_SIZE, asNumber(query.shown) ?? 0));
   const [isSettled, setSettled] = useState(true);
   const [sort, , key, descending] = SORTS.find(([name]) => name === query.sort) ?? SORTS[0];
   const address = runPath(id, `steps/${step}`, { kind, sort: key, descending, limit });
@@ -162,6 +162,7 @@ function StepBody({ id, step, kind, kinds, query, setQuery, search, hrefOf, isPh
     </section>`;
   if (isPage) return group;
   const { explanation, metrics, problems = [], num_groups: total } = data ?? {};
+  const more = () => setQuery({ shown: limit + 300 });
   const matchHref = (match) =>
     hrefOf({ group: match.group, row: match.row, kind: match.kind === "step" ? null : match.kind }, match.step);
   const isCurrent = (match) => match.step === step && match.kind === kind && match.row === asNumber(query.row);
@@ -185,12 +186,13 @@ function StepBody({ id, step, kind, kinds, query, setQuery, search, hrefOf, isPh
           <${Select} label="Sort" options=${SORTS} value=${sort} onChange=${(name) => setQuery({ sort: name })} />
         </div>
         <${Problems} list=${problems} />
-        <${Groups} groups=${groups} scale=${scale} shown=${shown} hrefOf=${(index) => hrefOf({ group: index })} />`
+        <${Groups} ...${{ groups, kind, scale, shown }} hrefOf=${(index) => hrefOf({ group: index })} />`
     }
     ${
       total > groups.length &&
-      limit < MOST_GROUPS &&
-      html`<button type="button" class="button" onClick=${() => setLimit(limit + 300)}>Show more groups</button>`
+      (limit < MOST_GROUPS
+        ? html`<button type="button" class="button" onClick=${more}>Show more groups</button>`
+        : html`<p class="muted">${count(total - groups.length)} more are not listed here.</p>`)
     }
   `;
   return html`
