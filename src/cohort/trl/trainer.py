@@ -485,13 +485,13 @@ class GRPOTrainer:
         """
         found = self._output.find(wanted)
         self._drop_unused_run()
-        state, run_dir = found.state(), found.run_dir()
-        siblings = found.siblings(self._output.checkpoints())
+        state, run_dir, ancestors = found.state(), found.run_dir(self._output), self._output.ancestors(found)
         self._built().on_any_rank([False])  # before rank 0 writes
-        self._set_aside(siblings)
+        self._set_aside(ancestors)
         if self.is_world_process_zero():
-            found.prepare(run_dir)
+            found.prepare(run_dir, self._built().config)
         self._build(run_dir)
+        state.best_model_checkpoint = self._output.best_model(found, state)
         state.is_world_process_zero, state.is_local_process_zero = (
             self.state.is_world_process_zero,
             self.state.is_local_process_zero,
