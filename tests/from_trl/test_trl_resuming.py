@@ -1,6 +1,7 @@
 """`train(resume_from_checkpoint=...)`, and new runs in a folder that has one already."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.trl import GRPOTrainer
 from runs import assert_same_weights, metric
 from scripted import digits, rows, settings
@@ -80,6 +81,60 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, base: Path, whole: Path, as_
     again = make(base, out, as_object=as_object)
     again.train(resume_from_checkpoint=str(out / "earlier" / "checkpoint-3"))
     assert_same_run(out, whole, run="cohort-3")
+
+
+@pytest.mark.parametrize("target", ["another folder", "another run there", "the run is gone", "a model object"])
+def test_wherever_the_run_of_a_checkpoint_is(tmp_path: Path, base: Path, whole: Path, target: str):
+    """It is copied to where the new run writes, and goes on from there."""
+    first, out, as_object = tmp_path / "first", tmp_path / "out", target == "a model object"
+    make(base, first, StopAfter(2), as_object=as_object).train()
+    if target == "the run is gone":
+        shutil.rmtree(first / "cohort")
+        out = first
+    if target == "another run there":  # whose last step has the same name
+        make(base, out, StopAfter(2), seed=3).train()
+    trainer = make(base, out, as_object=as_object)
+    assert trainer.train(resume_from_checkpoint=str(first / "checkpoint-2")).global_step == 4
+    run = out / ("cohort-2" if target == "another run there" else "cohort")
+    assert_same_weights(out / "checkpoint-4", whole / "checkpoint-4")
+    steps = slice(2 if target == "the run is gone" else 0, None)  # its metrics are gone too
+    assert metric(run, "reward") == metric(whole / "cohort", "reward")[steps]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert (out / "earlier" / "checkpoint-2").is_dir() == (target == "another run there")
+
+
+def test_a_second_resume_keeps_all_ancestors_and_the_best_model(tmp_path: Path, base: Path):
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    given |= {"metric_for_best_model": "eval_reward", "greater_is_better": False}
+
+    class FirstIsBest(GRPOTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().evaluate(*args, **kwargs), "eval_reward": self.state.global_step}
+
+    def train(resume: str | None = None) -> FirstIsBest:
+        args = settings(out, save_strategy="steps", save_steps=1, **given)
+        trainer = FirstIsBest(str(base), digits, args, rows(), rows(2))
+        trainer.train(resume_from_checkpoint=resume and str(out / resume))
+        return trainer
+
+    out = tmp_path / "out"
+    train()
+    train("checkpoint-2")
+    trainer = train("checkpoint-3")
+    assert sorted(p.name for p in out.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 3, 4)]
+    trainer.save_model(str(tmp_path / "final"))
+    assert_same_weights(tmp_path / "final", out / "checkpoint-1")
+    trainer = train("earlier/checkpoint-4")  # of the first run: checkpoint-3 is of another one
+    assert trainer.state.best_model_checkpoint == str(out / "checkpoint-1")
+    make(base, out, max_steps=1).train()  # writes another checkpoint-1
+    trainer = train("earlier-4/checkpoint-2")
+    assert trainer.state.best_model_checkpoint == str(out / "earlier-4" / "checkpoint-1")
+
+
+def test_a_best_model_that_was_deleted(tmp_path: Path, base: Path):
+    trainer = make(base, tmp_path / "out")
+    with pytest.raises(TrainingError, match=r"gone: has no weights to load"):
+        trainer._built().load(tmp_path / "gone")
 
 
 def test_a_new_run_starts_anew_and_loses_nothing(

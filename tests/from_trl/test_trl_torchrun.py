@@ -39,6 +39,8 @@ sys.addaudithook(write)
 class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = rank == 1 and state.global_step == stop_at
+        if state.is_world_process_zero and state.global_step == 1:  # a call of rank 0 alone
+            trainer.save_model(out + "/alone")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -78,6 +80,11 @@ print(f"after {rank} {steps} {after} {trainer.state.best_model_checkpoint}\\n", 
 trainer.save_model(out + "/final")
 if trainer.accelerator.is_main_process:
     trainer.save_model(out + "/by-rank-0")
+if rank == 0:
+    time.sleep(1)
+    open(out + "/before-barrier", "w").close()
+trainer.accelerator.wait_for_everyone()
+assert os.path.exists(out + "/before-barrier"), "rank 1 has waited"
 assert sum(p.numel() for p in trainer.model.parameters()) and trainer.ref_model is not None
 print(f"done {rank} {trainer.state.global_step}\\n", end="", flush=True)
 """

@@ -189,8 +189,8 @@ def test_a_subclass_that_logs(tmp_path: Path, base: Path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rollout_func": print}, "rollout_func: cannot be honored; use environment_factory"),
-        ({"optimizers": (1, None)}, "optimizers: cannot be honored; use args.optim"),
+        ({"rollout_func": print}, "rollout_func is not supported; use environment_factory"),
+        ({"optimizers": (1, None)}, "optimizers is not supported; use args.optim"),
     ],
 )
 def test_arguments_without_an_equivalent(tmp_path: Path, base: Path, given: dict[str, Any], message: str):
@@ -232,14 +232,18 @@ def test_fields(tmp_path: Path, base: Path, given: dict[str, Any], section: str,
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_fields_that_cannot_be_honored_and_those_of_earlier_versions(tmp_path: Path):
-    with pytest.raises(UserError, match=r"label_smoothing_factor: 0\.1 cannot be honored: it has no meaning for GRPO"):
+def test_fields_that_are_not_supported_and_those_of_earlier_versions(tmp_path: Path):
+    with pytest.raises(UserError, match=r"label_smoothing_factor: 0\.1 is not supported: it has no meaning for GRPO"):
         settings(tmp_path, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="overwrite_output_dir is a field of earlier versions: "):
         settings(tmp_path, overwrite_output_dir=True)
+    with pytest.warns(UserWarning, match="push_to_hub_model_id is a field of earlier versions: use hub_model_id"):
+        assert settings(tmp_path, push_to_hub_model_id="mine").hub_model_id == "mine"
+    with pytest.raises(UserError, match=r"report_to: 'mlflow' is not supported; use tensorboard, wandb, trackio"):
+        settings(tmp_path, report_to=["wandb", "mlflow"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        settings(tmp_path, bf16=True)
+        settings(tmp_path, bf16=True, report_to="all")
 
 
 def test_every_field_has_one_place():

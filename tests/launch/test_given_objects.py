@@ -169,7 +169,7 @@ def test_what_is_no_engine(tmp_path: Path):
     ):
         with pytest.raises(UserError, match=message):
             cohort.Trainer("m", "d", ["math"], engine=engine)
-    with pytest.raises(UserError, match=r"engine: is given, and rollout\.engine: local too; leave out one of them"):
+    with pytest.raises(UserError, match=r"set either engine= or rollout\.engine, not both"):
         cohort.Trainer("m", "d", ["math"], engine=Naive(), rollout={"engine": "local"})
     with pytest.raises(UserError, match=r"save_config: engine \(Naive\): exists in this process only"):
         cohort.Trainer("m", "d", ["math"], engine=Naive()).save_config(tmp_path / "run.yaml")

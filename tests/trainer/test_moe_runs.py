@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import cohort
+from cohort.data import read_rows
 from cohort.errors import UserError
 from families import FAMILIES, make_model
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
@@ -48,3 +49,24 @@ def test_a_dense_model_has_nothing_to_balance(tmp_path: Path):
         match=r"train\.router_aux_loss_coef: 0\.1 has no effect: the model has no",
     ):
         train(config)
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_trainer_goes_on_with_saved_weights(tmp_path: Path, is_offloaded: bool, monkeypatch: pytest.MonkeyPatch):
+    """Their names and shapes differ from those in memory, and so may the weights that the optimizer updates."""
+    monkeypatch.setattr("cohort.trainer.setup.check_cpu_offload", lambda *_, **__: None)  # that of GPUs, here
+    config = changed(moe_run(tmp_path), model={"freeze": []}, optim={"name": "adamw", "offload": is_offloaded})
+    rows = read_rows(config["data"]["path"], field="data.path")
+    rest = {name: config[name] for name in ("rollout", "train", "run", "optim")}
+    trainer = cohort.Trainer(config["model"], {"path": rows, "prompt": "question"}, config["rewards"], **rest)
+    trainer.save(tmp_path / "first")
+    steps = iter(trainer)
+    next(steps)
+    trainer.save(tmp_path / "second")
+    trainer.load(tmp_path / "first")
+    held = dict(trainer.model.named_parameters())["model.layers.0.mlp.experts.down_proj"].detach().clone()
+    trainer.save(tmp_path / "third")
+    assert_same_weights(tmp_path / "third", tmp_path / "first")
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    torch.testing.assert_close(held[0], weights(tmp_path / "first")[name])
+    assert not torch.equal(held[0], weights(tmp_path / "second")[name])

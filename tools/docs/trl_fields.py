@@ -11,6 +11,7 @@ from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.trl.config import GRPOConfig
 
 _MARKED = re.compile(r"(<!-- fields, made by `make docs` -->\n).*?(<!-- end of fields -->)", re.DOTALL)
+_OWN = ("save_steps", "save_total_limit", "eval_on_start", "output_dir")  # done by the trainer, not by their keys
 _TABLES = ("transformers", "reference", "evaluation", "trl", "trl_vllm")
 
 
@@ -23,17 +24,18 @@ def with_fields(page: str) -> str:
 def _rows() -> Iterator[str]:
     notes, ours = grpo_config_fields(), _equivalents()
     for name in sorted(field.name for field in fields(GRPOConfig)):
-        keys = ", ".join(f"`{key}`" for key in ours[name])
+        keys = ", ".join(f"`{key}`" for key in ours[name] if name not in _OWN)
         if name in notes["refused"]:
             yield f"| `{name}` | refused | {notes['refused'][name]} |"
         elif name in notes["dropped"]:
-            yield f"| `{name}` | works, with a warning | {notes['dropped'][name]} |"
+            status = "no effect" if name in notes["no_effect"] else "works"
+            yield f"| `{name}` | {status}, with a warning | {notes['dropped'][name]} |"
         elif name in notes["read"]:
             yield f"| `{name}` | works | {keys or 'as in TRL'} |"
         elif name in notes["no_effect"]:
             yield f"| `{name}` | no effect | {notes['no_effect'][name]} |"
         else:
-            yield f"| `{name}` | works | {keys} |"
+            yield f"| `{name}` | works | {keys or 'as in TRL'} |"
 
 
 def _equivalents() -> dict[str, list[str]]:

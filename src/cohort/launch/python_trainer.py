@@ -127,7 +127,7 @@ class Trainer:
         if engine is not None:
             check_engine(engine)
             if "engine" in rollout:
-                raise UserError(f"engine: is given, and rollout.engine: {rollout['engine']} too; leave out one of them")
+                raise UserError("set either engine= or rollout.engine, not both")
             given["engine"] = "object"
         model = _section(model, key="path")
         given_model = GivenModel(model["path"], tokenizer) if is_model(model["path"]) else None
@@ -253,6 +253,11 @@ class Trainer:
         loop.last_evaluation = None
 
     @_on_every_rank
+    def beta(self) -> float:
+        """Return the coefficient of the KL term, which a checkpoint keeps."""
+        return self._open()[1].updater.coefficient_state.kl
+
+    @_on_every_rank
     def set_beta(self, beta: float) -> None:
         """Change the coefficient of the KL term from the next step on.
 
@@ -376,8 +381,7 @@ class Trainer:
         """Return which of some flags are set on any rank. Every rank calls this."""
         if not started_by_torchrun():
             return list(flags)
-        ranks = script_rank(self.config).ranks
-        return [bool(ranks.all_reduce_max(flag)) for flag in flags]
+        return script_rank(self.config).on_any_rank(flags, self.config)
 
     def _open(self) -> tuple[OpenRun, TrainingLoop]:
         """Load the run's parts and weights, once.

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +150,13 @@ class _Done:
     stopped: int | None = None  # signal that stopped it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AsksFlags:
+    """Rank 0 asks which of some flags are set on any rank."""
+
+    count: int
+
+
 class ScriptRank:
     """This rank of a script that runs on every rank: what they all call, rank 0 does, and the others serve it.
 
@@ -169,6 +176,7 @@ class ScriptRank:
             self.ranks = _join(config, self.stop)
         self.others = OtherRanks()
         self._workers: WorkerGroup[Worker] | None = None  # on ranks other than 0
+        self._flags: list[bool] = []  # of this rank, while `on_any_rank` runs
         atexit.register(self._leave)
 
     @property
@@ -181,6 +189,24 @@ class ScriptRank:
         """Announce on rank 0 that it opens a run."""
         self.run_dir, self.others = Path(config.run.dir), OtherRanks()
         self.ranks.command(_Opens())
+
+    def on_any_rank(self, flags: Sequence[bool], config: Config) -> list[bool]:
+        """Return which of some flags are set on any rank. Every rank calls this.
+
+        It is a call like the others, so that rank 0 may call something alone before.
+        """
+        self._flags = list(flags)
+        try:
+            return self.call("on_any_rank", self._ask_flags, config)
+        finally:
+            self._flags = []
+
+    def _ask_flags(self) -> list[bool]:
+        self.ranks.command(_AsksFlags(count=len(self._flags)))
+        return self._combine(self._flags)
+
+    def _combine(self, flags: Sequence[bool]) -> list[bool]:
+        return [bool(self.ranks.all_reduce_max(flag)) for flag in flags]
 
     def call(
         self, what: str, act: Callable[[], T], config: Config, share: Callable[[T], Any] = lambda value: value
@@ -218,6 +244,8 @@ class ScriptRank:
                 config = choose_engine(config, lambda _: None)
             elif isinstance(command, ChecksumTask):
                 command.run(self.ranks)
+            elif isinstance(command, _AsksFlags):
+                self._combine(self._flags or [False] * command.count)
             elif isinstance(command, WorkerSpec):
                 self._workers = WorkerGroup(_build(config, self.ranks, command), self.ranks)
             elif not isinstance(command, _Done):

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from cohort.algorithms import Algorithm, Coefficients
-from cohort.errors import TrainingError
+from cohort.errors import TrainingError, UserError
 from cohort.learner import (
     CriticEngine,
     OptimResult,
@@ -26,8 +25,10 @@ from cohort.learner import (
 )
 from cohort.metrics.resources import PeakMemory
 from cohort.models import Policy, SaveOptions, save_policy, stream_weights, weight_specs
+from cohort.models.adapters.adapter_folder import WEIGHTS_FILE
 from cohort.models.fsdp import local_rows
 from cohort.models.loading.meta_device import named_saved_tensors
+from cohort.models.loading.safetensors_files import map_to_model, stored_weights
 from cohort.packing import pack
 from cohort.packing.batch import TrainBatch
 from cohort.ranks.collectives import Ranks
@@ -199,14 +200,25 @@ class Worker:
         Raises:
             TrainingError: they are of another model.
         """
-        adapter = self.policy.adapter
-        own = named_saved_tensors(self.policy.model) if adapter is None else adapter.tensors().items()
-        saved = {name: w for file in sorted(folder.glob("*.safetensors")) for name, w in load_file(file).items()}
-        for name, tensor in own:
-            if name not in saved:
-                raise TrainingError(f"{folder}: has no weight {name}; it is of another model")
-            rows, first = local_rows(tensor)
-            rows.copy_(saved[name][first : first + len(rows)] if rows.dim() else saved[name])
+        adapter, master_weights = self.policy.adapter, self.policy.master_weights
+        try:
+            stored = stored_weights(folder if adapter is None else folder / WEIGHTS_FILE, field=str(folder))
+            sources = map_to_model(self.policy.model, stored) if adapter is None else stored
+            if not stored or sources is None:
+                what = "weights to load" if not stored else "weights that can be loaded tensor by tensor"
+                raise TrainingError(f"{folder}: has no {what}")
+            own = named_saved_tensors(self.policy.model) if adapter is None else adapter.tensors().items()
+            for name, tensor in own:
+                if name not in sources:
+                    raise TrainingError(f"{folder}: has no weight {name}; it is of another model")
+                rows, first = local_rows(tensor)
+                master = None if master_weights is None else master_weights.of(name)
+                into = rows if master is None else local_rows(master)[0]
+                sources[name].read_rows(into, first)
+                if master is not None:
+                    rows.copy_(into)
+        except UserError as error:
+            raise TrainingError(str(error)) from error
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, for servers to load.

@@ -8,12 +8,13 @@ The checkpoints in the folder are those of its last run. A run moves those that 
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from transformers.trainer_callback import TrainerState
 
+from cohort.config import Config, to_yaml
 from cohort.errors import UserError
 from cohort.run.atomic import write_folder_atomically
 from cohort.run.files import MANIFEST, STATE, checkpoints
@@ -59,7 +60,35 @@ class OutputFolder:
                 f"resume_from_checkpoint: {str(folder)!r} has no state that Cohort resumes from; use one of {known} in "
                 f"{str(self.path)!r}, or give its path as the model and start a new run"
             )
-        return Checkpoint(folder, run=self.path / steps[0].parent.name, step=steps[0])
+        outer = folder.absolute().parent
+        home = outer.parent if outer.name.partition("-")[0] == EARLIER else outer
+        home = self.path if home.resolve() == self.path.resolve() else home
+        return Checkpoint(folder, run=home / steps[0].parent.name, step=steps[0])
+
+    def ancestors(self, checkpoint: "Checkpoint") -> list[Path]:
+        """Return the checkpoints that a run goes through on its way to one in this folder, and that one."""
+        own, is_here = self.checkpoints(), checkpoint.run.parent == self.path
+        if is_here and any(p.samefile(checkpoint.folder) for p in own):
+            return [p for p in own if number(p) <= number(checkpoint.folder)]  # also of runs that were copied
+        run = checkpoint.run.name
+        return [p for p in own if is_here and number(p) < number(checkpoint.folder) and (p / run).is_dir()]
+
+    def best_model(self, checkpoint: "Checkpoint", state: TrainerState) -> str | None:
+        """Return where the best model of a run is, whose checkpoints may have been moved.
+
+        Args:
+            checkpoint: of the run.
+            state: of the checkpoint.
+        """
+        if (said := state.best_model_checkpoint) is None:
+            return None
+        moved = sorted(self.path.glob(f"{EARLIER}*/{Path(said).name}"), key=lambda p: number(p.parent))
+        for folder in (Path(said), checkpoint.folder.parent / Path(said).name, *reversed(moved)):
+            with suppress(OSError, ValueError, TypeError):
+                logs = TrainerState.load_from_json(str(folder / _TRAINER_STATE)).log_history
+                if repr(logs) == repr(state.log_history[: len(logs)]):
+                    return str(folder)
+        return said
 
     def write(self, step: Path, state: TrainerState, *, with_state: bool = True) -> Path:
         """Write `checkpoint-N` with the files of a checkpoint of Cohort, whose large ones are shared.
@@ -112,41 +141,50 @@ class Checkpoint:
     """A `checkpoint-N` that a run can resume from."""
 
     def __init__(self, folder: Path, *, run: Path, step: Path):
-        """Read nothing yet.
+        """A checkpoint folder; files are read later.
 
         Args:
             folder: of the checkpoint.
             run: folder of its run, which may be gone.
             step: checkpoint of Cohort in it.
         """
-        self.folder, self._run, self._step = folder, run, step
+        self.folder, self.run, self._step = folder, run, step
 
     def state(self) -> TrainerState:
         """Return the state of callbacks and logs."""
         return TrainerState.load_from_json(str(self.folder / _TRAINER_STATE))
 
-    def run_dir(self) -> Path:
-        """Return the folder in which a run goes on from here: another one if its run has gone further."""
-        last = checkpoints(self._run / "checkpoints")[-1:]
-        return self._run if last and last[0].name == self._step.name else free_folder(self._run.parent / _RUN)
+    def run_dir(self, output: OutputFolder) -> Path:
+        """Return the folder in which a run goes on from here: a new one unless its run is there and ends here."""
+        last = checkpoints(self.run / "checkpoints")[-1:]
+        ends_here = bool(last) and last[0].name == self._step.name and _manifest(last[0]) == _manifest(self._step)
+        return self.run if ends_here and self.run.parent == output.path else output.new_run()
 
-    def siblings(self, of: Iterable[Path]) -> list[Path]:
-        """Return the checkpoints of the same run up to this one."""
-        run = self._run.name
-        return [p for p in of if number(p) <= number(self.folder) and (p / run).is_dir()]
+    def prepare(self, run_dir: Path, config: Config) -> None:
+        """Make `run_dir` the folder of a run with this checkpoint as its last one.
 
-    def prepare(self, run_dir: Path) -> None:
-        """Make `run_dir` the folder of a run with this checkpoint as its last one."""
-        if run_dir == self._run:
+        Args:
+            run_dir: result of `run_dir`.
+            config: of a new run, for a checkpoint whose run is gone.
+        """
+        if run_dir.is_dir():
             (run_dir / "summary.json").unlink(missing_ok=True)  # or a finished run would have nothing to load
             return
-        if self._run.is_dir():
+        if self.run.is_dir():
             ignored = shutil.ignore_patterns(*_NOT_COPIED)
-            shutil.copytree(self._run, run_dir, copy_function=_link, ignore=ignored)
-            config = run_dir / "config.yaml"
-            text = config.read_text(encoding="utf-8")
-            config.write_text(text.replace(f"{self._run.absolute()}/", f"{run_dir.absolute()}/"), encoding="utf-8")
+            shutil.copytree(self.run, run_dir, copy_function=_link, ignore=ignored)
+            before, text = self.run, (run_dir / "config.yaml").read_text(encoding="utf-8")
+        else:
+            run_dir.mkdir(parents=True)
+            before, text = Path(config.run.dir), to_yaml(config)
+        text = text.replace(f"{before.absolute()}/", f"{run_dir.absolute()}/")
+        (run_dir / "config.yaml").write_text(text, encoding="utf-8")
         shutil.copytree(self._step, run_dir / "checkpoints" / self._step.name, copy_function=_link)
+
+
+def _manifest(step: Path) -> bytes | None:
+    """Return the checksums of a checkpoint's files as they are written."""
+    return (step / MANIFEST).read_bytes() if (step / MANIFEST).is_file() else None
 
 
 def number(folder: Path) -> int:

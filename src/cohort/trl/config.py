@@ -13,6 +13,7 @@ from cohort.config.other_trainers import grpo_config_fields
 from cohort.errors import UserError
 from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -25,7 +26,7 @@ class GRPOConfig(TrainingArguments):
     """Arguments of `GRPOTrainer`, with TRL's names and defaults. docs/from-trl.md says what each does here.
 
     Raises:
-        UserError: a field that cannot be honored is set.
+        UserError: a field that is not supported is set.
     """
 
     learning_rate: float = 1e-6
@@ -131,17 +132,34 @@ class GRPOConfig(TrainingArguments):
     vllm_max_model_len: int | None = _dropped()
     vllm_enable_prefix_caching: bool | None = _dropped()
     vllm_guided_decoding_regex: str | None = _dropped()
+    per_gpu_eval_batch_size: int | None = _dropped()
+    push_to_hub_token: str | None = _dropped()
+    push_to_hub_model_id: str | None = _dropped()
+    jit_mode_eval: bool = _dropped(False)
+    use_mps_device: bool = _dropped(False)
+    tpu_num_cores: int | None = _dropped()
+    fp16_backend: str | None = _dropped()
+    past_index: int = _dropped(-1)
+    include_inputs_for_metrics: bool = _dropped(False)
+    split_batches: bool | None = _dropped()
+    dispatch_batches: bool | None = _dropped()
 
     def __post_init__(self) -> None:
         """Check the fields. No `use_cpu` is needed on a machine without a GPU.
 
         Raises:
-            UserError: a field that cannot be honored is set.
+            UserError: a field that is not supported is set.
         """
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
+        for name in ("token", "model_id"):
+            setattr(self, f"hub_{name}", getattr(self, f"hub_{name}") or getattr(self, f"push_to_hub_{name}"))
+        trackers = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
+        for name in trackers:
+            if name not in (*TRACKERS, "none", "all"):
+                raise UserError(f"report_to: {name!r} is not supported; use {', '.join(TRACKERS)} or none")
         bf16 = self.bf16
         if not torch.cuda.is_available() or bf16 is None:  # transformers refuses what this machine lacks
             self.bf16 = False
@@ -149,7 +167,7 @@ class GRPOConfig(TrainingArguments):
         self.bf16 = bf16
         notes, given = grpo_config_fields(), set(changed_fields(self))
         for name in sorted(given & notes["refused"].keys()):
-            raise UserError(f"{name}: {getattr(self, name)!r:.80} cannot be honored: {notes['refused'][name]}")
+            raise UserError(f"{name}: {getattr(self, name)!r:.80} is not supported: {notes['refused'][name]}")
         if self.metric_for_best_model in ("loss", "eval_loss"):
             raise UserError(f"metric_for_best_model: {self.metric_for_best_model!r} is not measured; use eval_reward")
         for name in sorted(given & notes["dropped"].keys()):

@@ -1,4 +1,4 @@
-"""Rewards of TRL that are no functions of the user: reward models, and an overridden `_calculate_rewards`."""
+"""Rewards that are not plain functions: reward models, and an overridden `_calculate_rewards`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -10,10 +10,9 @@ import torch
 from cohort.config.catalogue import COMPONENTS, parameters
 from cohort.config.other_trainers import equivalents
 from cohort.errors import UserError
-from cohort.trl.config import GRPOConfig
+from cohort.trl.config import TRACKERS, GRPOConfig
 
 Sections = dict[str, dict[str, Any]]
-_TRACKERS = ("tensorboard", "wandb", "trackio")
 _ADAMW_ONLY = ("beta1", "beta2", "epsilon")
 NEVER = 10**9  # steps
 
@@ -45,7 +44,7 @@ def sections(args: GRPOConfig, *, world_size: int = 1) -> Sections:
     _model(args, found["model"])
     if args.use_cpu or args.no_cuda:
         found["hardware"]["device"] = "cpu"
-    found["run"]["log"] = [name for name in args.report_to or () if name in _TRACKERS]
+    found["run"]["log"] = [name for name in args.report_to or () if name in TRACKERS]  # "all" has others too
     found["run"].pop("dir", None)
     return found
 
@@ -116,7 +115,7 @@ def as_dict(value: Any, name: str) -> dict[str, Any]:
 
 
 def _algorithm(args: GRPOConfig, given: dict[str, Any]) -> None:
-    """Say TRL's settings in Cohort's components, and leave out what has no effect with them."""
+    """Translate TRL's settings into Cohort's components, and leave out what has no effect with them."""
     scales = equivalents()["trl"]["scales"]
     if args.scale_rewards not in scales:
         raise UserError(f"scale_rewards: {args.scale_rewards!r} must be group, batch or none")
@@ -163,7 +162,7 @@ def _engine(args: GRPOConfig, rollout: dict[str, Any]) -> None:
     rollout.setdefault("max_prompt_tokens", 8192)  # TRL has no limit
     others = as_dict(args.generation_kwargs, "generation_kwargs").keys() - {"stop", "stop_strings", "tokenizer"}
     if others:
-        raise UserError(f"generation_kwargs: {', '.join(sorted(others))} cannot be honored; only stop and stop_strings")
+        raise UserError(f"generation_kwargs: {', '.join(sorted(others))}: not supported; only stop and stop_strings")
 
 
 def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
@@ -171,7 +170,7 @@ def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
     given = as_dict(args.model_init_kwargs, "model_init_kwargs")
     others = {name for name in given.keys() - known if given[name] not in (None, "main")}  # "main": a revision
     if others:
-        raise UserError(f"model_init_kwargs: {', '.join(sorted(others))} cannot be honored; load the model yourself")
+        raise UserError(f"model_init_kwargs: {', '.join(sorted(others))}: not supported; load the model yourself")
     if given.get("trust_remote_code"):
         model["trust_remote_code"] = True
 
@@ -183,7 +182,7 @@ def adapter_section(peft_config: Any, model_type: str | None) -> dict[str, Any]:
         UserError: it is another kind of adapter, or its targets are a pattern.
     """
     if getattr(peft_config.peft_type, "value", peft_config.peft_type) != "LORA":
-        raise UserError(f"peft_config: {type(peft_config).__name__} cannot be honored; use LoraConfig")
+        raise UserError(f"peft_config: {type(peft_config).__name__} is not supported; use LoraConfig")
     targets = peft_config.target_modules or _usual_targets(model_type)
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(
@@ -191,7 +190,7 @@ def adapter_section(peft_config: Any, model_type: str | None) -> dict[str, Any]:
         )
     if peft_config.modules_to_save:
         raise UserError(
-            "peft_config.modules_to_save cannot be honored: the adapter's base is frozen; leave it out, or list "
+            "peft_config.modules_to_save is not supported: the adapter's base is frozen; leave it out, or list "
             "lm_head and embed_tokens in target_modules"
         )
     given = {

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,15 @@ _HOOKS = {
 }
 
 
+class _Flow(DefaultFlowCallback):
+    """Logs, evaluates and saves at the intervals of optimizer steps, several of which may end at once."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        for before in reversed(range(args.num_iterations)):
+            super().on_step_end(args, replace(state, global_step=state.global_step - before), control, **kwargs)
+        return control
+
+
 class GRPOTrainer:
     """Trains with GRPO from TRL's arguments; docs/from-trl.md says what is the same and what is not.
 
@@ -98,7 +108,7 @@ class GRPOTrainer:
             rollout_func: must be left out.
 
         Raises:
-            UserError: something cannot be honored; the message says what to use.
+            UserError: something is not supported; the message says what to use.
         """
         self._refuse(rollout_func=rollout_func, optimizers=optimizers)
         self.args = args or GRPOConfig(output_dir=f"{_short_name(model)}-GRPO")
@@ -125,28 +135,33 @@ class GRPOTrainer:
         self._trainer: Trainer | None = None
         self._is_trained = False
         self.control = TrainerControl()
-        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], None, None, None, None)
-        exportable = [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
-        self.state = TrainerState(stateful_callbacks=[*exportable, self.control])
+        self.callback_handler = CallbackHandler([_Flow, *(callbacks or ())], None, None, None, None)
+        self.state = TrainerState()
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.args.local_process_index == 0
+        self._mode = "train"  # or "eval", whose metrics `log` adds
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._build(self._output.new_run())  # says now what is wrong
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **_: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
         """Train. Raises as `cohort.Trainer.train` does. Every rank calls this.
 
         Args:
             resume_from_checkpoint: True, or the path of a `checkpoint-N`: go on from the last one, or from that one.
+            trial: no effect.
+            ignore_keys_for_eval: no effect.
         """
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint)
         elif self._is_trained:
-            raise UserError("train: is done; make another GRPOTrainer, or use resume_from_checkpoint=True")
+            raise UserError("this trainer has finished; create a new one, or pass resume_from_checkpoint=True")
         elif not self.state.global_step:
             self._set_aside(())
         trainer, start, begin = self._built(), time.perf_counter(), self.state.global_step
+        num_logs = len(self.state.log_history)
         try:
             with trainer._stoppable():  # a signal during a callback waits for the next step, which saves
                 self._run(trainer)
@@ -154,7 +169,8 @@ class GRPOTrainer:
             self._keep_interrupted(trainer)
             raise
         seconds, steps = time.perf_counter() - start, self.state.global_step - begin
-        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        logged = (entry.get("loss") for entry in self.state.log_history[num_logs:])
+        losses = [loss for loss in logged if loss is not None]
         completions = steps / self.args.num_iterations * trainer.progress()[0].completions_per_step
         metrics = {
             "train_runtime": round(seconds, 4),
@@ -186,7 +202,7 @@ class GRPOTrainer:
             is_new_epoch = steps_done % schedule.steps_per_epoch < 1
             self.state.epoch = steps_done / schedule.steps_per_epoch
             self._finish_step(report)
-            if is_new_epoch:
+            if is_new_epoch or steps_done == schedule.num_steps or self.control.should_training_stop:
                 self.control = handler.on_epoch_end(args, self.state, self.control)
                 self._obey()
         if steps_done == schedule.num_steps:
@@ -198,7 +214,7 @@ class GRPOTrainer:
             trainer.load(self.state.best_model_checkpoint)
 
     def _finish_step(self, report: StepReport) -> None:
-        """Tell callbacks of a step, and log, evaluate and save if they say so."""
+        """Notify callbacks, and log, evaluate and save if they say so."""
         self.state.global_step = report.steps_done * self.args.num_iterations
         for name, value in report.metrics.items():
             self._metrics["train"][name].append(value)
@@ -226,7 +242,7 @@ class GRPOTrainer:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add metrics since the last call to `logs`, and these to `state.log_history`; tell callbacks."""
-        if any(name.startswith("eval_") for name in logs):
+        if self._mode == "eval":
             logs.update({f"eval_{name}": value for name, value in self._take_means("eval").items()})
         else:
             logs.update(self._take_means("train"))
@@ -266,7 +282,11 @@ class GRPOTrainer:
         found = self._built().evaluate(None if data is self._own_evaluation() else section).metrics
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval/')}": value for name, value in found.items()}
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
-        self.log(metrics)
+        self._mode = "eval"
+        try:
+            self.log(metrics)
+        finally:
+            self._mode = "train"
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -284,6 +304,7 @@ class GRPOTrainer:
         """Write `trainer_state.json` into `args.output_dir`."""
         if self.is_world_process_zero():
             self._output.path.mkdir(parents=True, exist_ok=True)
+            self._note_callbacks()
             self.state.save_to_json(str(self._output.path / "trainer_state.json"))
 
     log_metrics, save_metrics, metrics_format = log_metrics, save_metrics, staticmethod(metrics_format)
@@ -379,9 +400,9 @@ class GRPOTrainer:
             UserError: names what to use instead.
         """
         if rollout_func is not None:
-            raise UserError(f"rollout_func: cannot be honored; use {_ROLLOUT}")
+            raise UserError(f"rollout_func is not supported; use {_ROLLOUT}")
         if any(each is not None for each in optimizers):
-            raise UserError(f"optimizers: cannot be honored; use {_OPTIMIZER}")
+            raise UserError(f"optimizers is not supported; use {_OPTIMIZER}")
         for name, instead in _HOOKS.items():
             if hasattr(type(self), name):
                 raise UserError(f"{type(self).__name__}.{name}: is not called by Cohort; use {instead}")
@@ -393,7 +414,7 @@ class GRPOTrainer:
             section["adapter"] = adapter_section(peft_config, getattr(config, "model_type", None))
         if quantization_config is not None:
             if not (quantization_config.load_in_4bit or quantization_config.load_in_8bit):
-                raise UserError("quantization_config: cannot be honored; use load_in_4bit=True or load_in_8bit=True")
+                raise UserError("quantization_config is not supported; use load_in_4bit=True or load_in_8bit=True")
             section["quantization"] = "nf4" if quantization_config.load_in_4bit else "int8"
         return section
 
@@ -485,18 +506,40 @@ class GRPOTrainer:
         """
         found = self._output.find(wanted)
         self._drop_unused_run()
-        state, run_dir = found.state(), found.run_dir()
-        siblings = found.siblings(self._output.checkpoints())
+        state, run_dir, ancestors = found.state(), found.run_dir(self._output), self._output.ancestors(found)
         self._built().on_any_rank([False])  # before rank 0 writes
-        self._set_aside(siblings)
+        self._set_aside(ancestors)
         if self.is_world_process_zero():
-            found.prepare(run_dir)
+            found.prepare(run_dir, self._built().config)
         self._build(run_dir)
+        state.best_model_checkpoint = self._output.best_model(found, state)
         state.is_world_process_zero, state.is_local_process_zero = (
             self.state.is_world_process_zero,
             self.state.is_local_process_zero,
         )
         self.state, self._is_trained = state, False
+        if self.args.beta:
+            self._beta = self._built().beta()
+        if self.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks()
+
+    def _note_callbacks(self) -> None:
+        """Put the states of callbacks into `state`."""
+        callbacks = [c for c in (*self.callback_handler.callbacks, self.control) if isinstance(c, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
+
+    def _restore_callbacks(self) -> None:
+        """Replace callbacks by new ones with the states of the checkpoint, as transformers does."""
+        callbacks = self.callback_handler.callbacks
+        saved = {
+            name: iter(states if isinstance(states, list) else [states])
+            for name, states in dict(self.state.stateful_callbacks or {}).items()
+        }
+        for place, callback in enumerate(callbacks):
+            if isinstance(callback, ExportableState) and (
+                found := next(saved.get(type(callback).__name__, iter(())), None)
+            ):
+                callbacks[place] = type(callback).from_state({"args": {}, "attributes": {}, **found})
 
     def _drop_unused_run(self) -> None:
         """Delete the folder of the run that was opened before it was known that another one is resumed."""
@@ -516,6 +559,7 @@ class GRPOTrainer:
 
     def _save_checkpoint(self) -> None:
         step = self._built().save_checkpoint()
+        self._note_callbacks()
         if self.state.best_metric is not None and self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(self._output.path / f"checkpoint-{self.state.global_step}")
         if self.is_world_process_zero():
@@ -533,6 +577,7 @@ class GRPOTrainer:
                 steps = int(step.name.rpartition("-")[2]) * self.args.num_iterations
                 if not (self._output.path / f"checkpoint-{steps}").exists():
                     self.state.global_step = steps
+                    self._note_callbacks()
                     self._output.write(step, self.state)
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
@@ -556,7 +601,7 @@ class GRPOTrainer:
             num_processes=args.world_size,
             device=args.device,
             unwrap_model=lambda model: model,
-            wait_for_everyone=lambda: None,
+            wait_for_everyone=lambda: self._built().on_any_rank([False]),
             print=print if args.process_index == 0 else _silent,
         )
 

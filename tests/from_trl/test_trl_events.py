@@ -1,0 +1,128 @@
+"""When callbacks are called, and what they and the trainer remember."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from cohort.errors import UserError
+from cohort.trl import GRPOTrainer
+from scripted import digits, rows, settings
+from tiny import save_model_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model_folder(tmp_path_factory.mktemp("model") / "base", "qwen3"))
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self, name: str = "none") -> None:
+        self.name, self.steps, self.epochs, self.saved = name, 0, 0, list[int]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.epochs += 1
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(state.global_step)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"name": self.name}, "attributes": {"steps": self.steps}}
+
+
+def test_intervals_that_end_within_a_step(tmp_path: Path, base: str):
+    """A step has two updates: intervals of three end with the first of the second step, and with the last."""
+    counter = Counter()
+    args = settings(
+        tmp_path, num_iterations=2, max_steps=8, logging_steps=3, save_strategy="steps", save_steps=3, eval_steps=3
+    )
+    trainer = GRPOTrainer(base, digits, args, rows(), callbacks=[counter])
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [4, 6, 8]  # the end
+    assert counter.saved == [4, 6, 8] and counter.steps == 4
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_run_that_ends_within_an_epoch(tmp_path: Path, base: str, num_steps: int):
+    counter = Counter()
+    args = settings(tmp_path, max_steps=num_steps, save_strategy="epoch")
+    GRPOTrainer(base, digits, args, rows(4), callbacks=[counter]).train()  # two steps are an epoch
+    assert counter.saved == ([1] if num_steps == 1 else [2, 3]) and counter.epochs == len(counter.saved)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_states_of_callbacks_and_losses_of_a_resumed_run(tmp_path: Path, base: str, restores: bool):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    def make(*callbacks: TrainerCallback) -> GRPOTrainer:
+        args = settings(
+            tmp_path, save_strategy="steps", save_steps=2, beta=0.1, restore_callback_states_from_checkpoint=restores
+        )
+        return GRPOTrainer(base, digits, args, rows(), callbacks=list(callbacks))
+
+    first = make(Counter("first"), Stop())
+    first.train()
+    first.beta = 0.3
+    again = make(Counter("second"))
+    output = again.train(resume_from_checkpoint=True)
+    (counter,) = [c for c in again.callback_handler.callbacks if isinstance(c, Counter)]
+    assert (counter.name, counter.steps) == (("first", 4) if restores else ("second", 2))
+    losses = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and output.training_loss == pytest.approx(sum(losses[2:]) / 2)
+
+
+def test_beta_after_resuming_is_that_of_the_checkpoint(tmp_path: Path, base: str):
+    class Anneal(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if trainer.state.global_step == 0:
+                trainer.beta = 0.5
+
+    args = settings(tmp_path, beta=0.1, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(base, digits, args, rows(), callbacks=[Anneal()])
+    trainer.train()
+    trainer = GRPOTrainer(base, digits, args, rows())
+    trainer.train(resume_from_checkpoint=str(Path(args.output_dir) / "checkpoint-1"))
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert trainer.beta == 0.5 == logs[-1]["kl_coef"]
+
+
+def test_an_evaluation_with_another_prefix_leaves_the_metrics_of_training(tmp_path: Path, base: str):
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer.evaluate(rows(2), metric_key_prefix="test")
+
+    args = settings(tmp_path, max_steps=2, logging_steps=2)
+    trainer = GRPOTrainer(base, digits, args, rows(), callbacks=[Evaluate()])
+    trainer.train()
+    tested, trained = trainer.state.log_history[:2]
+    assert "test_reward" in tested and "reward" not in tested and {"reward", "loss"} <= trained.keys()
+
+
+def test_a_loss_that_is_not_a_number_is_no_part_of_the_mean(tmp_path: Path, base: str):
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+            super().log({**logs, "loss": None} if self.state.global_step == 1 and "loss" in logs else logs)
+
+    trainer = Mine(base, digits, settings(tmp_path, max_steps=2), rows())
+    output = trainer.train()
+    first, second = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert first is None and output.training_loss == second
+
+
+def test_arguments_of_train(tmp_path: Path, base: str):
+    trainer = GRPOTrainer(base, digits, settings(tmp_path, max_steps=1), rows())
+    with pytest.raises(TypeError, match="resume_from"):
+        trainer.train(resume_from="checkpoint-1")  # type: ignore[call-arg]
+    trainer.train(trial=None, ignore_keys_for_eval=[])
+    with pytest.raises(UserError, match=r"this trainer has finished; create a new one, or pass resume_from_checkpoint"):
+        trainer.train()
