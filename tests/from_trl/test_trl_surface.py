@@ -286,7 +286,7 @@ def test_a_trainer_that_is_done(tmp_path: Path, base: str):
     trainer = GRPOTrainer(base, digits, settings(tmp_path, max_steps=1), Dataset.from_list([{"prompt": "1"}]))
     trainer.train()
     assert trainer.evaluate([{"prompt": "2"}])["eval_num_prompts"] == 1, "rows of a set that the trainer does not know"
-    with pytest.raises(UserError, match=r"train: is done; make another GRPOTrainer, or use resume"):
+    with pytest.raises(UserError, match=r"this trainer has finished; create a new one, or pass resume_from_checkpoint"):
         trainer.train()
 
 
