@@ -246,7 +246,7 @@ FAMILIES: Mapping[str, Family] = {
     "Nemotron-H": _family(
         "nemotron_h",
         num_hidden_layers=3,
-        layer_types=["mamba", "attention", "moe"],
+        layer_types=["linear_attention", "full_attention", "moe"],
         mamba_num_heads=4,
         mamba_head_dim=16,
         ssm_state_size=16,

@@ -46,7 +46,7 @@ def launch(script: Path, model: str, run: Path, steps: int) -> subprocess.Popen[
     return start_command("launch", "local", "--processes", 2, script, model, run, steps, "--processes", 7)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the launcher with ranks of `cohort train`, and scripts on one process")
 def test_two_processes_train_and_an_interrupted_command_goes_on(tmp_path: Path, script: Path):
     model = make_inputs(tmp_path)["model"]["path"]
     whole = launch(script, model, tmp_path / "whole", 6)

@@ -80,7 +80,8 @@ def make_law_model(
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
     config, settings = MODELS[kind]
-    attention = overrides.pop("attn_implementation", None)
+    # in transformers 5.17, sdpa leaves softcaps out
+    attention = overrides.pop("attn_implementation", "eager" if settings.get("attn_logit_softcapping") else None)
     model = AutoModelForCausalLM.from_config(
         config(**{**COMMON, **settings, **overrides}), dtype=dtype, attn_implementation=attention
     )

@@ -62,6 +62,9 @@ def choose_layout(
         the layout, and if it is not "shared", the reason, as words that follow "because".
     """
     own = model.config._attn_implementation
+    if own == "sdpa" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        own = "eager"  # transformers 5.17 offers sdpa, too, which leaves the softcap out
+        model.set_attn_implementation(own)
     reason = next(_reasons(model, longest_sequence_tokens), None)
     if reason is not None:
         return "padded", reason
