@@ -33,8 +33,9 @@ def chart(page: Any, name: str) -> tuple[Any, float]:
     """The part of a drawn chart that takes the mouse, and its width."""
     over = card(page, name).locator(".u-over")
     over.wait_for()
-    until(over.bounding_box)  # a chart is built anew when its data is there
-    return over, over.bounding_box()["width"]
+    boxes: list[Any] = []
+    until(lambda: boxes.append(over.bounding_box()) or boxes[-1])  # a chart is built anew when its data is there
+    return over, boxes[-1]["width"]
 
 
 def place_under(page: Any, name: str, x: float) -> float:
