@@ -38,7 +38,9 @@ def sections(args: GRPOConfig, *, world_size: int = 1) -> Sections:
             found["optim"].pop(key, None)
     _steps(args, found, world_size)
     _engine(args, found["rollout"])
-    found["model"]["gradient_checkpointing"] = bool(args.activation_checkpointing)
+    # transformers 5.17 has another name for it
+    checkpointing = getattr(args, "activation_checkpointing", getattr(args, "gradient_checkpointing", False))
+    found["model"]["gradient_checkpointing"] = bool(checkpointing)
     if not torch.cuda.is_available():
         found["model"].pop("compute_dtype", None)  # bf16 is TRL's default, and slow on CPUs
     _model(args, found["model"])
