@@ -199,7 +199,7 @@ def completion(
 
 
 def _tokens_problems(run: ViewedRun, step: int, tokens: ParquetRows | None) -> Sequence[str]:
-    """Return what is wrong with the step's file in `tokens/`; `tokens` is None for completions that have none."""
+    """Return the problems of the step's file in `tokens/`; none if `tokens` is None."""
     if tokens is None:
         return ()
     if not tokens.is_missing:

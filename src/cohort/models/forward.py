@@ -27,7 +27,7 @@ from cohort.packing.batch import MicroBatch
 
 
 class PrefixState:
-    """Detached prefix that one micro-batch continues, and that collects its gradients."""
+    """A detached prefix that a micro-batch continues, and the gradients that it leaves there."""
 
     def __init__(self, hidden_1H: Tensor, states: KVCache):
         self.hidden_1H = _leaf(hidden_1H)  # at the last token of the prompt

@@ -37,9 +37,8 @@ from cohort.trl.config import GRPOConfig
 from cohort.trl.rewards import RewardModel, RewardTable, names_of
 from cohort.trl.sections import adapter_section, as_dict, sections
 
-_open: WeakValueDictionary[str, Trainer] = (
-    WeakValueDictionary()
-)  # by run folder, of which only one process has the lock
+# By run folder, which only one trainer can have open
+_open: WeakValueDictionary[str, Trainer] = WeakValueDictionary()
 _NOT_AVERAGED: tuple[str, ...] = ("learning_rate", "num_tokens")  # in logs: their last value
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FIRST = ("loss", "grad_norm", "learning_rate")  # what `log` is called with; it adds the others
@@ -469,7 +468,7 @@ class GRPOTrainer:
         _open[str(run_dir)] = self._trainer
 
     def _data_section(self, section: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the section `data`. Of a stream, the rows that the steps need are read."""
+        """Return the `data` section. Only as many rows of a stream are read as the steps need."""
         if self.train_dataset is None:
             return None
         if hasattr(self.train_dataset, "__len__"):

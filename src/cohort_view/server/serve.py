@@ -30,7 +30,7 @@ MAX_POINTS = 20_000
 
 
 class _Later:
-    """A module that is imported when it is first used: pyarrow takes seconds on a slow disk."""
+    """A module that is imported on first use, since pyarrow takes seconds to load from a slow disk."""
 
     def __init__(self, name: str):
         self._name = name
@@ -52,7 +52,7 @@ class Asked:
     """What a request asks for: runs and numbers of its path, and its query."""
 
     def __init__(self, watcher: Watcher, path: Mapping[str, str], query: QueryParameters):
-        """`path` has the parts of the path that vary."""
+        """Keep the parameters of the request's path and its query."""
         self._watcher = watcher
         self._path = path
         self.query = query
