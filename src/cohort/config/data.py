@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from cohort.config.objects import is_unnamed
-from cohort.config.section import DataPath, Section
+from cohort.config.section import DataPath, MinP, RepetitionPenalty, Section
 
 
 def _refuse_choice_of_split(section: "DataConfig | EvalConfig", field: str) -> None:
@@ -72,19 +72,8 @@ class EvalConfig(Section):
     temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
-        "0 is off.",
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
-        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
-    )
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     max_completion_tokens: int | None = Field(
         None,
         ge=1,

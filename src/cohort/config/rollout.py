@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cohort.config.objects import is_unnamed
-from cohort.config.section import FunctionPath, KeptPath, PythonPath, Section, must_be, number_or
+from cohort.config.section import (
+    FunctionPath,
+    KeptPath,
+    MinP,
+    PythonPath,
+    RepetitionPenalty,
+    Section,
+    must_be,
+    number_or,
+)
 
 # Keys that have no effect on prompts with a single completion.
 _TURN_KEYS = (
@@ -250,19 +259,8 @@ class SamplingConfig(TurnsConfig):
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
-        "0 is off.",
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
-        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
-    )
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[
         tuple[str, ...],
         must_be(

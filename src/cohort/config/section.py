@@ -151,3 +151,23 @@ KeptPath = Annotated[str, Field(min_length=1), AfterValidator(_find_or_place)]
 DataPath = Annotated[str, Field(min_length=1), AfterValidator(_find), ALLOW_ROWS]
 FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function), ALLOW_CALLABLE]
 PythonPath = Annotated[str, AfterValidator(_find_python)]
+
+
+# What training and evaluation sample with
+MinP = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Sample from the tokens with at least this fraction of the largest probability (arXiv:2407.01082); "
+        "0 is off.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    Field(
+        gt=0,
+        description="Divide positive logits by it, and multiply negative ones, of tokens that the context or the "
+        "completion has already (CTRL, arXiv:1909.05858): above 1 they become less likely. 1 is off.",
+    ),
+]
