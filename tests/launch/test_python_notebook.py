@@ -90,10 +90,12 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    client.execute()
+    try:
+        client.execute()
+    finally:
+        for number, handler in handlers.items():  # the client leaves its own
+            signal.signal(number, handler)
     thread.join()
-    for number, handler in handlers.items():  # the client leaves its own
-        signal.signal(number, handler)
 
     assert "<b>step 2 of 4: reward" in shown(cells["train"])
     assert "<b>step 4 of 4: reward" in shown(cells["go on"]), "progress is shown in the cell that trains"

@@ -169,8 +169,9 @@ class Trainer:
 
     def train(self) -> RunResult:
         """Run the remaining steps and save the trained model. Raises as a loop over the trainer does."""
-        for _ in self:
-            pass
+        with self._stoppable():  # between steps, too
+            for _ in self:
+                pass
         if self.result is None:
             raise TrainingError("Trainer: the run was closed before its last step")
         return self.result
@@ -360,17 +361,13 @@ class Trainer:
         self._ensure_started()
         if self._loop is None:  # it was finished before
             return None, self.result
-        try:
-            with self._stoppable():
-                report = next(self._steps, None)
-                if report is None:
-                    return None, self._loop.finish()
-                if self._stop.number is not None:  # since the step's last check: saves and stops
-                    next(self._steps, None)
-                return report, None
-        except BaseException:
-            self._forget()  # the next call goes on from the last checkpoint
-            raise
+        with self._stoppable(), self._forgetting_on_errors():
+            report = next(self._steps, None)
+            if report is None:
+                return None, self._loop.finish()
+            if self._stop.number is not None:  # since the step's last check: saves and stops
+                next(self._steps, None)
+            return report, None
 
     def _worker(self) -> Worker:
         """Return this rank's worker."""
@@ -398,12 +395,9 @@ class Trainer:
     def _ensure_started(self) -> None:
         if self._loop is not None or self.result is not None:
             return
-        try:
-            with self._stoppable():
-                self._start()
-        except BaseException:
-            self._forget()
-            raise
+        with self._stoppable(), self._forgetting_on_errors():
+            self._start()
+            self._stop.check()
 
     def _start(self) -> None:
         display = self._display or default_display(self.config)
@@ -448,10 +442,18 @@ class Trainer:
         try:
             with self._stop, reporting_stop(self.config, self._display or Display(), self._stop):
                 yield
-                self._stop.check()
         except RunStopped as stopped:
             if stopped.code == 128 + signal.SIGINT and not started_by_torchrun():
                 raise KeyboardInterrupt(f"stopped; {resume_hint(Path(self.config.run.dir))}") from None
+            raise
+
+    @contextmanager
+    def _forgetting_on_errors(self) -> Iterator[None]:
+        """After an error within, the next call goes on from the last checkpoint."""
+        try:
+            yield
+        except BaseException:
+            self._forget()
             raise
 
     def _forget(self) -> None:

@@ -83,39 +83,49 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         """Start watching for signals. Does nothing outside the main thread, or inside another active context."""
         global _watching
-        self._depth += 1
         if _watching is not None or threading.current_thread() is not threading.main_thread():
+            self._depth += 1
             return self
         self._reset()
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         self._handlers = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in defaults}
+        for number in self._handlers if self._role != "launcher" else ():  # first, as the others may raise
+            signal.signal(number, self._on_interrupt)
+        self._depth += 1
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        for number in self._handlers if self._role != "launcher" else ():
-            signal.signal(number, self._on_interrupt)
         if self._role == "rank" and EXIT_STATUS_FILE in os.environ and signal.SIGTERM in self._handlers:
             # a rank that hangs, even holding the GIL, dumps its stacks when it is terminated; stderr is a log file here
             faulthandler.register(signal.SIGTERM, chain=True)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         _watching = self
+        self._raises = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the handlers."""
+        """Restore the handlers. In a guest, a signal that came after the last check goes to the program's own handler.
+
+        Raises:
+            KeyboardInterrupt: that signal is SIGINT, and the program has Python's own handler.
+        """
         global _watching
         self._depth -= 1
         if _watching is not self or self._thread is None or self._depth:
             return
+        self._raises = False  # or the rest of this function may not run
         _watching = None
-        self._restore_handlers(self._fd_before)
-        os.close(self._writing)  # ends the thread
+        signal.set_wakeup_fd(self._fd_before)
+        os.close(self._writing)  # ends the thread, which reads what has arrived before
         self._thread.join()
         self._thread = None
         os.close(self._reading)
+        self._restore_handlers()
+        if self._role == "guest" and error is None and self.number is not None:
+            signal.raise_signal(self.number)
 
     def requested(self, *, within_s: float = 0.0) -> signal.Signals | None:
         """Return the signal that asked the run to stop, or None.
@@ -178,12 +188,16 @@ class StopSignals:
         self._deadline = math.inf
         self._num_handled = 0  # signals, in the main thread
         self._num_seen = 0  # in the watching thread
+        self._raises = False  # whether handlers may raise
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         """Raise in the main thread, as Python does on Ctrl-C, unless something is to be saved first."""
         if getattr(_fork, "mask", None) is not None:
             return  # Python drops what is raised around a fork; the next check raises
         self._num_handled += 1
+        if not self._raises:
+            self.number = self.number or signal.Signals(number)  # the thread may not run
+            return
         if self._role in ("run", "guest") and self._num_handled == 1 and not self.can_save:
             self.number = signal.Signals(number)
             raise StopRequested(f"asked to end by {signal.Signals(number).name}")
@@ -232,6 +246,8 @@ class StopSignals:
         """Check for events that do not arrive as signals of this process."""
         if self._role == "rank" and os.getppid() != self._parent:
             os._exit(128 + signal.SIGKILL)
+        if self.number is not None and not self._requested.is_set():  # it arrived before this thread ran
+            self._request_stop(self.number)
         if self.number is None and self._store_does("check", [_KEY]):
             self._request_stop(int(self._store_does("get", _KEY) or signal.SIGTERM))
         if self.number is not None and not self._is_rank0 and self._sibling_is_gone():
@@ -274,16 +290,16 @@ class StopSignals:
         finally:
             os._exit(128 + self.number)
 
-    def _restore_handlers(self, wakeup_fd: int) -> None:
-        signal.set_wakeup_fd(wakeup_fd)
+    def _restore_handlers(self) -> None:
         if self._role == "rank":
             faulthandler.unregister(signal.SIGTERM)
-        for number, handler in self._handlers.items():
+        for number, handler in reversed(self._handlers.items()):  # SIGINT last, as its handler may raise
             signal.signal(number, handler)
 
     def _forget_in_child(self) -> None:
         """Give a forked process the handlers of before."""
-        self._restore_handlers(-1)
+        signal.set_wakeup_fd(-1)
+        self._restore_handlers()
         for end in (self._reading, self._writing):  # `_watch` ends when nobody can write, and a child may live longer
             os.close(end)
 
