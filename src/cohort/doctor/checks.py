@@ -72,7 +72,13 @@ class Machine:
 
         return 0 if self.device == "cpu" else torch.cuda.device_count()
 
-    @cached_property
+    @property
+    def may_use_vllm(self) -> bool:
+        """Whether the run may start vLLM servers on this machine."""
+        rollout = self.rollout
+        return rollout is None or rollout.engine == "auto" or (rollout.engine == "vllm" and not rollout.urls)
+
+    @property
     def vllm_python(self) -> str:
         """Python of vLLM's environment."""
         from cohort.rollout.engines.vllm.server import vllm_python
@@ -82,6 +88,8 @@ class Machine:
     @cached_property
     def beside_vllm(self) -> dict[str, str]:
         """Versions of all packages in vLLM's environment; empty if vLLM is not in it."""
+        if not self.may_use_vllm:
+            return {}
         from cohort.rollout.engines.vllm.server import packages_beside_vllm
 
         with suppress(UserError):
@@ -176,23 +184,25 @@ def _triton(machine: Machine) -> Found:
         return _ok("not needed without a GPU")
     if importlib.util.find_spec("triton") is None:
         return "warn", "not installed, so the language model head is slower", "pip install triton"
+    if not machine.num_visible:
+        return _ok("not tried, as torch sees no GPU")
     from cohort.models.lm_head.tiled_softmax import check_triton
 
     fix = "Install a C compiler (apt install gcc), and the version of Triton that torch requires"
-    return _on_gpu(machine, lambda gpu: check_triton(gpu, bias=False, softcap=False), "kernels compile and work", fix)
+    return _on_gpu(lambda gpu: check_triton(gpu, bias=False, softcap=False), "kernels compile and work", fix)
 
 
 def _pinned_memory(machine: Machine) -> Found:
+    if not machine.num_visible:
+        return _ok("not needed without a GPU")
     from cohort.models.host_memory import PinnedMemory
 
     fix = "Raise the limit on locked memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    return _on_gpu(machine, lambda gpu: PinnedMemory(_PROBE_BYTES, gpu), f"{_size(_PROBE_BYTES)} can be pinned", fix)
+    return _on_gpu(lambda gpu: PinnedMemory(_PROBE_BYTES, gpu), f"{_size(_PROBE_BYTES)} can be pinned", fix)
 
 
-def _on_gpu(machine: Machine, act: Callable[[Any], object], found: str, fix: str) -> Found:
+def _on_gpu(act: Callable[[Any], object], found: str, fix: str) -> Found:
     """Return `found` if `act` does not warn."""
-    if not machine.num_visible:
-        return _ok("not checked: torch sees no GPU")
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -204,10 +214,9 @@ def _on_gpu(machine: Machine, act: Callable[[Any], object], found: str, fix: str
 def _vllm(machine: Machine) -> Found:
     from cohort.rollout.engines.vllm.server import check_vllm
 
-    rollout = machine.rollout
-    if rollout is not None and (rollout.engine not in ("auto", "vllm") or (rollout.uses_servers and rollout.urls)):
+    if not machine.may_use_vllm:
         return _ok("not needed by this run")
-    required = rollout is not None and rollout.engine == "vllm"
+    required = machine.rollout is not None and machine.rollout.engine == "vllm"
     try:
         version = check_vllm(machine.vllm_python)
     except UserError as error:
@@ -221,7 +230,7 @@ def _vllm(machine: Machine) -> Found:
 
 def _vllm_environment(machine: Machine) -> Found:
     if not (beside := machine.beside_vllm):
-        return _ok("no vLLM")
+        return _ok("not looked at")
     old = [f"{name} {beside[name]}" for name in _too_old(beside)]
     if release(beside["python"]) < release(TESTED["python"][0]):
         old.append(f"Python {beside['python']}")
