@@ -64,14 +64,17 @@ def _print_failed_checks(error: Exception) -> None:
 
     Checks that the error names itself are left out.
     """
-    if _run is None or os.environ.get("RANK", "0") != "0" or "COHORT_LAUNCHER" in os.environ:  # another process does
+    if _run is None:
         return
     with suppress(Exception, KeyboardInterrupt):
-        config, num_bytes_before = _run
-        if _num_metrics_bytes(config) > num_bytes_before:
-            return
         from cohort.cli.doctor import describe
         from cohort.doctor import failed_checks
+        from cohort.ranks.stopping import LAUNCHER
+
+        config, num_bytes_before = _run
+        is_another_rank = os.environ.get("RANK", "0") != "0" or LAUNCHER in os.environ  # the launcher prints them
+        if is_another_rank or _num_metrics_bytes(config) > num_bytes_before:
+            return
 
         failed = [finding for finding in failed_checks(config) if finding.name not in str(error)]
         if failed:

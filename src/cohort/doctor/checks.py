@@ -230,7 +230,7 @@ def _vllm(machine: Machine) -> Found:
 
 def _vllm_environment(machine: Machine) -> Found:
     if not (beside := machine.beside_vllm):
-        return _ok("not looked at")
+        return _ok("no vLLM" if machine.may_use_vllm else "not needed by this run")
     old = [f"{name} {beside[name]}" for name in _too_old(beside)]
     if release(beside["python"]) < release(TESTED["python"][0]):
         old.append(f"Python {beside['python']}")
@@ -257,8 +257,10 @@ def _open_files(machine: Machine) -> Found:
     needed = max(1024, 512 + (machine.rollout.max_num_seqs if machine.rollout else 0))  # one per completion in flight
     if soft >= needed:
         return _ok(f"{soft} at a time")
-    can_raise = hard == resource.RLIM_INFINITY or hard >= needed
-    fix = f"ulimit -n {hard}" if can_raise and hard > 0 else "docker run --ulimit nofile=65536, or limits.conf(5)"
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        fix = f"ulimit -n {hard if hard != resource.RLIM_INFINITY else 65536}"
+    else:
+        fix = "docker run --ulimit nofile=65536, or raise the hard limit in limits.conf(5)"
     return "fail", f"{soft} at a time; a run may need {needed}", fix
 
 
