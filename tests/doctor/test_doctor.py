@@ -53,6 +53,7 @@ esac
         self.program("nvidia-smi", runs or answers)
         self.patch.setattr(torch.version, "cuda", "13.0")
         self.patch.setattr(torch.cuda, "device_count", lambda: num)
+        self.patch.setattr(torch.cuda, "is_available", lambda: True)
         self.patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def program(self, name: str, script: str) -> None:
@@ -93,6 +94,12 @@ def old_package(planted: Planted) -> None:
 
 def old_driver(planted: Planted) -> None:
     planted.nvidia_smi(cuda="12.2")
+    planted.patch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def no_fabric_manager(planted: Planted) -> None:
+    planted.nvidia_smi()
+    planted.patch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def torch_for_cpus(planted: Planted) -> None:
@@ -152,7 +159,7 @@ def other_nccl(planted: Planted) -> None:
 
 def small_shared_memory(planted: Planted) -> None:
     planted.nvidia_smi()
-    status, real = SimpleNamespace(f_bavail=16_000, f_frsize=4096), os.statvfs
+    status, real = SimpleNamespace(f_bavail=16_000, f_blocks=16_384, f_bfree=16_000, f_frsize=4096), os.statvfs
     planted.patch.setattr(os, "statvfs", lambda path: status if path == "/dev/shm" else real(path))
 
 
@@ -190,6 +197,7 @@ def no_sandbox(planted: Planted) -> None:
     [
         (old_package, "Python", "fail", "too old: peft", "pip install 'peft>=0.19'"),
         (old_driver, "torch", "fail", "for CUDA 13.0, driver 580.65.06 for CUDA 12.2", "Update the driver"),
+        (no_fabric_manager, "torch", "fail", "cannot initialize CUDA", "nvidia-fabricmanager"),
         (torch_for_cpus, "torch", "fail", "for CPUs, but there are GPUs", "Install a CUDA build"),
         (hidden_gpus, "torch", "fail", "sees 0 of 2 GPUs, CUDA_VISIBLE_DEVICES is '7'", "Correct CUDA_VISIBLE_DEVICES"),
         (broken_driver, "GPUs", "fail", "Driver/library version mismatch", "Reboot"),
@@ -317,5 +325,5 @@ def test_a_driver_that_hangs_does_not_delay_the_error(planted: Planted):
     planted.nvidia_smi(runs="exec sleep 3")
     assert planted.config is not None
     start = time.monotonic()
-    assert [finding.name for finding in failed_checks(planted.config, timeout_s=0.5)] == ["open files"]
+    assert [finding.name for finding in failed_checks(planted.config, timeout_s=0.2)] == ["open files"]
     assert time.monotonic() - start < 2.0

@@ -149,11 +149,15 @@ def _torch(machine: Machine) -> Found:
             return "fail", f"{found}, but there are GPUs", "Install a CUDA build: https://pytorch.org/get-started"
         newest = cuda_of_driver() or cuda
         found += f", driver {machine.gpus[0].driver} for CUDA {newest}"
-        if release(cuda)[0] > release(newest)[0]:
-            return "fail", found, f"Update the driver, or install a build of torch for CUDA {newest} or older"
-        if machine.num_visible < (num if visible is None else min(num, len(visible.split(",")))) or visible == "":
+        num_selected = num if visible is None else min(num, len(visible.split(",")))
+        if machine.num_visible < num_selected or visible == "":
             found += f"; sees {machine.num_visible} of {num} GPUs, CUDA_VISIBLE_DEVICES is {visible!r}"
-            return "fail", found, "Correct CUDA_VISIBLE_DEVICES, or run `python -c 'import torch; torch.cuda.init()'`"
+            return "fail", found, "Correct CUDA_VISIBLE_DEVICES"
+        if not torch.cuda.is_available():
+            if release(cuda)[0] > release(newest)[0]:
+                return "fail", found, f"Update the driver, or install a build of torch for CUDA {newest} or older"
+            fix = "`python -c 'import torch; torch.cuda.init()'` says why; NVSwitch needs nvidia-fabricmanager"
+            return "fail", f"{found}; cannot initialize CUDA", fix
     note = newer_than_tested("torch", torch.__version__)
     return ("warn", note, _USE_TESTED) if note else _ok(found)
 
@@ -239,11 +243,9 @@ def _vllm_environment(machine: Machine) -> Found:
 
 
 def _shared_memory(machine: Machine) -> Found:
-    try:
-        status = os.statvfs("/dev/shm")
-    except FileNotFoundError:
+    if not os.path.isdir("/dev/shm"):
         return _ok("none on this system")
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage("/dev/shm").free
     if free >= 1 << 30:
         return _ok(f"{_size(free)} free")
     fix = "docker run --shm-size=16g, or --ipc=host; on Kubernetes, an emptyDir with medium: Memory"
