@@ -202,7 +202,7 @@ def no_sandbox(planted: Planted) -> None:
         (hidden_gpus, "torch", "fail", "sees 0 of 2 GPUs, CUDA_VISIBLE_DEVICES is '7'", "Correct CUDA_VISIBLE_DEVICES"),
         (broken_driver, "GPUs", "fail", "Driver/library version mismatch", "Reboot"),
         (no_gpus, "GPUs", "fail", "none, but hardware.device is cuda", "Install the driver"),
-        (busy_gpus, "GPUs", "warn", "2 x NVIDIA H100, 85.5 GB; others use memory of GPU 0, GPU 1", "nvidia-smi"),
+        (busy_gpus, "GPUs", "warn", "2 x NVIDIA H100, 85.5 GB; memory is in use on GPU 0, GPU 1", "nvidia-smi"),
         (partial_nvlink, "GPU links", "warn", "some GPUs only (NV18, SYS)", "nvidia-smi topo -m"),
         (unpinned_memory, "pinned memory", "warn", "could not be pinned (cudaHostRegister error 2)", "ulimit -l"),
         (no_triton, "Triton", "warn", "not installed", "pip install triton"),

@@ -135,7 +135,7 @@ def _gpus(machine: Machine) -> Found:
     busy = [f"GPU {i}" for i, gpu in enumerate(gpus) if gpu.used_bytes > 0.05 * gpu.memory_bytes]
     if busy:
         fix = "End the processes that nvidia-smi lists, or select others with CUDA_VISIBLE_DEVICES"
-        return "warn", f"{found}; others use memory of {', '.join(busy)}", fix
+        return "warn", f"{found}; memory is in use on {', '.join(busy)}", fix
     return _ok(found)
 
 
@@ -169,7 +169,7 @@ def _gpu_links(machine: Machine) -> Found:
     shown, nvlink = ", ".join(kinds), [kind.startswith("NV") for kind in kinds]
     if any(nvlink) and not all(nvlink):
         return "warn", f"NVLink between some GPUs only ({shown})", "Select GPUs by `nvidia-smi topo -m`"
-    return _ok(f"NVLink ({shown})" if any(nvlink) else f"PCIe only ({shown}); sharded training waits for it")
+    return _ok(f"NVLink ({shown})" if any(nvlink) else f"PCIe only ({shown}): gathering shards is slow")
 
 
 def _nccl(machine: Machine) -> Found:
