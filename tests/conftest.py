@@ -114,7 +114,7 @@ def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
-        monkeypatch.setattr("cohort.cli.command._run_dir", None)
+        monkeypatch.setattr("cohort.cli.command._run", None)
         capsys.readouterr()
         code: Any = 0
         try:

@@ -36,7 +36,7 @@ FAKE_PYTHON = """#!/bin/sh
 ' '''
 import json, os, subprocess, sys, time
 if sys.argv[1] == "-I":
-    print("{version}")
+    print(json.dumps({{"vllm": "{version}"}}))
     sys.exit()
 child = subprocess.Popen(["sleep", "300"])  # as an engine
 found = {{"argv": sys.argv[1:], "pids": [os.getpid(), child.pid], "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}}

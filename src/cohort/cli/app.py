@@ -10,7 +10,8 @@ import typer
 from cohort import __version__
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
-from cohort.cli.command import Commands, Debug, Overrides, is_rank, report_failures, set_run_dir
+from cohort.cli.command import Commands, Debug, Overrides, is_rank, report_failures, set_run
+from cohort.cli.doctor import doctor
 from cohort.cli.evaluate import evaluate
 from cohort.cli.merge import merge
 from cohort.cli.plan import plan
@@ -66,7 +67,7 @@ def train(
     --rdzv-endpoint HOST:PORT -m cohort train CONFIG.
     """
     settings = load_config(config, [*(overrides or ()), *(["run.view=true"] if view else [])])
-    set_run_dir(Path(settings.run.dir))
+    set_run(settings)
     if is_rank():
         from cohort.launch import train_rank
 
@@ -197,6 +198,7 @@ def demo(
 app.command()(algorithms)
 app.command()(plan)
 app.command()(rollout)
+app.command()(doctor)
 app.command()(check)
 app.command()(convert)
 app.command()(merge)

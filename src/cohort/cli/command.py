@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.run.provenance import command, untested_versions, versions
 
@@ -22,13 +23,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.
 
 INTERNAL_ERROR = 70  # exit code: EX_SOFTWARE of sysexits.h
 
-_run_dir: Path | None = None
+_run: tuple[Config, int] | None = None  # the run that this process starts, and the size of its metrics before
 
 
-def set_run_dir(run_dir: Path) -> None:
-    """Write crash reports of this process to this run's folder, if it exists."""
-    global _run_dir
-    _run_dir = run_dir
+def set_run(config: Config) -> None:
+    """Write crash reports of this process to this run's folder, if it exists, and check the machine if it fails."""
+    global _run
+    _run = config, _num_metrics_bytes(config)
 
 
 class Commands(TyperGroup):
@@ -45,15 +46,46 @@ class Commands(TyperGroup):
                 # launchers tell a rank that caused a failure from one that noticed it by the name
                 name = f"{type(error).__name__}: " if is_rank() and isinstance(error, TrainingError) else ""
                 typer.echo("\n".join([f"error: {name}{error}", *untested_versions()]), err=True)
+            _print_failed_checks(error)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
         except OSError as error:
             if "--debug" in sys.argv or (message := _describe_place(error)) is None:
                 raise
             typer.echo(f"error: {message}", err=True)
+            _print_failed_checks(error)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+def _print_failed_checks(error: Exception) -> None:
+    """After an error that ended a run before its first step, print what fails of the quick checks of `cohort doctor`.
+
+    Checks that the error names itself are left out.
+    """
+    if _run is None:
+        return
+    with suppress(Exception, KeyboardInterrupt):
+        from cohort.cli.doctor import describe
+        from cohort.doctor import failed_checks
+        from cohort.ranks.stopping import LAUNCHER
+
+        config, num_bytes_before = _run
+        is_another_rank = os.environ.get("RANK", "0") != "0" or LAUNCHER in os.environ  # the launcher prints them
+        if is_another_rank or _num_metrics_bytes(config) > num_bytes_before:
+            return
+
+        failed = [finding for finding in failed_checks(config) if finding.name not in str(error)]
+        if failed:
+            typer.echo("\n".join(["`cohort doctor` finds on this machine:", *map(describe, failed)]), err=True)
+
+
+def _num_metrics_bytes(config: Config) -> int:
+    try:
+        return (Path(config.run.dir) / "metrics.jsonl").stat().st_size
+    except OSError:
+        return 0
 
 
 def is_rank() -> bool:
@@ -88,6 +120,7 @@ def report_failures() -> Iterator[None]:
         if "--debug" in sys.argv:
             traceback.print_exc()
         print(_message(error, _write_report(error)), file=sys.stderr)
+        _print_failed_checks(error)
         raise SystemExit(INTERNAL_ERROR) from None
 
 
@@ -115,7 +148,8 @@ def _write_report(error: Exception) -> Path | None:
     name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     packages = [f"{package} {version}" for package, version in versions().items()]
     text = "\n".join([platform.platform(), *packages, f"command: {command()}", "", *traceback.format_exception(error)])
-    folders = [_run_dir / "logs"] if _run_dir is not None and os.path.isdir(_run_dir) else []
+    run_dir = _run and _run[0].run.dir
+    folders = [Path(run_dir) / "logs"] if run_dir and os.path.isdir(run_dir) else []
     with suppress(OSError):  # there is no temporary folder
         folders.append(Path(tempfile.gettempdir()))
     for folder in folders:

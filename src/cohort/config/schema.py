@@ -79,12 +79,7 @@ def _check_gates(config: "Config") -> None:
 
 
 def _check_sandbox(config: "Config") -> None:
-    runs_code = (
-        any(reward.use in ("code", "reasoning_gym") for reward in config.rewards)
-        or any(tool.use == "python" for tool in config.rollout.tools)
-        or any(spec.use.startswith("reasoning_gym:") for spec in config.rollout.environments.values())
-    )
-    if not runs_code:
+    if not config.runs_code:
         for key in type(config.sandbox).model_fields:
             config.refuse(
                 f"sandbox.{key}",
@@ -434,6 +429,15 @@ class Config(Section):
     def keeps_reference(self) -> bool:
         """Whether the reference's weights stay on the GPU along with the policy's."""
         return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the run executes code in the sandbox."""
+        return (
+            any(reward.use in ("code", "reasoning_gym") for reward in self.rewards)
+            or any(tool.use == "python" for tool in self.rollout.tools)
+            or any(spec.use.startswith("reasoning_gym:") for spec in self.rollout.environments.values())
+        )
 
     @property
     def single_process_key(self) -> str | None:

@@ -148,7 +148,7 @@ def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):
 )
 def test_a_vllm_older_than_any_that_was_tested_is_refused(tmp_path: Path, version: str, known: bool):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.write_text(f'#!/bin/sh\necho \'{{"vllm": "{version}"}}\'\n')
     python.chmod(0o755)
     if known:
         assert check_vllm(str(python)) == version

