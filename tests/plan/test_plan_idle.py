@@ -1,7 +1,6 @@
 """GPUs that a plan was asked for and that the configuration leaves idle."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -134,16 +133,6 @@ def test_a_step_and_its_updates_are_told(run_file: Path) -> None:
     told = shown(str(run_file))
     assert "10 prompts x 8 = 80 completions, 2 optimizer steps" in told
     assert "steps, optimizer steps of the run 10, 20" in told
-
-
-def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
-    """Long completions: eight servers in turn with training beat the best split."""
-    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
-    more = ("hardware.processes=auto", "train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
-    wanted = config_from_dict({**raw, "rollout": {"engine": "vllm", "max_completion_tokens": 16384}}, more)
-    plan = predict_run(wanted, preset_shape("7b"), on_gpus(8))
-    (shared,) = [a for a in advise(plan) if a.changes == {"hardware.rollout_gpus": "shared"}]
-    assert shared.fits and shared.saved_seconds > 0
 
 
 def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:

@@ -1,7 +1,8 @@
 """`cohort plan`."""
 
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -21,9 +22,8 @@ from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import Hardware, hardware, local_cpu
 from cohort.plan.like import pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
-from cohort.plan.predict import Plan, predict_run
-from cohort.plan.rollout_engine import plan_engine
-from cohort.plan.shape import PRESETS, preset_shape, read_shape
+from cohort.plan.predict import Plan, predict_wanted
+from cohort.plan.shape import PRESETS, find_shape, read_shape
 
 _LABELS = {
     "products_tflops": "matrix products, TFLOP/s",
@@ -32,10 +32,13 @@ _LABELS = {
     "training_s": "training, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
+    "publish_s": "publishing weights, s",
     "step_s": "step, s",
     "run_hours": "run, hours",
     "gpu_hours": "run, GPU hours",
 }
+
+_PHASE_TIMES = ("training_s", "sampling_s", "publish_s", "step_s")
 
 _LIMITS = {  # --max: label and unit
     "model": ("largest model", ""),
@@ -67,9 +70,14 @@ def plan(
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory per GPU, such as 80GB. Default: that of --gpu.")
     ] = None,
-    model_shape: Annotated[
+    model: Annotated[
         str | None,
-        typer.Option(help=f"Preset instead of model.path: {', '.join(PRESETS)}; or a size, such as 7b."),
+        typer.Option(
+            "--model",
+            "--model-shape",
+            help=f"Model instead of model.path: a preset ({', '.join(PRESETS)}), a size such as 7b, a Hugging Face id "
+            "or a folder.",
+        ),
     ] = None,
     max_: Annotated[
         str | None, typer.Option("--max", help="Find the largest model, length or generations that fits.")
@@ -78,6 +86,7 @@ def plan(
     like: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder whose measured seconds per phase scale the times.")
     ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Print the origin of every number, and memory by part.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -86,8 +95,13 @@ def plan(
     machines = plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     if like is not None:
         machines = replace(machines, pace=read_pace(like))
-    predicted, notes = plan_run(settings, machines, config.parent, model_shape=model_shape)
-    _print_result(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price, as_json=json_)
+    predicted, notes = plan_run(settings, machines, config.parent, model=model)
+    answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
+    if json_:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        command = _command(predicted, shlex.join([str(config), *(overrides or ())]))
+        _print_plan(predicted, advice, answer, command, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
 
@@ -116,39 +130,37 @@ def plan_hardware(
     return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
 
 
-def plan_run(settings: Config, machines: Hardware, folder: Path, *, model_shape: str | None) -> tuple[Plan, list[str]]:
+def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str | None) -> tuple[Plan, list[str]]:
     """Plan the run, with `rollout.engine: auto` resolved, and collect notes for the user.
 
     Args:
         settings: the configuration.
         machines: hardware to plan for.
         folder: folder of the configuration file; relative paths are looked up there too.
-        model_shape: name of a preset to use instead of `model.path`.
+        model: preset, size, id or folder to use instead of `model.path`.
     """
     notes = [message for _, message in missing_files(settings, folder)]
-    shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
+    shape = find_shape(model) if model else read_shape(settings.model.path)
+    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
+    predicted = predict_wanted(settings, shape, machines, num_prompts=num_prompts)
     if settings.rollout.engine == "auto" and machines.on_gpu:
-        settings, reason = plan_engine(settings, shape, machines)
-        engine = settings.rollout.engine
+        engine, reason = predicted.config.rollout.engine, predicted.engine_reason
         taken = f"{engine}, if it is installed" if reason is None else f"{engine}, since {reason}"
         if reason is None and machines.nodes > 1:
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
-    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
-    return predict_run(settings, shape, machines, num_prompts=num_prompts), notes
+    return predicted, notes
 
 
-def _print_result(
-    predicted: Plan,
-    notes: list[str],
-    *,
-    max_: str | None,
-    price: float | None,
-    as_json: bool,
-) -> None:
-    """Print the plan and the results of --max and --price, as text or JSON."""
-    advice = advise(predicted)
-    answer: dict[str, Any] = {**predicted.as_json(), "advice": [asdict(a) for a in advice]}
+def _answer(
+    predicted: Plan, notes: list[str], *, max_: str | None, price: float | None
+) -> tuple[dict[str, Any], list[Advice]]:
+    """The plan as JSON with the results of --max and --price, and suggested changes."""
+    advice = advise(predicted, by_cost=price is not None)
+    answer: dict[str, Any] = {
+        **predicted.as_json(),
+        "advice": [{**asdict(line), "arguments": line.arguments} for line in advice],
+    }
     if price is not None and predicted.num_steps is None:
         notes.append("--price: the number of steps is unknown; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]
@@ -156,10 +168,7 @@ def _print_result(
         answer["max"], answer["max_problem"] = _largest(predicted, max_)
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        _print_plan(predicted, advice, answer, Console())
+    return answer, advice
 
 
 def _largest(predicted: Plan, wanted: str) -> tuple[dict[str, str | int | None], str | None]:
@@ -171,52 +180,92 @@ def _largest(predicted: Plan, wanted: str) -> tuple[dict[str, str | int | None],
     raise UserError(f"--max: {wanted!r} is unknown; use model, length or generations")
 
 
-def _print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
-    """Print a plan: tables, verdict and advice.
+def _command(plan: Plan, arguments: str) -> str:
+    """Command that starts the run."""
+    nodes, per_node = plan.hardware.nodes, plan.hardware.gpus_per_node
+    if nodes == 1:
+        return f"cohort train {arguments}"
+    sampling = 0 if plan.layout.shared else plan.layout.num_sampling // per_node
+    servers = f" --rollout-nodes {sampling}" if sampling else ""
+    return f"cohort launch slurm {arguments} --nodes {nodes - sampling}{servers} --gpus-per-node {per_node} | sbatch"
+
+
+def _print_plan(
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str, console: Console, *, why: bool
+) -> None:
+    """Print a plan: verdict, table, suggested changes and notes.
 
     Args:
         plan: the plan.
         advice: suggested changes.
         answer: the plan as JSON, with the answers to further options.
+        command: command that starts the run.
         console: where to print.
+        why: also print where the numbers come from, and the memory by part.
     """
-    shape, machines, memory = plan.shape, plan.hardware, plan.memory
-    console.print(
-        f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
-        f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each ({plan.memory_origins['there'].origin})\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+
+    def show(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    show(_verdict(plan, advice, answer, command))
     layout = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _layout_rows(plan):
+    for name, value in _rows(plan, why=why):
         layout.add_row(name, value)
     console.print(layout)
-    table = Table(title="\nMemory of one training process, GB", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    parts = list(dict.fromkeys(part for phase in memory.phases.values() for part in phase))
-    for phase in memory.phases:
-        table.add_column(PHASES[phase], justify="right")
-    table.add_column("")
-    for part in parts:
-        sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
-        origin = plan.memory_origins[part].origin
-        table.add_row(part, *(_cell(size) for size in sizes), f"[dim]{origin}[/dim]")
-    table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
-    console.print(table)
-    if "framework" in parts:
-        console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
-    kept = checkpointed_activations(plan.workload)
-    console.print(
-        f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
-        f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]",
-        highlight=False,
-        soft_wrap=True,
+    if why:
+        console.print(_memory_table(plan))
+        show(_memory_notes(plan))
+    if advice:
+        show(["\nwhat would fit:" if not plan.fits else "\nwhat would be faster:", *map(_line, advice)])
+    for name, value in answer.get("max", {}).items():
+        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"
+        show([escape(f"\n{_LIMITS[name][0]} that fits: {found}")])
+    show(f"note: {escape(note)}" for note in answer["notes"])
+    if not why:
+        show(["[dim]--why: the origin of every number, and memory by part[/dim]"])
+
+
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str) -> Iterator[str]:
+    peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
+    if plan.fits:
+        told = [f"{_digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
+        if "run_hours" in plan.timing:
+            hours, gpu_hours = (_digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
+            told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
+        told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
+        yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
+        yield escape(f"start it: {command}")
+    else:
+        too_much = f"peak {peak}, {_gb(-plan.headroom_bytes)} too much"
+        if plan.headroom_bytes >= 0:
+            too_much = f"peak {peak}, and servers do not fit alongside it"
+        yield f"[red]does not fit[/red]: {too_much}"
+        if advice:
+            changes = [line for line in advice[0].arguments if not line.startswith("--")]
+            yield escape(f"this does: {' '.join([command, *map(shlex.quote, changes)])}" + _on_more_gpus(advice[0]))
+        else:
+            also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
+            yield f"no known change makes it fit; try other GPUs or a smaller model{also}"
+    shape, machines = plan.shape, plan.hardware
+    yield (
+        f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
+        f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each\n"
     )
-    for line in _verdict(plan, advice, answer):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
-def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _on_more_gpus(advice: Advice) -> str:
+    more = [text for text in advice.arguments if text.startswith("--")]
+    return f" on {' '.join(more)}" if more else ""
+
+
+def _line(advice: Advice) -> str:
+    time = "time not predicted" if advice.step_s is None else f"{_digits(advice.step_s, 3)} s"
+    gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
+    return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
+
+
+def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     layout, micro_batches = plan.layout, plan.micro_batches
     prompts, updates = plan.config.train.prompts_per_step, plan.config.train.updates_per_rollout
     yield (
@@ -248,43 +297,43 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.num_steps is not None:
         yield "steps, optimizer steps of the run", f"{plan.num_steps}, {plan.num_updates}"
     for name, number in plan.timing.items():
-        yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
+        if why or name in _PHASE_TIMES:
+            origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
+            yield _LABELS[name], f"{_digits(number.value, 3)}{origin}"
+    memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
+    yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
+    parts = memory.phases[memory.peak_phase]
+    largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
+    yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
-    memory, headroom = plan.memory, plan.headroom_bytes
-    peak = f"peak {_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}"
-    if plan.fits:
-        yield f"\n[green]fits[/green]: {peak}, {_gb(headroom)} to spare"
-    elif headroom < 0:
-        yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
-    else:
-        yield f"\n[red]does not fit[/red]: {peak} in training, and servers do not fit alongside it"
-    for note in answer["notes"]:
-        yield f"note: {escape(note)}"
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table(title="\nMemory of one training process, GB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for phase in memory.phases:
+        table.add_column(PHASES[phase], justify="right")
+    table.add_column("")
+    for part in dict.fromkeys(part for phase in memory.phases.values() for part in phase):
+        sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
+        table.add_row(part, *map(_cell, sizes), f"[dim]{plan.memory_origins[part].origin}[/dim]")
+    table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
+    return table
+
+
+def _memory_notes(plan: Plan) -> Iterator[str]:
+    origins = plan.memory_origins
+    if "framework" in origins:
+        yield f"[dim]framework: {origins['framework'].how}[/dim]"
+    kept = checkpointed_activations(plan.workload)
+    yield (
+        f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
+        f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]"
+    )
+    there = origins["there"]
+    yield f"[dim]memory of a GPU: {_gb(plan.hardware.gpu_memory_bytes)}, {there.origin}: {there.how}[/dim]"
     trl = _gb(plan.trl_bytes)
-    yield f"the same completions padded, with full logits (TRL's default): {trl}, derived"
-    if advice:
-        yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
-        for change in advice:
-            size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
-            yield escape(f"  {change.as_arguments()}: {size}, {_saved_time(change)}; costs {change.costs}")
-    elif not plan.fits:
-        also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
-        yield f"\nno known change makes it fit; try other GPUs or a smaller model{also}"
-    for name, value in answer.get("max", {}).items():
-        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"
-        yield escape(f"\n{_LIMITS[name][0]} that fits: {found}")
-    if "cost" in answer:
-        yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours times --price"
-
-
-def _saved_time(change: Advice) -> str:
-    if change.saved_seconds is None:
-        return "time not predicted"
-    if change.saved_seconds == 0:
-        return "same predicted time"
-    return f"{_digits(abs(change.saved_seconds), 2)} s per step {'less' if change.saved_seconds > 0 else 'more'}"
+    yield f"[dim]the same completions padded, with full logits (TRL's default): {trl}, derived[/dim]"
 
 
 def _cell(size: int) -> str:

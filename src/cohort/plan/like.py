@@ -59,7 +59,7 @@ def read_pace(run: Path) -> Pace:
     assert hardware.pace is not None
     return replace(
         hardware.pace,
-        training=training / planned["training_s"].value,
+        training=training / sum(planned[phase].value for phase in ("training_s", "publish_s") if phase in planned),
         sampling=sampling / planned["sampling_s"].value,
         reward_s=statistics.median(row.get("time/reward_s", 0.0) for row in steps[1:]),
     )

@@ -149,7 +149,7 @@ def read_shape(path: str) -> ModelShape:
             return named
         raise UserError(
             f"model.path: {path!r} is not a local folder with a config.json, and planning downloads nothing; give the "
-            f"model's shape with --model-shape ({', '.join(PRESETS)})"
+            f"model's shape with --model ({', '.join(PRESETS)})"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: cannot read {file}: {error}") from error
@@ -176,6 +176,17 @@ def preset_from_hub_id(model_id: str) -> ModelShape | None:
     return None
 
 
+def find_shape(model: str) -> ModelShape:
+    """Shape of a model by folder, Hugging Face id, preset or size.
+
+    Raises:
+        UserError: unknown model, or a folder that cannot be read.
+    """
+    if (Path(model) / "config.json").exists():
+        return read_shape(model)
+    return preset_from_hub_id(model) or preset_shape(model)
+
+
 def preset_shape(name: str) -> ModelShape:
     """Shape of a preset by name, or by size such as "7b".
 
@@ -185,7 +196,7 @@ def preset_shape(name: str) -> ModelShape:
     known = ALIASES.get(name.lower(), name.lower())
     if known not in PRESETS:
         raise UserError(
-            f"--model-shape: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
+            f"--model: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
         )
     return shape_from_config(PRESETS[known], name=known)
 
@@ -209,7 +220,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     if family is None:
         raise UserError(
             f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
-            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model-shape"
+            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model"
         )
     try:
         return _shape(config, family, name)
@@ -252,7 +263,7 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
     if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise UserError(
             f"model.path: {name}: mixing dense and expert layers is not supported by the plan; give the "
-            f"shape of a similar model with --model-shape"
+            f"shape of a similar model with --model"
         )
     one = 3 * hidden * mlp + (2 * mlp + hidden) * bool(config.get("mlp_bias"))
     router = hidden * experts

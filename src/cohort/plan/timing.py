@@ -19,13 +19,16 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
 
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
-  B is bounded by `rollout.max_num_seqs` and by a server's KV cache. Prompts are prefilled once per group.
+  Tensor parallelism adds two all-reduces per layer and token. B is bounded by `rollout.max_num_seqs` and by a
+  server's KV cache. Prompts are prefilled once per group.
 - Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
   max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
   engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.
 
-A step takes the sum of both phases; with `rollout.max_staleness`
-above 0 they overlap, and it takes the longer one.
+- Publishing: the servers' weights cross the bus once, and servers that share the GPUs fall asleep and wake up.
+
+A step takes the sum of all phases; with `rollout.max_staleness` above 0 training and sampling overlap, and it takes the
+longer of the two.
 """
 
 import math
@@ -171,6 +174,8 @@ _CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 1e10  # nominal, of one process
 _DATA_SHEET = "data sheet"
 _NOMINAL = "nominal, of any CPU"
 BUS_BANDWIDTH = 25e9  # bytes/s in practice between host and GPU, of PCIe 4.0 x16's 32e9 one way
+_ALL_REDUCE_S = 20e-6  # assumed: latency within a machine
+_SLEEP_AND_WAKE_S = 2.0  # assumed: a server on shared GPUs, per step
 DEFAULT_GPU = "NVIDIA H100 80GB HBM3"  # stands in for an unknown GPU
 
 
@@ -212,18 +217,25 @@ class StepTimes:
 
     training_s: float
     sampling_s: float
+    publish_s: float  # to servers, with their sleep and wake-up on shared GPUs
     overlap: bool
 
     @property
     def step_s(self) -> float:
         """Predicted duration of the whole step."""
-        return max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
+        phases = max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
+        return phases + self.publish_s
 
     def at(self, pace: Pace | None) -> "StepTimes":
         """The times at the pace of an earlier run."""
         if pace is None:
             return self
-        return replace(self, training_s=self.training_s * pace.training, sampling_s=self.sampling_s * pace.sampling)
+        return replace(
+            self,
+            training_s=self.training_s * pace.training,
+            sampling_s=self.sampling_s * pace.sampling,
+            publish_s=self.publish_s * pace.training,
+        )
 
     def describe(self) -> str:
         """The times in words."""
@@ -254,6 +266,7 @@ def step_times(
     return StepTimes(
         training_s=operations / (num_training * speed),
         sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared),
+        publish_s=_publish_s(config, shape, hardware, shared=shared),
         overlap=rollout.samples_ahead,
     ).at(hardware.pace)
 
@@ -323,10 +336,19 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
-    decoding_s = completions / batch * length * max(read_bytes / bytes_per_s, flops / flops_per_s)
+    waits_s = 2 * shape.layers * _ALL_REDUCE_S * (per_server > 1)
+    decoding_s = completions / batch * length * (max(read_bytes / bytes_per_s, flops / flops_per_s) + waits_s)
     prefilled = prompts * rollout.max_prompt_tokens + completions * _later_prefill_tokens(rollout)
     prefill_s = 2.0 * shape.active_parameters * prefilled / flops_per_s
     return prefill_s + decoding_s
+
+
+def _publish_s(config: Config, shape: ModelShape, hardware: Hardware, *, shared: bool) -> float:
+    rollout, adapter = config.rollout, config.model.adapter
+    if not rollout.uses_servers or not hardware.on_gpu:
+        return 0.0
+    sent = shape.num_parameters if adapter is None else adapter_shape(adapter, shape).num_parameters(shape.layers)
+    return BYTES[serving_dtype(config, on_gpu=True)] * sent / BUS_BANDWIDTH + _SLEEP_AND_WAKE_S * shared
 
 
 def _later_prefill_tokens(rollout: SamplingConfig) -> float:
