@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cohort.cli.command import Debug, Overrides
 from cohort.config import Config, load_config
@@ -19,10 +20,11 @@ from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
 from cohort.plan.dataset import count_prompts, missing_files
-from cohort.plan.hardware import Hardware, hardware, local_cpu
+from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
 from cohort.plan.like import pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
+from cohort.plan.proposal import propose
 from cohort.plan.shape import PRESETS, find_shape, read_shape
 
 _LABELS = {
@@ -48,7 +50,12 @@ _LIMITS = {  # --max: label and unit
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="YAML file; docs/config.md lists every key. Without one, --model prints a configuration that fits."
+        ),
+    ] = None,
     overrides: Overrides = None,
     gpus: Annotated[
         int | None,
@@ -62,13 +69,16 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, max=MAX_PROCESSES, help="Number of machines.")] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="h100, h200, b200, a100, a100-40, l40s, l20, l4, a10, 4090, 3090. Default: h100, or this machine's "
-            "CPU with hardware.device: cpu."
-        ),
+        typer.Option(help=f"{', '.join(GPUS)}. Default: h100, or this machine's CPU with hardware.device: cpu."),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory per GPU, such as 80GB. Default: that of --gpu.")
+    ] = None,
+    gpu_tflops: Annotated[
+        float | None, typer.Option(min=1, help="TFLOP/s of dense matrix products. Default: that of --gpu.")
+    ] = None,
+    gpu_bandwidth: Annotated[
+        str | None, typer.Option(help="Memory bandwidth per second, such as 2TB. Default: that of --gpu.")
     ] = None,
     model: Annotated[
         str | None,
@@ -91,23 +101,49 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
-    settings = load_config(config, overrides or ())
-    machines = plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+    arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
+    file = config if config and "=" not in str(config) else None
+    given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
+    if file is None:
+        if model is None:
+            raise UserError("give a configuration file, or --model to have one proposed")
+        _print_proposal(*propose(model, hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), arguments))
+        return
+    settings = load_config(file, arguments)
+    machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **given)
     if like is not None:
         machines = replace(machines, pace=read_pace(like))
-    predicted, notes = plan_run(settings, machines, config.parent, model=model)
+    predicted, notes = plan_run(settings, machines, file.parent, model=model)
     answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
     if json_:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        command = _command(predicted, shlex.join([str(config), *(overrides or ())]))
+        command = _command(predicted, shlex.join([str(file), *arguments]))
         _print_plan(predicted, advice, answer, command, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
 
 
+def _print_proposal(plan: Plan, text: str) -> None:
+    """Print a configuration, with the verdict as comments. Exit code 1: nothing fits."""
+    command = _command(plan, "run.yaml")
+    verdict = list(_verdict(plan, [], {}, command))[: 2 if plan.fits else 1]
+    for line in (*verdict, f"GPUs: {plan.layout.in_words} ({plan.layout.reason})"):
+        typer.echo(f"# {Text.from_markup(line).plain}")
+    typer.echo(text, nl=False)
+    if not plan.fits:
+        raise typer.Exit(1)
+
+
 def plan_hardware(
-    settings: Config, *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
+    settings: Config,
+    *,
+    gpu: str | None,
+    gpus: int | None,
+    nodes: int,
+    gpu_memory: str | None,
+    tflops: float | None = None,
+    bandwidth: str | None = None,
 ) -> Hardware:
     """Hardware to plan for: this machine's CPU with `hardware.device: cpu`, else as given by the options.
 
@@ -127,7 +163,7 @@ def plan_hardware(
     if gpus is None:
         both = 0 if processes == "auto" else processes + (rollout_gpus if isinstance(rollout_gpus, int) else 0)
         gpus = both or 8
-    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
 
 
 def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str | None) -> tuple[Plan, list[str]]:

@@ -27,6 +27,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = _TABLES["shapes"]
 IDS: Mapping[str, str] = _TABLES["ids"]
 ALIASES: Mapping[str, str] = _TABLES["sizes"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
+HUB_IDS: Mapping[str, str] = _TABLES["hub"]
 
 
 WeightShape = tuple[int, ...]

@@ -197,6 +197,8 @@ def compute_rate(hardware: Hardware, dtype: str) -> Rate:
     """Matmul FLOP/s in `dtype`; for an unknown GPU those of `DEFAULT_GPU`."""
     if not hardware.on_gpu:
         return Rate(_CPU_FLOPS, _PEAK_UTILIZATION, _NOMINAL)
+    if hardware.peak_flops is not None:
+        return Rate(hardware.peak_flops, _PEAK_UTILIZATION, "--gpu-tflops")
     peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(DEFAULT_GPU, dtype) or peak_flops(DEFAULT_GPU, "float32")
     assert peak is not None
     return Rate(peak, _PEAK_UTILIZATION, _DATA_SHEET)
@@ -206,6 +208,8 @@ def memory_rate(hardware: Hardware) -> Rate:
     """Memory bandwidth in bytes/s; for an unknown GPU that of `DEFAULT_GPU`."""
     if not hardware.on_gpu:
         return Rate(_CPU_BANDWIDTH, _BANDWIDTH_UTILIZATION, _NOMINAL)
+    if hardware.bandwidth is not None:
+        return Rate(hardware.bandwidth, _BANDWIDTH_UTILIZATION, "--gpu-bandwidth")
     bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(DEFAULT_GPU)
     assert bandwidth is not None
     return Rate(bandwidth, _BANDWIDTH_UTILIZATION, _DATA_SHEET)
