@@ -20,7 +20,7 @@ from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
 from cohort.plan.dataset import count_prompts, missing_files
-from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
+from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
 from cohort.plan.like import pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
@@ -96,6 +96,13 @@ def plan(
     like: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder whose measured seconds per phase scale the times.")
     ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MEAN[:LONGEST]",
+            help="Expected tokens after the prompt, such as 800 or 800:4000, for the times. Default: the maximum.",
+        ),
+    ] = None,
     why: Annotated[bool, typer.Option("--why", help="Print the origin of every number, and memory by part.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,
@@ -103,15 +110,19 @@ def plan(
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
     arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
     file = config if config and "=" not in str(config) else None
+    lengths = None if length is None else parse_lengths(length)
     given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
     if file is None:
         if model is None:
             raise UserError("give a configuration file, or --model to have one proposed")
-        _print_proposal(*propose(model, hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), arguments))
+        machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
+        _print_proposal(*propose(model, machines, arguments))
         return
     settings = load_config(file, arguments)
-    machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **given)
+    machines = replace(plan_hardware(settings, gpu=gpu, gpus=gpus, **given), lengths=lengths)
     if like is not None:
+        if lengths is not None:
+            raise UserError("--length has no effect with --like, whose times are those of completions as they were")
         machines = replace(machines, pace=read_pace(like))
     predicted, notes = plan_run(settings, machines, file.parent, model=model)
     answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
@@ -311,6 +322,9 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     )
     sampling = "the same" if layout.shared else str(layout.num_sampling or "external")
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
+    if (lengths := plan.hardware.lengths) is not None:
+        longest = "" if lengths.longest is None else f", at most {lengths.longest}"
+        yield "expected tokens after a prompt", f"{lengths.mean} in the mean{longest} (--length)"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if plan.config.rollout.num_generations == 1:

@@ -28,6 +28,14 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Expected tokens after the prompt, for predicted times."""
+
+    mean: int
+    longest: int | None = None  # None: as for an exponential distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Identical nodes with identical GPUs or, without GPUs, with processes that share the CPU."""
 
@@ -39,6 +47,7 @@ class Hardware:
     pace: Pace | None = None  # of an earlier run; without it a CPU has no times
     peak_flops: float | None = None  # of matrix products; None: from the data sheet
     bandwidth: float | None = None  # of memory in bytes/s; None: from the data sheet
+    lengths: Lengths | None = None  # of completions in this plan; None: all have the maximum length
     memory_is_measured: bool = False
     resident_bytes: int | None = None  # of a CPU process that plans its own run, before it loads a model
 
@@ -87,6 +96,18 @@ def hardware(
         peak_flops=None if tflops is None else tflops * 1e12,
         bandwidth=None if bandwidth is None else parse_bytes(bandwidth, option="--gpu-bandwidth"),
     )
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Parse `--length`: the mean, or mean:longest.
+
+    Raises:
+        UserError: neither, or a longest below the mean.
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--length: {text!r} is not a number of tokens such as 800, or mean:longest such as 800:4000")
+    return Lengths(mean=int(match[1]), longest=int(match[2]) if match[2] else None)
 
 
 def find_gpu(text: str) -> str | None:
