@@ -142,3 +142,16 @@ def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
     missing, price = unknown["notes"][:2]
     assert missing == "data.path: 'somewhere.csv': no such file; `cohort train` will not start"
     assert "cost" not in unknown and price.startswith("--price: the number of steps is unknown")
+
+
+def test_a_sweep_plans_every_value(run_file: Path) -> None:
+    command = [str(run_file), "train.micro_batch_tokens=auto", "--gpu", "h100"]
+    found = planned(*command, "--sweep", "gpus=4..20", "--price", "2")["sweep"]
+    assert [row["value"] for row in found] == ["4", "8", "16"]
+    for row, more in zip(found, (["--gpus", "4"], ["--gpus", "8"], ["--gpus", "8", "--nodes", "2"]), strict=True):
+        assert row["step_s"] == planned(*command, *more)["timing"]["step_s"]["value"]
+        assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
+    told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
+    assert "model.gradient_checkpointing fits GPUs s per step" in told and "must be true, false or selective" in told
+    refused = CliRunner().invoke(app, ["plan", *command, "--sweep", "gpus=64..1"])
+    assert refused.exit_code == 2 and "--sweep: 'gpus=64..1' is neither a list" in refused.output

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -18,10 +18,10 @@ from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
+from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep
 from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
-from cohort.plan.like import pace_notes, read_pace
+from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
 from cohort.plan.proposal import propose
@@ -40,6 +40,7 @@ _LABELS = {
     "gpu_hours": "run, GPU hours",
 }
 
+_BAR = 40  # characters
 _PHASE_TIMES = ("training_s", "sampling_s", "publish_s", "step_s")
 
 _LIMITS = {  # --max: label and unit
@@ -96,6 +97,16 @@ def plan(
     like: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder whose measured seconds per phase scale the times.")
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Print a run's times and memory beside those of its plan.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="Plan several values of gpus or a key: a list such as gpus=2,4,6, or a..b by doubling.",
+        ),
+    ] = None,
     length: Annotated[
         str | None,
         typer.Option(
@@ -108,6 +119,9 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
+    if against is not None:
+        _print_comparison(compare_run(against), as_json=json_)
+        return
     arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
     file = config if config and "=" not in str(config) else None
     lengths = None if length is None else parse_lengths(length)
@@ -118,13 +132,19 @@ def plan(
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
         _print_proposal(*propose(model, machines, arguments))
         return
-    settings = load_config(file, arguments)
-    machines = replace(plan_hardware(settings, gpu=gpu, gpus=gpus, **given), lengths=lengths)
-    if like is not None:
-        if lengths is not None:
-            raise UserError("--length has no effect with --like, whose times are those of completions as they were")
-        machines = replace(machines, pace=read_pace(like))
-    predicted, notes = plan_run(settings, machines, file.parent, model=model)
+    pace = None if like is None else read_pace(like)
+    if pace is not None and lengths is not None:
+        raise UserError("--length has no effect with --like, whose times are those of completions as they were")
+
+    def plan_with(overrides: Sequence[str], *, gpus: int | None = gpus, nodes: int = nodes) -> tuple[Plan, list[str]]:
+        settings = load_config(file, overrides)
+        machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **{**given, "nodes": nodes})
+        return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
+
+    if sweep is not None:
+        _print_sweep(sweep, arguments, plan_with, price=price, as_json=json_)
+        return
+    predicted, notes = plan_with(arguments)
     answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
     if json_:
         typer.echo(json.dumps(answer, indent=2))
@@ -197,6 +217,71 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str |
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
     return predicted, notes
+
+
+def _print_comparison(rows: Sequence[Comparison], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "predicted", "measured", "measured / predicted"):
+        table.add_column(title, justify="right" if title else "left")
+    for row in rows:
+        ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
+        predicted = "" if row.predicted is None else _digits(row.predicted, 3)
+        table.add_row(f"{row.what}, {row.unit}", predicted, _digits(row.measured, 3), ratio)
+    Console().print(table)
+
+
+def _print_sweep(
+    text: str,
+    arguments: Sequence[str],
+    plan_with: Callable[..., tuple[Plan, list[str]]],
+    *,
+    price: float | None,
+    as_json: bool,
+) -> None:
+    """Print step time and cost for several values of `gpus` or a key."""
+    key, values = parse_sweep(text)
+    rows: list[dict[str, Any]] = []
+    for value in values:
+        row: dict[str, Any] = {"value": value, "fits": False, "layout": "", "step_s": None, "problem": None}
+        try:
+            if key != "gpus":
+                found, _ = plan_with([*arguments, f"{key}={value}"])
+            else:
+                nodes = max(1, -(-int(value) // NODE_GPUS))
+                found, _ = plan_with(arguments, gpus=int(value) // nodes, nodes=nodes)
+            row |= {"fits": found.fits, "layout": found.layout.in_words, "problem": found.layout.problem}
+            if found.timing:
+                step_s = found.timing["step_s"].value
+                row |= {"step_s": step_s, "gpu_s": step_s * found.layout.num_used}
+                row |= {} if price is None else {"cost_per_step": price * row["gpu_s"] / 3600}
+        except UserError as error:
+            row["problem"] = str(error)
+        rows.append(row)
+    if as_json:
+        typer.echo(json.dumps({"sweep": rows, "key": key}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        key,
+        "fits",
+        "GPUs",
+        "s per step",
+        "GPU s per step",
+        *(["cost per step"] if price is not None else []),
+    ):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    longest = max((row["step_s"] or 0.0 for row in rows if row["fits"]), default=0.0)
+    for row in rows:
+        numbers = [_digits(row[name], 3) if row.get(name) else "" for name in ("step_s", "gpu_s")]
+        cost = [f"{row.get('cost_per_step', 0.0):.3f}"] if price is not None else []
+        shown = "█" * round(_BAR * (row["step_s"] or 0.0) / longest) if row["fits"] and longest else ""
+        why = escape((row["problem"] or "").partition(";")[0])
+        table.add_row(row["value"], "yes" if row["fits"] else "no", row["layout"], *numbers, *cost, shown or why)
+    Console().print(table)
 
 
 def _answer(
@@ -289,8 +374,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], comma
             too_much = f"peak {peak}, and servers do not fit alongside it"
         yield f"[red]does not fit[/red]: {too_much}"
         if advice:
-            changes = [line for line in advice[0].arguments if not line.startswith("--")]
-            yield escape(f"this does: {' '.join([command, *map(shlex.quote, changes)])}" + _on_more_gpus(advice[0]))
+            yield escape(_way_out(plan, advice[0], command))
         else:
             also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
             yield f"no known change makes it fit; try other GPUs or a smaller model{also}"
@@ -301,9 +385,16 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], comma
     )
 
 
-def _on_more_gpus(advice: Advice) -> str:
-    more = [text for text in advice.arguments if text.startswith("--")]
-    return f" on {' '.join(more)}" if more else ""
+def _way_out(plan: Plan, advice: Advice, command: str) -> str:
+    """Command of a run that fits, with its time relative to what the plan would take if it fitted."""
+    changes = [text for text in advice.arguments if not text.startswith("--")]
+    more_gpus = [text for text in advice.arguments if text.startswith("--")]
+    time = ""
+    if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
+        difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
+        time = f", {_digits(advice.step_s, 3)} s per step ({difference})"
+    place = f" on {' '.join(more_gpus)}" if more_gpus else ""
+    return f"fits with: {' '.join([command, *map(shlex.quote, changes)])}{place}{time}"
 
 
 def _line(advice: Advice) -> str:

@@ -3,6 +3,7 @@
 `advice.toml` lists the changes. Every proposal is verified by planning the changed run as the command line would.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 _CHECKPOINTING: list[dict[str, Any]] = [{"model.gradient_checkpointing": kind} for kind in _TABLE["checkpointing"]]
 _MAX_LINES = 5
-_NODE_GPUS = 8  # largest proposal for one machine
+NODE_GPUS = 8  # of a machine, at most
 _TOLERANCE = 1.01  # times within 1 % count as equal
 _CLOSE = 0.05  # a line is left out that gives up more for less
 
@@ -81,7 +82,7 @@ def _is_close(one: Advice, other: Advice) -> bool:
 
 def _more_gpus(plan: Plan) -> dict[str, Any]:
     hardware = plan.hardware
-    everywhere = {"--gpus": _NODE_GPUS} if hardware.gpus_per_node < _NODE_GPUS else {}
+    everywhere = {"--gpus": NODE_GPUS} if hardware.gpus_per_node < NODE_GPUS else {}
     values: list[Changes] = [{"--gpus": number} for number in (2, 4, 8) if number > hardware.gpus_per_node]
     values += [{"--nodes": hardware.nodes * factor, **everywhere} for factor in (2, 4, 8)]
     return {"costs": "GPUs; same gradient", "values": [] if plan.fits or not hardware.on_gpu else values}
@@ -276,3 +277,19 @@ def _range(plan: Plan, limit: Literal["length", "generations"]) -> tuple[str, in
     positions = plan.shape.max_positions
     high = _MAX_VALUE if positions is None else positions - plan.config.rollout.max_prompt_tokens
     return plan.config.rollout.max_new_tokens_key, 1, high
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Parse `--sweep`: KEY=a,b,c or KEY=a..b, which doubles a up to b.
+
+    Raises:
+        UserError: neither.
+    """
+    key, _, values = text.partition("=")
+    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", values):
+        low, high = int(ends[1]), int(ends[2])
+        if 0 < low <= high <= _MAX_VALUE:
+            return key, [str(low << n) for n in range(high.bit_length()) if low << n <= high]
+    elif key and values:
+        return key, values.split(",")
+    raise UserError(f"--sweep: {text!r} is neither a list such as gpus=2,4,6 nor a range such as gpus=1..64")
