@@ -78,5 +78,18 @@ def test_every_gpu_has_a_data_sheet_and_others_have_options(tmp_path: Path) -> N
     assert refused.exit_code == 2 and "give --gpu-memory, --gpu-tflops and" in refused.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--json",), "--json needs a configuration file"),
+        (("hardware.device=cpu",), "configurations are proposed for GPUs"),
+        (("rollout.nothing=1",), "rollout.nothing"),
+    ],
+)
+def test_what_a_proposal_does_not_take_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "1.5b", *arguments])
+    assert done.exit_code == 2 and said in done.output
+
+
 def test_without_file_and_model_nothing_is_planned() -> None:
     assert "give a configuration file, or --model" in CliRunner().invoke(app, ["plan"]).output

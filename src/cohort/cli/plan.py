@@ -129,6 +129,9 @@ def plan(
     if file is None:
         if model is None:
             raise UserError("give a configuration file, or --model to have one proposed")
+        others = {"--like": like, "--max": max_, "--price": price, "--sweep": sweep, "--why": why, "--json": json_}
+        if unused := [name for name, value in others.items() if value not in (None, False)]:
+            raise UserError(f"{unused[0]} needs a configuration file; write the proposed one to a file first")
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
         _print_proposal(*propose(model, machines, arguments))
         return

@@ -9,6 +9,7 @@ import yaml
 
 from cohort.config import config_from_dict
 from cohort.config.load import read_yaml
+from cohort.errors import UserError
 from cohort.plan.advice import Advice, advise, replan
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan, predict_wanted
@@ -33,7 +34,10 @@ def propose(model: str, machines: Hardware, overrides: Sequence[str]) -> tuple[P
     shape = find_shape(model)
     path = str(Path(model).resolve()) if Path(model).is_dir() else model if "/" in model else HUB_IDS[shape.name]
     text = _TEMPLATE.substitute(path=path, dir=f"runs/{shape.name}")
-    plan = predict_wanted(config_from_dict(read_yaml(text), overrides), shape, machines)
+    config = config_from_dict(read_yaml(text), overrides)
+    if config.hardware.device == "cpu":
+        raise UserError("hardware.device: cpu: configurations are proposed for GPUs; plan a file for a CPU")
+    plan = predict_wanted(config, shape, machines)
     best = _choose(plan)
     changes: dict[str, Any] = {} if best is None else {**best.changes}
     if "model.adapter" in changes or "model.dtype" in changes:
