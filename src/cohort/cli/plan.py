@@ -186,11 +186,12 @@ def plan_hardware(
     """
     processes, rollout_gpus = settings.hardware.processes, settings.hardware.rollout_gpus
     if settings.hardware.device == "cpu":
-        if gpu is not None:
-            raise UserError(
-                f"--gpu: {gpu} has no effect with hardware.device: cpu, which plans for this machine's CPU; "
-                f"remove it, or use hardware.device=auto"
-            )
+        for option, value in (("--gpu", gpu), ("--gpu-tflops", tflops), ("--gpu-bandwidth", bandwidth)):
+            if value is not None:
+                raise UserError(
+                    f"{option}: {value} has no effect with hardware.device: cpu, which plans for this machine's CPU; "
+                    f"remove it, or use hardware.device=auto"
+                )
         gpus = gpus if gpus is not None else 1 if processes == "auto" else processes
         return local_cpu(gpus, nodes=nodes, memory=gpu_memory)
     gpu = gpu or "h100"

@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +377,11 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     Raises:
         UserError: `path` is a folder without a readable adapter_config.json.
     """
-    requested = requested_adapter(config)
+    return _adapter_shape(requested_adapter(config), shape, has_dropout=bool(config.dropout))
+
+
+@lru_cache(maxsize=256)  # a search asks thousands of times
+def _adapter_shape(requested: "RequestedAdapter", shape: ModelShape, *, has_dropout: bool) -> AdapterShape:
     rank, dora = requested.rank, requested.dora
     linear = shape.linear_layers
     names_of = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
@@ -402,7 +407,7 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
         + shape.mlp * ("down_proj" in adapted),
         rank_features=rank * len(adapted),
         qkv_output_features=sum(rank + fan_out for fan_out in qkv_outputs),
-        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * bool(config.dropout),
+        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * has_dropout,
         dora_layers=tuple(adapted.values()) if dora else (),
         warning=f"model.adapter.targets: {unknown} not found in the shape of {shape.name}; "
         f"the plan assumes an adapter on all linear layers"
