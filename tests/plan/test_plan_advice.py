@@ -1,6 +1,5 @@
 """What a plan proposes and how far a setting may go: what it says fits does fit, in the time that it says."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cohort.cli.plan import plan_run
+from cohort.config import load_config
 from cohort.errors import UserError
 from cohort.plan.advice import advise, largest, replan
 from cohort.plan.predict import Plan, predict_run, predict_wanted
@@ -79,11 +80,14 @@ def test_a_proposal_planned_again_gives_the_numbers_of_its_line(tmp_path: Path, 
     plan = planned(*command)
     assert plan["advice"]
     for line in plan["advice"]:
-        arguments = shlex.split(" ".join(f"'{a}'" if "{" in a else a for a in line["arguments"]))
-        again = planned(*command, *arguments)
-        assert again["memory"]["fits"]
-        assert again["timing"]["step_s"]["value"] == line["step_s"]
-        assert again["memory"]["peak_bytes"] == plan["memory"]["peak_bytes"] - line["saved_bytes"]
+        numbers = {key[2:]: value for key, value in line["changes"].items() if key.startswith("--")}
+        given = dict(zip(options[::2], options[1::2], strict=False))
+        gpus, nodes = numbers.get("gpus", int(given["--gpus"])), numbers.get("nodes", 1)
+        overrides = [text for text in [*options, *line["arguments"]] if "=" in text]
+        machines = on_gpus(gpus, given.get("--gpu", "h100"), nodes=nodes)
+        again, _ = plan_run(load_config(file, overrides), machines, tmp_path, model=model)
+        assert again.fits and step_s(again) == line["step_s"]
+        assert again.memory.peak_bytes == plan["memory"]["peak_bytes"] - line["saved_bytes"]
 
 
 @pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
