@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, help="per node; as `cohort plan --gpus`")
-    parser.add_argument("--model-shape", help="as `cohort plan --model-shape`")
+    parser.add_argument("--model-shape", help="as `cohort plan --model`")
     parser.add_argument("--layers", type=int, default=4, help="0: all")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--processes", nargs="+", type=int, default=PROCESSES)
@@ -62,7 +62,7 @@ def main() -> None:
     if options.config is not None:
         settings = load_config(options.config, options.overrides)
         machines = plan_hardware(settings, gpu=None, gpus=options.gpus, nodes=1, gpu_memory=None)
-        plan, _ = plan_run(settings, machines, options.config.parent, model_shape=options.model_shape)
+        plan, _ = plan_run(settings, machines, options.config.parent, model=options.model_shape)
         print(json.dumps(verify_plan(plan, layers=options.layers)))
         return
     grid = product(options.trained, options.shapes, (False, True), options.lengths, options.processes)

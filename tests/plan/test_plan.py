@@ -212,7 +212,8 @@ def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int,
         ("h100 h100-sxm h100-80gb-hbm3 h100_sxm5", "h100"),
         ("h200-141gb", "h200"),
         ("l4-24gb", "l4"),
-        ("h100-pcie h100-nvl a100-60gb rtx a100-0gb gb - 80gb v100", None),  # other chips, or none
+        ("h100-nvl H100_NVL", "h100-nvl"),
+        ("h100-pcie a100-60gb rtx a100-0gb gb - 80gb v100", None),  # other chips, or none
     ],
 )
 def test_gpus_as_people_name_them(names: str, key: str | None):

@@ -66,10 +66,22 @@ def test_other_reasons_than_memory() -> None:
 def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("{model: {path: Qwen/Qwen2.5-7B}, data: {path: d.jsonl}, rewards: [{use: math}]}")
-    command = ["plan", str(file), "--gpu", "h200", "--gpus", "1", "rollout.engine=local", "train.steps=1", "--max"]
+    command = [
+        "plan",
+        str(file),
+        "--gpu",
+        "h200",
+        "--gpus",
+        "1",
+        "rollout.engine=local",
+        "train.steps=1",
+        "--why",
+        "--max",
+    ]
     assert "largest group that fits: " in (told := CliRunner().invoke(app, [*command, "generations"]).output)
     assert " generations\n" in told and "derived: 1 step " in told
-    assert "cohort-rl[quantization]" in told  # which is not markup
+    narrow = ["plan", str(file), "--gpu", "4090", "--gpus", "1", "--model", "3b", "rollout.max_completion_tokens=4096"]
+    assert "cohort-rl[quantization]" in CliRunner().invoke(app, narrow).output  # which is not markup
     assert "longest completion that fits: " in CliRunner().invoke(app, [*command, "length"]).output
     small = [*command, "length", "--gpu-memory", "1GB"]
     assert "longest completion that fits: none: even" in CliRunner().invoke(app, small).output
@@ -102,7 +114,7 @@ def test_models_of_the_hub_are_known_by_their_id(model_id: str, parameters: int)
 
 @pytest.mark.parametrize("model_id", ["Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"])
 def test_models_of_other_shapes_are_not(model_id: str) -> None:
-    with pytest.raises(UserError, match="--model-shape"):
+    with pytest.raises(UserError, match="--model"):
         read_shape(model_id)
 
 

@@ -1,7 +1,6 @@
 """GPUs that a plan was asked for and that the configuration leaves idle."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -136,16 +135,6 @@ def test_a_step_and_its_updates_are_told(run_file: Path) -> None:
     assert "steps, optimizer steps of the run 10, 20" in told
 
 
-def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
-    """Long completions: eight servers in turn with training beat the best split."""
-    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
-    more = ("hardware.processes=auto", "train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
-    wanted = config_from_dict({**raw, "rollout": {"engine": "vllm", "max_completion_tokens": 16384}}, more)
-    plan = predict_run(wanted, preset_shape("7b"), on_gpus(8))
-    (shared,) = [a for a in advise(plan) if a.changes == {"hardware.rollout_gpus": "shared"}]
-    assert shared.fits and shared.saved_seconds > 0
-
-
 def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
     priced = planned(str(run_file), "--price", "2")
     assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
@@ -153,3 +142,16 @@ def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
     missing, price = unknown["notes"][:2]
     assert missing == "data.path: 'somewhere.csv': no such file; `cohort train` will not start"
     assert "cost" not in unknown and price.startswith("--price: the number of steps is unknown")
+
+
+def test_a_sweep_plans_every_value(run_file: Path) -> None:
+    command = [str(run_file), "train.micro_batch_tokens=auto", "--gpu", "h100"]
+    found = planned(*command, "--sweep", "gpus=4..20", "--price", "2")["sweep"]
+    assert [row["value"] for row in found] == ["4", "8", "16"]
+    for row, more in zip(found, (["--gpus", "4"], ["--gpus", "8"], ["--gpus", "8", "--nodes", "2"]), strict=True):
+        assert row["step_s"] == planned(*command, *more)["timing"]["step_s"]["value"]
+        assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
+    told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
+    assert "model.gradient_checkpointing fits GPUs s per step" in told and "must be true, false or selective" in told
+    refused = CliRunner().invoke(app, ["plan", *command, "--sweep", "gpus=64..1"])
+    assert refused.exit_code == 2 and "--sweep: 'gpus=64..1' is neither a list" in refused.output

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import cohort
+from cohort.cli.app import app
 from cohort.config import load_config
 from cohort.display import Display
 from cohort.errors import UserError
-from cohort.plan.like import read_pace
+from cohort.plan.like import compare_run, read_pace
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, read_shape
 from plans import on_gpus, planned
@@ -115,3 +117,23 @@ def test_a_real_run_gives_a_cpu_times(tmp_path: Path) -> None:
     assert 0 < timing["training_s"]["value"] < sum(row["step_time"] for row in rows[1:])
     twice = planned(file, "train.prompts_per_step=6", "--like", str(run))["timing"]
     assert twice["training_s"]["value"] == pytest.approx(2 * timing["training_s"]["value"])
+
+
+def test_a_run_is_shown_against_its_plan(run: Path) -> None:
+    """Training and sampling took 1.5 and 2 times the predicted time; a peak of 1 GB was measured in training."""
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**row, "memory/train_peak_bytes": 1e9}) + "\n" for row in rows))
+    found = {row.what: row for row in compare_run(run)}
+    plan = predicted(run)
+    assert found["training"].measured == pytest.approx(1.375 * (found["training"].predicted or 0))
+    assert found["sampling"].measured == pytest.approx(2 * plan.timing["sampling_s"].value)
+    assert (found["step"].measured, found["step"].predicted) == (1.0, plan.timing["step_s"].value)
+    memory = found["memory in forward, backward"]
+    parts = plan.memory.phases["backward"]
+    assert (memory.measured, memory.predicted) == (1.0, (sum(parts.values()) - parts["framework"]) / 1e9)
+    told = CliRunner().invoke(app, ["plan", "--against", str(run)]).output
+    assert ["sampling,", "s"] in [line.split()[:2] for line in told.splitlines()] and "2.00" in told
+    file.unlink()
+    with pytest.raises(UserError, match=r"--against: .* cannot be read"):
+        compare_run(run)

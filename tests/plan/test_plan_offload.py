@@ -167,13 +167,11 @@ def test_gathered_weights_that_stay_are_in_the_plan():
     assert gathered[False] == 2 * N
 
 
-def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():
+def test_it_is_proposed_first_and_makes_the_run_fit():
     plan = predict_run(config(), preset_shape("7b"), hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None))
     assert not plan.fits
     told = [advice.as_arguments() for advice in advise(plan)]
-    first = [next(n for n, text in enumerate(told) if part in text) for part in ("optim.offload=true", "model.adapter")]
-    assert first == sorted(first)
-    assert next(n for n, text in enumerate(told) if "parameter_offload" in text) < first[1]
+    assert "optim.offload=true" in told[0]
     assert replan(plan, {"optim.offload": True}).fits
 
 

@@ -1,7 +1,8 @@
 """`cohort plan`."""
 
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -10,20 +11,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cohort.cli.command import Debug, Overrides
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest
+from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep
 from cohort.plan.dataset import count_prompts, missing_files
-from cohort.plan.hardware import Hardware, hardware, local_cpu
-from cohort.plan.like import pace_notes, read_pace
+from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
+from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
-from cohort.plan.predict import Plan, predict_run
-from cohort.plan.rollout_engine import plan_engine
-from cohort.plan.shape import PRESETS, preset_shape, read_shape
+from cohort.plan.predict import Plan, predict_wanted
+from cohort.plan.proposal import propose
+from cohort.plan.shape import PRESETS, find_shape, read_shape
 
 _LABELS = {
     "products_tflops": "matrix products, TFLOP/s",
@@ -32,10 +34,14 @@ _LABELS = {
     "training_s": "training, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
+    "publish_s": "publishing weights, s",
     "step_s": "step, s",
     "run_hours": "run, hours",
     "gpu_hours": "run, GPU hours",
 }
+
+_BAR = 40  # characters
+_PHASE_TIMES = ("training_s", "sampling_s", "publish_s", "step_s")
 
 _LIMITS = {  # --max: label and unit
     "model": ("largest model", ""),
@@ -45,7 +51,12 @@ _LIMITS = {  # --max: label and unit
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="YAML file; docs/config.md lists every key. Without one, --model prints a configuration that fits."
+        ),
+    ] = None,
     overrides: Overrides = None,
     gpus: Annotated[
         int | None,
@@ -59,17 +70,25 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, max=MAX_PROCESSES, help="Number of machines.")] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="h100, h200, b200, a100, a100-40, l40s, l20, l4, a10, 4090, 3090. Default: h100, or this machine's "
-            "CPU with hardware.device: cpu."
-        ),
+        typer.Option(help=f"{', '.join(GPUS)}. Default: h100, or this machine's CPU with hardware.device: cpu."),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory per GPU, such as 80GB. Default: that of --gpu.")
     ] = None,
-    model_shape: Annotated[
+    gpu_tflops: Annotated[
+        float | None, typer.Option(min=1, help="TFLOP/s of dense matrix products. Default: that of --gpu.")
+    ] = None,
+    gpu_bandwidth: Annotated[
+        str | None, typer.Option(help="Memory bandwidth per second, such as 2TB. Default: that of --gpu.")
+    ] = None,
+    model: Annotated[
         str | None,
-        typer.Option(help=f"Preset instead of model.path: {', '.join(PRESETS)}; or a size, such as 7b."),
+        typer.Option(
+            "--model",
+            "--model-shape",
+            help=f"Model instead of model.path: a preset ({', '.join(PRESETS)}), a size such as 7b, a Hugging Face id "
+            "or a folder.",
+        ),
     ] = None,
     max_: Annotated[
         str | None, typer.Option("--max", help="Find the largest model, length or generations that fits.")
@@ -78,22 +97,87 @@ def plan(
     like: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder whose measured seconds per phase scale the times.")
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Print a run's times and memory beside those of its plan.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="Plan several values of gpus or a key: a list such as gpus=2,4,6, or a..b by doubling.",
+        ),
+    ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MEAN[:LONGEST]",
+            help="Expected tokens after the prompt, such as 800 or 800:4000, for the times. Default: the maximum.",
+        ),
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Print the origin of every number, and memory by part.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
-    settings = load_config(config, overrides or ())
-    machines = plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    if like is not None:
-        machines = replace(machines, pace=read_pace(like))
-    predicted, notes = plan_run(settings, machines, config.parent, model_shape=model_shape)
-    _print_result(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price, as_json=json_)
+    if against is not None:
+        _print_comparison(compare_run(against), as_json=json_)
+        return
+    arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
+    file = config if config and "=" not in str(config) else None
+    lengths = None if length is None else parse_lengths(length)
+    given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
+    if file is None:
+        if model is None:
+            raise UserError("give a configuration file, or --model to have one proposed")
+        others = {"--like": like, "--max": max_, "--price": price, "--sweep": sweep, "--why": why, "--json": json_}
+        if unused := [name for name, value in others.items() if value not in (None, False)]:
+            raise UserError(f"{unused[0]} needs a configuration file; write the proposed one to a file first")
+        machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
+        _print_proposal(*propose(model, machines, arguments))
+        return
+    pace = None if like is None else read_pace(like)
+    if pace is not None and lengths is not None:
+        raise UserError("--length has no effect with --like, whose times are those of completions as they were")
+
+    def plan_with(overrides: Sequence[str], *, gpus: int | None = gpus, nodes: int = nodes) -> tuple[Plan, list[str]]:
+        settings = load_config(file, overrides)
+        machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **{**given, "nodes": nodes})
+        return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
+
+    if sweep is not None:
+        _print_sweep(sweep, arguments, plan_with, price=price, as_json=json_)
+        return
+    predicted, notes = plan_with(arguments)
+    answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
+    if json_:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        command = _command(predicted, shlex.join([str(file), *arguments]))
+        _print_plan(predicted, advice, answer, command, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
 
 
+def _print_proposal(plan: Plan, text: str) -> None:
+    """Print a configuration, with the verdict as comments. Exit code 1: nothing fits."""
+    command = _command(plan, "run.yaml")
+    verdict = list(_verdict(plan, [], {}, command))[: 2 if plan.fits else 1]
+    for line in (*verdict, f"GPUs: {plan.layout.in_words} ({plan.layout.reason})"):
+        typer.echo(f"# {Text.from_markup(line).plain}")
+    typer.echo(text, nl=False)
+    if not plan.fits:
+        raise typer.Exit(1)
+
+
 def plan_hardware(
-    settings: Config, *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
+    settings: Config,
+    *,
+    gpu: str | None,
+    gpus: int | None,
+    nodes: int,
+    gpu_memory: str | None,
+    tflops: float | None = None,
+    bandwidth: str | None = None,
 ) -> Hardware:
     """Hardware to plan for: this machine's CPU with `hardware.device: cpu`, else as given by the options.
 
@@ -102,53 +186,117 @@ def plan_hardware(
     """
     processes, rollout_gpus = settings.hardware.processes, settings.hardware.rollout_gpus
     if settings.hardware.device == "cpu":
-        if gpu is not None:
-            raise UserError(
-                f"--gpu: {gpu} has no effect with hardware.device: cpu, which plans for this machine's CPU; "
-                f"remove it, or use hardware.device=auto"
-            )
+        for option, value in (("--gpu", gpu), ("--gpu-tflops", tflops), ("--gpu-bandwidth", bandwidth)):
+            if value is not None:
+                raise UserError(
+                    f"{option}: {value} has no effect with hardware.device: cpu, which plans for this machine's CPU; "
+                    f"remove it, or use hardware.device=auto"
+                )
         gpus = gpus if gpus is not None else 1 if processes == "auto" else processes
         return local_cpu(gpus, nodes=nodes, memory=gpu_memory)
     gpu = gpu or "h100"
     if gpus is None:
         both = 0 if processes == "auto" else processes + (rollout_gpus if isinstance(rollout_gpus, int) else 0)
         gpus = both or 8
-    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
 
 
-def plan_run(settings: Config, machines: Hardware, folder: Path, *, model_shape: str | None) -> tuple[Plan, list[str]]:
+def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str | None) -> tuple[Plan, list[str]]:
     """Plan the run, with `rollout.engine: auto` resolved, and collect notes for the user.
 
     Args:
         settings: the configuration.
         machines: hardware to plan for.
         folder: folder of the configuration file; relative paths are looked up there too.
-        model_shape: name of a preset to use instead of `model.path`.
+        model: preset, size, id or folder to use instead of `model.path`.
     """
     notes = [message for _, message in missing_files(settings, folder)]
-    shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
+    shape = find_shape(model) if model else read_shape(settings.model.path)
+    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
+    predicted = predict_wanted(settings, shape, machines, num_prompts=num_prompts)
     if settings.rollout.engine == "auto" and machines.on_gpu:
-        settings, reason = plan_engine(settings, shape, machines)
-        engine = settings.rollout.engine
+        engine, reason = predicted.config.rollout.engine, predicted.engine_reason
         taken = f"{engine}, if it is installed" if reason is None else f"{engine}, since {reason}"
         if reason is None and machines.nodes > 1:
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
-    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
-    return predict_run(settings, shape, machines, num_prompts=num_prompts), notes
+    return predicted, notes
 
 
-def _print_result(
-    predicted: Plan,
-    notes: list[str],
+def _print_comparison(rows: Sequence[Comparison], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "predicted", "measured", "measured / predicted"):
+        table.add_column(title, justify="right" if title else "left")
+    for row in rows:
+        ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
+        predicted = "" if row.predicted is None else _digits(row.predicted, 3)
+        table.add_row(f"{row.what}, {row.unit}", predicted, _digits(row.measured, 3), ratio)
+    Console().print(table)
+
+
+def _print_sweep(
+    text: str,
+    arguments: Sequence[str],
+    plan_with: Callable[..., tuple[Plan, list[str]]],
     *,
-    max_: str | None,
     price: float | None,
     as_json: bool,
 ) -> None:
-    """Print the plan and the results of --max and --price, as text or JSON."""
-    advice = advise(predicted)
-    answer: dict[str, Any] = {**predicted.as_json(), "advice": [asdict(a) for a in advice]}
+    """Print step time and cost for several values of `gpus` or a key."""
+    key, values = parse_sweep(text)
+    rows: list[dict[str, Any]] = []
+    for value in values:
+        row: dict[str, Any] = {"value": value, "fits": False, "layout": "", "step_s": None, "problem": None}
+        try:
+            if key != "gpus":
+                found, _ = plan_with([*arguments, f"{key}={value}"])
+            else:
+                nodes = max(1, -(-int(value) // NODE_GPUS))
+                found, _ = plan_with(arguments, gpus=int(value) // nodes, nodes=nodes)
+            row |= {"fits": found.fits, "layout": found.layout.in_words, "problem": found.layout.problem}
+            if found.timing:
+                step_s = found.timing["step_s"].value
+                row |= {"step_s": step_s, "gpu_s": step_s * found.layout.num_used}
+                row |= {} if price is None else {"cost_per_step": price * row["gpu_s"] / 3600}
+        except UserError as error:
+            row["problem"] = str(error)
+        rows.append(row)
+    if as_json:
+        typer.echo(json.dumps({"sweep": rows, "key": key}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        key,
+        "fits",
+        "GPUs",
+        "s per step",
+        "GPU s per step",
+        *(["cost per step"] if price is not None else []),
+    ):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    longest = max((row["step_s"] or 0.0 for row in rows if row["fits"]), default=0.0)
+    for row in rows:
+        numbers = [_digits(row[name], 3) if row.get(name) else "" for name in ("step_s", "gpu_s")]
+        cost = [f"{row.get('cost_per_step', 0.0):.3f}"] if price is not None else []
+        shown = "█" * round(_BAR * (row["step_s"] or 0.0) / longest) if row["fits"] and longest else ""
+        why = escape((row["problem"] or "").partition(";")[0])
+        table.add_row(row["value"], "yes" if row["fits"] else "no", row["layout"], *numbers, *cost, shown or why)
+    Console().print(table)
+
+
+def _answer(
+    predicted: Plan, notes: list[str], *, max_: str | None, price: float | None
+) -> tuple[dict[str, Any], list[Advice]]:
+    """The plan as JSON with the results of --max and --price, and suggested changes."""
+    advice = advise(predicted, by_cost=price is not None)
+    answer: dict[str, Any] = {
+        **predicted.as_json(),
+        "advice": [{**asdict(line), "arguments": line.arguments} for line in advice],
+    }
     if price is not None and predicted.num_steps is None:
         notes.append("--price: the number of steps is unknown; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]
@@ -156,10 +304,7 @@ def _print_result(
         answer["max"], answer["max_problem"] = _largest(predicted, max_)
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        _print_plan(predicted, advice, answer, Console())
+    return answer, advice
 
 
 def _largest(predicted: Plan, wanted: str) -> tuple[dict[str, str | int | None], str | None]:
@@ -171,52 +316,98 @@ def _largest(predicted: Plan, wanted: str) -> tuple[dict[str, str | int | None],
     raise UserError(f"--max: {wanted!r} is unknown; use model, length or generations")
 
 
-def _print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
-    """Print a plan: tables, verdict and advice.
+def _command(plan: Plan, arguments: str) -> str:
+    """Command that starts the run."""
+    nodes, per_node = plan.hardware.nodes, plan.hardware.gpus_per_node
+    if nodes == 1:
+        return f"cohort train {arguments}"
+    sampling = 0 if plan.layout.shared else plan.layout.num_sampling // per_node
+    servers = f" --rollout-nodes {sampling}" if sampling else ""
+    return f"cohort launch slurm {arguments} --nodes {nodes - sampling}{servers} --gpus-per-node {per_node} | sbatch"
+
+
+def _print_plan(
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str, console: Console, *, why: bool
+) -> None:
+    """Print a plan: verdict, table, suggested changes and notes.
 
     Args:
         plan: the plan.
         advice: suggested changes.
         answer: the plan as JSON, with the answers to further options.
+        command: command that starts the run.
         console: where to print.
+        why: also print where the numbers come from, and the memory by part.
     """
-    shape, machines, memory = plan.shape, plan.hardware, plan.memory
-    console.print(
-        f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
-        f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each ({plan.memory_origins['there'].origin})\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+
+    def show(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    show(_verdict(plan, advice, answer, command))
     layout = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _layout_rows(plan):
+    for name, value in _rows(plan, why=why):
         layout.add_row(name, value)
     console.print(layout)
-    table = Table(title="\nMemory of one training process, GB", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    parts = list(dict.fromkeys(part for phase in memory.phases.values() for part in phase))
-    for phase in memory.phases:
-        table.add_column(PHASES[phase], justify="right")
-    table.add_column("")
-    for part in parts:
-        sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
-        origin = plan.memory_origins[part].origin
-        table.add_row(part, *(_cell(size) for size in sizes), f"[dim]{origin}[/dim]")
-    table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
-    console.print(table)
-    if "framework" in parts:
-        console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
-    kept = checkpointed_activations(plan.workload)
-    console.print(
-        f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
-        f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]",
-        highlight=False,
-        soft_wrap=True,
+    if why:
+        console.print(_memory_table(plan))
+        show(_memory_notes(plan))
+    if advice:
+        show(["\nwhat would fit:" if not plan.fits else "\nwhat would be faster:", *map(_line, advice)])
+    for name, value in answer.get("max", {}).items():
+        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"
+        show([escape(f"\n{_LIMITS[name][0]} that fits: {found}")])
+    show(f"note: {escape(note)}" for note in answer["notes"])
+    if not why:
+        show(["[dim]--why: the origin of every number, and memory by part[/dim]"])
+
+
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str) -> Iterator[str]:
+    peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
+    if plan.fits:
+        told = [f"{_digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
+        if "run_hours" in plan.timing:
+            hours, gpu_hours = (_digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
+            told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
+        told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
+        yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
+        yield escape(f"start it: {command}")
+    else:
+        too_much = f"peak {peak}, {_gb(-plan.headroom_bytes)} too much"
+        if plan.headroom_bytes >= 0:
+            too_much = f"peak {peak}, and servers do not fit alongside it"
+        yield f"[red]does not fit[/red]: {too_much}"
+        if advice:
+            yield escape(_way_out(plan, advice[0], command))
+        else:
+            also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
+            yield f"no known change makes it fit; try other GPUs or a smaller model{also}"
+    shape, machines = plan.shape, plan.hardware
+    yield (
+        f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
+        f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each\n"
     )
-    for line in _verdict(plan, advice, answer):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
-def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _way_out(plan: Plan, advice: Advice, command: str) -> str:
+    """Command of a run that fits, with its time relative to what the plan would take if it fitted."""
+    changes = [text for text in advice.arguments if not text.startswith("--")]
+    more_gpus = [text for text in advice.arguments if text.startswith("--")]
+    time = ""
+    if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
+        difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
+        time = f", {_digits(advice.step_s, 3)} s per step ({difference})"
+    place = f" on {' '.join(more_gpus)}" if more_gpus else ""
+    return f"fits with: {' '.join([command, *map(shlex.quote, changes)])}{place}{time}"
+
+
+def _line(advice: Advice) -> str:
+    time = "time not predicted" if advice.step_s is None else f"{_digits(advice.step_s, 3)} s"
+    gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
+    return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
+
+
+def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     layout, micro_batches = plan.layout, plan.micro_batches
     prompts, updates = plan.config.train.prompts_per_step, plan.config.train.updates_per_rollout
     yield (
@@ -226,6 +417,9 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     sampling = "the same" if layout.shared else str(layout.num_sampling or "external")
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
+    if (lengths := plan.hardware.lengths) is not None:
+        longest = "" if lengths.longest is None else f", at most {lengths.longest}"
+        yield "expected tokens after a prompt", f"{lengths.mean} in the mean{longest} (--length)"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if plan.config.rollout.num_generations == 1:
@@ -248,43 +442,43 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.num_steps is not None:
         yield "steps, optimizer steps of the run", f"{plan.num_steps}, {plan.num_updates}"
     for name, number in plan.timing.items():
-        yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
+        if why or name in _PHASE_TIMES:
+            origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
+            yield _LABELS[name], f"{_digits(number.value, 3)}{origin}"
+    memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
+    yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
+    parts = memory.phases[memory.peak_phase]
+    largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
+    yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
-    memory, headroom = plan.memory, plan.headroom_bytes
-    peak = f"peak {_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}"
-    if plan.fits:
-        yield f"\n[green]fits[/green]: {peak}, {_gb(headroom)} to spare"
-    elif headroom < 0:
-        yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
-    else:
-        yield f"\n[red]does not fit[/red]: {peak} in training, and servers do not fit alongside it"
-    for note in answer["notes"]:
-        yield f"note: {escape(note)}"
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table(title="\nMemory of one training process, GB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for phase in memory.phases:
+        table.add_column(PHASES[phase], justify="right")
+    table.add_column("")
+    for part in dict.fromkeys(part for phase in memory.phases.values() for part in phase):
+        sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
+        table.add_row(part, *map(_cell, sizes), f"[dim]{plan.memory_origins[part].origin}[/dim]")
+    table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
+    return table
+
+
+def _memory_notes(plan: Plan) -> Iterator[str]:
+    origins = plan.memory_origins
+    if "framework" in origins:
+        yield f"[dim]framework: {origins['framework'].how}[/dim]"
+    kept = checkpointed_activations(plan.workload)
+    yield (
+        f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
+        f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]"
+    )
+    there = origins["there"]
+    yield f"[dim]memory of a GPU: {_gb(plan.hardware.gpu_memory_bytes)}, {there.origin}: {there.how}[/dim]"
     trl = _gb(plan.trl_bytes)
-    yield f"the same completions padded, with full logits (TRL's default): {trl}, derived"
-    if advice:
-        yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
-        for change in advice:
-            size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
-            yield escape(f"  {change.as_arguments()}: {size}, {_saved_time(change)}; costs {change.costs}")
-    elif not plan.fits:
-        also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
-        yield f"\nno known change makes it fit; try other GPUs or a smaller model{also}"
-    for name, value in answer.get("max", {}).items():
-        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"
-        yield escape(f"\n{_LIMITS[name][0]} that fits: {found}")
-    if "cost" in answer:
-        yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours times --price"
-
-
-def _saved_time(change: Advice) -> str:
-    if change.saved_seconds is None:
-        return "time not predicted"
-    if change.saved_seconds == 0:
-        return "same predicted time"
-    return f"{_digits(abs(change.saved_seconds), 2)} s per step {'less' if change.saved_seconds > 0 else 'more'}"
+    yield f"[dim]the same completions padded, with full logits (TRL's default): {trl}, derived[/dim]"
 
 
 def _cell(size: int) -> str:

@@ -1,22 +1,29 @@
-"""Suggest changes that make a run fit or run faster, and find the largest model or size that fits (`--max`).
+"""Search for changes that make a run fit or run faster, and for the largest model or size that fits (`--max`).
 
-Every suggestion is verified by planning the changed run. To add a way to save memory, yield it with its cost
-from one of the functions below, at the position that its cost deserves.
+`advice.toml` lists the changes. Every proposal is verified by planning the changed run as the command line would.
 """
 
+import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from cohort.config import AdafactorConfig, Adamw8bitConfig, ReferenceConfig
-from cohort.config.model import AdapterConfig
-from cohort.config.optim import BaseOptimConfig
+from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.plan.memory import PHASES
-from cohort.plan.predict import Plan, largest_number, predict_run
+from cohort.plan.predict import Plan, largest_number, predict_run, predict_wanted
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape
 
 Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
+
+_TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+_CHECKPOINTING: list[dict[str, Any]] = [{"model.gradient_checkpointing": kind} for kind in _TABLE["checkpointing"]]
+_MAX_LINES = 5
+NODE_GPUS = 8  # of a machine, at most
+_TOLERANCE = 1.01  # times within 1 % count as equal
+_CLOSE = 0.05  # a line is left out that gives up more for less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,246 +31,186 @@ class Advice:
     """A change of configuration and its predicted effect."""
 
     changes: dict[str, Any]
-    costs: str  # what it costs, in words
+    costs: str  # what it gives up, in words
     saved_bytes: int  # off the peak
     saved_seconds: float | None  # per step; negative: slower; None on a CPU without --like
     fits: bool
+    step_s: float | None = None
+    layout: str = ""  # GPUs that train and sample, in words
+    num_gpus: int = 1
+
+    @property
+    def arguments(self) -> list[str]:
+        """The change as arguments of `cohort plan`."""
+        return [_as_argument(key, value) for key, value in self.changes.items()]
 
     def as_arguments(self) -> str:
-        """The change as command-line arguments."""
-        return " ".join(_as_argument(key, value) for key, value in self.changes.items())
+        """The change as text for a command line."""
+        return " ".join(f"'{text}'" if "{" in text else text for text in self.arguments)
 
 
 def _as_argument(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(f"{name}: {inner}" for name, inner in value.items())
-        return f"'{key}={{{inner}}}'"
+        value = "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
     return f"{key}{' ' if key.startswith('--') else '='}{str(value).lower() if isinstance(value, bool) else value}"
 
 
-_NODE_GPUS = 8  # largest proposal for one machine
-_RANKS = (64, 16)  # proposed LoRA ranks
-_MEMORY = "memory; same gradient"
-_GPUS = "GPUs; same gradient"
-_ON_CPU = "on the CPU, whose time is not predicted; same gradient, up to the rounding of bfloat16 weights"
-_LORA = (
-    "the experiment: a low-rank update only; raise the learning rate about 10 times (a bfloat16 base is rounded, the "
-    "adapter is not)"
-)
-_QLORA = (
-    "the experiment: the adapter trains on quantized weights (QLoRA); slower, by a time that is not predicted; needs "
-    "cohort-rl[quantization]"
-)
-_TURNS = "GPU memory, which servers and training then share in turn; same gradient"
-_USES_ALL = "nothing: uses idle GPUs; same gradient"
-_Kind = tuple[str, list[Changes]]  # what changes of a kind cost, and these, smallest first
+def advise(plan: Plan, *, by_cost: bool = False) -> list[Advice]:
+    """Suggest at most five changes that make a run fit or, if it fits, run faster.
 
-
-def _with_the_same_gradient(plan: Plan) -> Iterator[_Kind]:
-    """Yield the kinds of changes that cost nothing or time. They may be combined with later kinds."""
-    config, model = plan.config, plan.config.model
-    yield _USES_ALL, _use_idle_gpus(plan)
-    if config.train.micro_batch_tokens != "auto":
-        yield "nothing; same gradient", [{"train.micro_batch_tokens": "auto"}]
-    if config.rollout.shares_weights:
-        fewer = _halvings(config.rollout.max_num_seqs, minimum=8)
-        yield "time; same gradient", [{"rollout.max_num_seqs": number} for number in fewer]
-    kinds = {False: ("selective", True), "selective": (True,), True: ()}[model.gradient_checkpointing]
-    yield "time; same gradient", [{"model.gradient_checkpointing": kind} for kind in kinds]
-    if not model.activation_offload:
-        costs = "time, if copies take longer than the computation that hides them; same gradient"
-        yield costs, [{"model.activation_offload": True}]
-    if plan.workload.has_reference and model.adapter is None:
-        costs = "time: loads the reference from host memory once per step; same gradient"
-        yield costs, [{"reference.device": "cpu"}]
-
-
-def _with_more_hardware(plan: Plan) -> Iterator[_Kind]:
-    """Yield the kinds of changes that use host memory or more GPUs."""
-    model, optim, hardware = plan.config.model, plan.config.optim, plan.hardware
-    is_on_host = optim.offload or model.parameter_offload
-    if hardware.on_gpu and not is_on_host and optim.name != "muon" and model.adapter is None:
-        if not getattr(optim, "stochastic_rounding", False):
-            costs = "time: each update copies gradients to host memory and weights back, and runs"
-            yield f"{costs} {_ON_CPU}", [{"optim.offload": True}]
-        if plan.config.reference is None:
-            costs = (
-                "time: each micro-batch copies the weights from host memory twice and gradients back, and updates run"
-            )
-            yield f"{costs} {_ON_CPU}", [{"model.parameter_offload": True}]
-    yield _GPUS, _more_gpus(plan)
-    yield _GPUS, _more_nodes(plan)
-
-
-def _with_another_result(plan: Plan) -> Iterator[_Kind]:
-    """Yield the kinds of changes of precision or of the experiment, cheapest first."""
-    config, model = plan.config, plan.config.model
-    if config.optim.name == "adamw":
-        yield "precision: 8-bit optimizer moments; needs the package torchao", [{"optim.name": "adamw_8bit"}]
-    reference, adapter = config.reference, model.adapter
-    may_round = reference is None or (reference.quantization is None and not reference.refresh_every)
-    if plan.workload.has_reference and adapter is None and may_round:
-        costs = (
-            "the experiment: KL to a quantized reference; slower, by a time that is not predicted; needs "
-            "cohort-rl[quantization]"
-        )
-        yield costs, [{"reference.quantization": kind} for kind in ("int8", "nf4")]
-    if model.dtype == "float32":
-        yield "precision: needs a learning rate of 1e-5 or more", [{"model.dtype": "bfloat16"}]
-    has_keys = config.optim.model_fields_set <= AdafactorConfig.model_fields.keys()
-    if config.optim.name in ("adamw", "adamw_8bit") and plan.layout.num_training == 1 and has_keys:
-        costs = "the experiment: another optimizer, whose learning rate is relative to the weight"
-        yield costs, [{"optim.name": "adafactor"}]
-    yield from _of_adapters(plan)
-    rollout = config.rollout
-    lengths = _halvings(rollout.max_new_tokens, minimum=64)
-    yield "the experiment: shorter completions", [{rollout.max_new_tokens_key: length} for length in lengths]
-    numbers = _halvings(rollout.num_generations, minimum=max(2, config.algorithm.min_generations))
-    yield "the experiment: smaller groups", [{"rollout.num_generations": number} for number in numbers]
-
-
-def _of_adapters(plan: Plan) -> Iterator[_Kind]:
-    """Yield the kinds of changes that narrow, add or quantize an adapter's base; quantized ones sample themselves."""
-    model, adapter = plan.config.model, plan.config.model.adapter
-    can_quantize = model.quantization is None and plan.config.rollout.shares_weights and model.dtype != "float64"
-    if adapter is not None:
-        if adapter.path is None:
-            ranks = _halvings(adapter.rank, minimum=4)
-            yield "the experiment: an update of lower rank", [{"model.adapter.rank": rank} for rank in ranks]
-        if can_quantize and not adapter.dora:
-            yield _QLORA, [{"model.quantization": kind} for kind in ("int8", "nf4")]
-        return
-    narrow = {"model.adapter": {"rank": _RANKS[-1]}}
-    halved = [{"model.dtype": "bfloat16"}] if model.dtype == "float32" else []
-    yield _LORA, [*({"model.adapter": {"rank": rank}} for rank in _RANKS), *({**narrow, **more} for more in halved)]
-    if can_quantize:
-        quantized = {**narrow, "model.quantization": "nf4"}
-        yield _QLORA, [quantized, *({**quantized, **more} for more in halved)]
-
-
-def _use_idle_gpus(plan: Plan) -> list[Changes]:
-    return [{"hardware.processes": "auto"}] if plan.num_idle and plan.config.hardware.processes != "auto" else []
-
-
-def _more_gpus(plan: Plan) -> list[Changes]:
-    numbers = (2, 4, _NODE_GPUS) if _may_add_gpus(plan) else ()
-    return [{"--gpus": number, **_on_all(plan)} for number in numbers if number > plan.hardware.gpus_per_node]
-
-
-def _more_nodes(plan: Plan) -> list[Changes]:
-    more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    factors = (2, 4, 8) if _may_add_gpus(plan) else ()
-    return [{"--nodes": plan.hardware.nodes * factor, **more, **_on_all(plan)} for factor in factors]
-
-
-def _may_add_gpus(plan: Plan) -> bool:
-    """Whether to propose more GPUs: not while some are idle."""
-    return plan.hardware.on_gpu and not _use_idle_gpus(plan)
-
-
-def _on_all(plan: Plan) -> Changes:
-    return {} if plan.config.hardware.processes == "auto" else {"hardware.processes": "auto"}
-
-
-def advise(plan: Plan) -> list[Advice]:
-    """Suggest minimal changes that make a run fit or, if it fits, changes that make it faster.
-
-    In the order of `docs/memory.md`. If no change of a kind suffices alone, it is combined with earlier kinds.
+    First the fastest with the same gradient, then those that are faster still and give something up, by their time per
+    step, or with `by_cost` by the time of all GPUs.
     """
-    return _changes_that_speed_up(plan) if plan.fits else _changes_that_fit(plan)
+
+    def rank(advice: Advice) -> float:
+        return (advice.step_s or 0.0) * (advice.num_gpus if by_cost else 1)
+
+    search = _Search(plan)
+    first, *others = (search.best(trade["values"], trade["costs"]) for trade in [*_TABLE["trades"], _more_gpus(plan)])
+    bar = rank(first or search.advice({}, "")) if (first or plan.fits) and plan.timing else float("inf")
+    found = [] if first is None else [first]
+    for advice in others:
+        # what is as fast as a line before, which gives up less, is left out
+        if advice is not None and rank(advice) * _TOLERANCE < bar and not any(_is_close(advice, a) for a in found):
+            found.append(advice)
+    return [*found[: first is not None], *sorted(found[first is not None :], key=rank)][:_MAX_LINES]
 
 
-def _changes_that_fit(plan: Plan) -> list[Advice]:
-    found: dict[frozenset[str], Advice] = {}  # by changed keys: the first, which is the smallest change
-    made: dict[str, Any] = {}  # changes of earlier kinds with the same gradient, none of them enough alone
-    same = [*_with_the_same_gradient(plan)]
-    for number, (costs, kind) in enumerate([*same, *_with_more_hardware(plan), *_with_another_result(plan)]):
-        for changes in kind:
-            alone = _evaluate(plan, changes, costs)
-            together = _evaluate(plan, _drop_unneeded(plan, {**made, **changes}), costs)
-            for advice in (alone, together):
-                if advice is not None and advice.fits and changes.items() <= advice.changes.items():
-                    found.setdefault(frozenset(advice.changes), advice)
+def _is_close(one: Advice, other: Advice) -> bool:
+    return bool(one.step_s and other.step_s) and abs(one.step_s / other.step_s - 1) < _CLOSE  # type: ignore[operator]
+
+
+def _more_gpus(plan: Plan) -> dict[str, Any]:
+    hardware = plan.hardware
+    everywhere = {"--gpus": NODE_GPUS} if hardware.gpus_per_node < NODE_GPUS else {}
+    values: list[Changes] = [{"--gpus": number} for number in (2, 4, 8) if number > hardware.gpus_per_node]
+    values += [{"--nodes": hardware.nodes * factor, **everywhere} for factor in (2, 4, 8)]
+    return {"costs": "GPUs; same gradient", "values": [] if plan.fits or not hardware.on_gpu else values}
+
+
+class _Search:
+    """Plans of changed runs. Changes are without those that change nothing."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.config = plan.wanted or plan.config
+        self._plans: dict[str, Plan | None] = {}
+
+    def best(self, values: list[Changes], costs: str) -> Advice | None:
+        """Fastest run with one of these changes, or with an earlier one if that is close; None without gain."""
+        candidates = []
+        for own in values:
+            key = next(iter(own), "--")
+            if not key.startswith("--") and self._is_set(key):
+                continue
+            ways = [way for layout in _TABLE["layouts"] for way in self._fitting({**layout, **own})]
+            if ways:
+                fastest = min(map(self._step_s, ways)) * _TOLERANCE
+                changes = next(way for way in ways if self._step_s(way) <= fastest)
+                candidates.append(self._drop_unneeded(changes, own))
+                if key.startswith("--"):  # more GPUs would always be faster
                     break
-            if number < len(same):
-                made |= changes
-    return list(found.values())
+        if not candidates:
+            return None
+        fastest = min(map(self._step_s, candidates)) * (1 + _CLOSE)
+        changes = next(changes for changes in candidates if self._step_s(changes) <= fastest)
+        is_faster = self._step_s(changes) * _TOLERANCE < self._step_s({})
+        return self.advice(changes, costs) if changes and (is_faster or not self.plan.fits) else None
+
+    def advice(self, changes: Changes, costs: str) -> Advice:
+        """A change and its effect."""
+        plan, other = self.plan, self._plan(changes) or self.plan
+        return Advice(
+            changes=dict(changes),
+            costs="; ".join([costs, *(text for key, text in _TABLE["costs"].items() if changes.get(key))]),
+            saved_bytes=plan.memory.peak_bytes - other.memory.peak_bytes,
+            saved_seconds=_step_s(plan) - _step_s(other) if plan.timing else None,
+            fits=other.fits,
+            step_s=_step_s(other) if other.timing else None,
+            layout=other.layout.in_words,
+            num_gpus=other.layout.num_used,
+        )
+
+    def _fitting(self, changes: Changes) -> Iterator[dict[str, Any]]:
+        """Yield a change with all kinds of checkpointing that fit or, if none does, with the first saving that does."""
+        smaller = {**changes, "train.micro_batch_tokens": "auto"}
+        ways = [{**changes, **_CHECKPOINTING[0]}, *({**smaller, **kind} for kind in _CHECKPOINTING)]
+        fitting = [self._changed(way) for way in ways if self._fits(way)]
+        yield from fitting
+        if fitting or self._plan(changes) is None:
+            return
+        merged = ways[-1]
+        for saving in _TABLE["savings"]:
+            if self._plan({**merged, **saving}) is not None:
+                merged = {**merged, **saving}
+            if self._fits(merged):
+                yield self._changed(merged)
+                return
+
+    def _drop_unneeded(self, changes: dict[str, Any], own: Changes) -> dict[str, Any]:
+        """Drop or weaken the changes without which the run fits as well and is as fast, but not those of `own`."""
+        for key in [key for key in reversed(changes) if key not in own]:
+            weaker = [saving[key] for saving in _TABLE["savings"] if key in saving]
+            for value in [self._present(key), *weaker]:
+                fewer = self._changed({**changes, key: value})
+                if self._fits(fewer) and self._step_s(fewer) <= self._step_s(changes) * _TOLERANCE:
+                    changes = fewer
+                    break
+        return changes
+
+    def _plan(self, changes: Changes) -> Plan | None:
+        """The changed plan; None if the changes contradict the configuration or the hardware."""
+        changes = self._changed(changes)
+        if (key := repr(sorted(changes.items()))) not in self._plans:
+            try:
+                self._plans[key] = replan(self.plan, changes) if changes else self.plan
+            except UserError:
+                self._plans[key] = None
+        return self._plans[key]
+
+    def _fits(self, changes: Changes) -> bool:
+        plan = self._plan(changes)
+        return plan is not None and plan.fits
+
+    def _step_s(self, changes: Changes) -> float:
+        plan = self._plan(changes)
+        return float("inf") if plan is None else _step_s(plan)
+
+    def _changed(self, changes: Changes) -> dict[str, Any]:
+        return {key: value for key, value in changes.items() if key[:2] == "--" or self._present(key) != value}
+
+    def _present(self, key: str) -> Any:
+        """Value of a key of the configuration; None if its section is missing or has no such key."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        return value
+
+    def _is_set(self, key: str) -> bool:
+        section, _, name = key.rpartition(".")
+        field = getattr(type(self._present(section)), "model_fields", {}).get(name)
+        return self._present(key) not in (None, field.default if field else None)
 
 
-def _drop_unneeded(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
-    """Drop the changes that the run fits without, costliest first."""
-    for key in reversed(changes):
-        fewer = {name: value for name, value in changes.items() if name != key}
-        advice = _evaluate(plan, fewer, "")
-        if advice is not None and advice.fits:
-            changes = fewer
-    return changes
-
-
-def _changes_that_speed_up(plan: Plan) -> list[Advice]:
-    config = plan.config
-    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _use_idle_gpus(plan)]
-    if config.model.gradient_checkpointing:
-        kept = {"model.gradient_checkpointing": False}
-        options.append((kept, _MEMORY))
-        if config.train.micro_batch_tokens != "auto":  # in case the budget is too large without it
-            options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
-    if config.rollout.uses_servers and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
-        options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
-    options += [(changes, _GPUS) for changes in _more_gpus(plan)[:1] or _more_nodes(plan)[:1]]
-    tried = (_evaluate(plan, changes, costs) for changes, costs in options)
-    return [
-        a for a in tried if a is not None and a.fits and (a.saved_seconds or 0) > 0.01 * plan.timing["step_s"].value
-    ]
-
-
-def _evaluate(plan: Plan, changes: Changes, costs: str) -> Advice | None:
-    """Predict the effect of a change; None if it contradicts the configuration."""
-    try:
-        other = replan(plan, changes)
-    except UserError:
-        return None
-    return Advice(
-        changes=dict(changes),
-        costs=costs,
-        saved_bytes=plan.memory.peak_bytes - other.memory.peak_bytes,
-        saved_seconds=plan.timing["step_s"].value - other.timing["step_s"].value if plan.timing else None,
-        fits=other.fits,
-    )
+def _step_s(plan: Plan) -> float:
+    return plan.timing["step_s"].value if plan.timing else 0.0
 
 
 def replan(plan: Plan, changes: Changes) -> Plan:
     """Predict the run with some keys changed, or `--gpus` and `--nodes`.
 
     Raises:
-        UserError: as `predict_run`.
+        UserError: as `predict_run`, or the changes contradict the configuration.
     """
-    config, hardware = plan.config, plan.hardware
-    for key, value in changes.items():
-        if key in ("--gpus", "--nodes"):
-            hardware = replace(hardware, **{"gpus_per_node" if key == "--gpus" else "nodes": value})
-        else:
-            config = _changed(config, key.split("."), value)
-    return predict_run(config, plan.shape, hardware, num_prompts=plan.num_prompts)
-
-
-def _changed(section: Any, path: list[str], value: Any) -> Any:
-    """Copy a section with one key, possibly nested, changed."""
-    name, *rest = path
-    if rest:
-        value = _changed(getattr(section, name) or ReferenceConfig(), rest, value)  # no other section can be missing
-    elif name == "adapter":
-        value = AdapterConfig(**value)
-    elif name == "name" and isinstance(section, BaseOptimConfig):
-        kinds = {"adamw_8bit": Adamw8bitConfig, "adafactor": AdafactorConfig}
-        return kinds[value](**section.model_dump(include=section.model_fields_set - {name}))
-    return section.model_copy(update={name: value})
-
-
-def _halvings(number: int, *, minimum: int) -> Iterator[int]:
-    while number // 2 >= minimum:
-        number //= 2
-        yield number
+    hardware = plan.hardware
+    for key, name in (("--gpus", "gpus_per_node"), ("--nodes", "nodes")):
+        hardware = replace(hardware, **{name: changes[key]}) if key in changes else hardware
+    arguments = [_as_argument(key, value) for key, value in changes.items() if not key.startswith("--")]
+    config = plan.wanted or plan.config
+    if arguments:
+        config = config_from_dict(config.model_dump(exclude_unset=True), arguments)
+    predict = predict_wanted if plan.wanted is not None else predict_run
+    return predict(config, plan.shape, hardware, num_prompts=plan.num_prompts)
 
 
 Limit = Literal["model", "length", "generations"]
@@ -330,3 +277,19 @@ def _range(plan: Plan, limit: Literal["length", "generations"]) -> tuple[str, in
     positions = plan.shape.max_positions
     high = _MAX_VALUE if positions is None else positions - plan.config.rollout.max_prompt_tokens
     return plan.config.rollout.max_new_tokens_key, 1, high
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Parse `--sweep`: KEY=a,b,c or KEY=a..b, which doubles a up to b.
+
+    Raises:
+        UserError: neither.
+    """
+    key, _, values = text.partition("=")
+    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", values):
+        low, high = int(ends[1]), int(ends[2])
+        if 0 < low <= high <= _MAX_VALUE:
+            return key, [str(low << n) for n in range(high.bit_length()) if low << n <= high]
+    elif key and values:
+        return key, values.split(",")
+    raise UserError(f"--sweep: {text!r} is neither a list such as gpus=2,4,6 nor a range such as gpus=1..64")

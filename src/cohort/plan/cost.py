@@ -35,6 +35,9 @@ class PlannedValue:
     how: str
 
 
+_PUBLISHING = "weights at the speed of the bus, with sleep and wake-up of servers on shared GPUs (assumed)"
+
+
 def plan_timing(
     config: Config,
     hardware: Hardware,
@@ -81,6 +84,8 @@ def plan_timing(
     )
     if config.rollout.shares_weights:
         sampler += "; the local engine is slower than that"
+    if hardware.lengths is not None:
+        sampler += f"; completions of {hardware.lengths.mean} tokens in the mean (--length)"
     bus = PlannedValue(value=BUS_BANDWIDTH * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
     numbers = {
         "products_tflops": _peak(computing, 1e-12),
@@ -89,6 +94,7 @@ def plan_timing(
         "training_s": _paced(times.training_s, f"{operations} {used}", pace.training if pace else None, hardware),
         **overlapped,
         "sampling_s": _paced(times.sampling_s, f"{sampler} (assumed)", pace.sampling if pace else None, hardware),
+        **({"publish_s": _derived(times.publish_s, _PUBLISHING)} if times.publish_s else {}),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
     return numbers if num_steps is None else {**numbers, **_run_hours(times.step_s * num_steps, num_steps, layout)}

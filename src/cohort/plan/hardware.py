@@ -28,6 +28,14 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Expected tokens after the prompt, for predicted times."""
+
+    mean: int
+    longest: int | None = None  # None: as for an exponential distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Identical nodes with identical GPUs or, without GPUs, with processes that share the CPU."""
 
@@ -37,6 +45,9 @@ class Hardware:
     nodes: int
     on_gpu: bool = True
     pace: Pace | None = None  # of an earlier run; without it a CPU has no times
+    peak_flops: float | None = None  # of matrix products; None: from the data sheet
+    bandwidth: float | None = None  # of memory in bytes/s; None: from the data sheet
+    lengths: Lengths | None = None  # of completions in this plan; None: all have the maximum length
     memory_is_measured: bool = False
     resident_bytes: int | None = None  # of a CPU process that plans its own run, before it loads a model
 
@@ -48,36 +59,64 @@ class Hardware:
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 _DATA_SHEETS: Mapping[str, Mapping[str, float]] = _TABLES["data_sheets"]
-_NOT_IN_NAMES = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?")  # of GPUs with one form in the table
+_NOT_IN_NAMES = re.compile(
+    r"nvidia|geforce|tesla|amd|instinct|rtx|sxm\d?|hbm\d?e?"
+)  # of GPUs with one form in the table
 _SIZE_TOLERANCE = 0.15  # of the memory in a name, which is more than a process gets
 # Driver's name and memory available to a process.
 GPUS: dict[str, tuple[str, int]] = {key: (gpu["name"], gpu["memory_bytes"]) for key, gpu in _TABLES["gpus"].items()}
 
 
-def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
+def hardware(
+    *,
+    gpu: str,
+    gpus: int,
+    nodes: int,
+    gpu_memory: str | None,
+    tflops: float | None = None,
+    bandwidth: str | None = None,
+) -> Hardware:
     """Parse the hardware options of `cohort plan`.
 
     Raises:
-        UserError: an unknown GPU, or an invalid size.
+        UserError: an unknown GPU without all of its numbers, or an invalid size.
     """
     known = find_gpu(gpu)
-    if known is None:
-        raise UserError(f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory")
-    name, memory = GPUS[known]
+    if known is None and None in (gpu_memory, tflops, bandwidth):
+        raise UserError(
+            f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, or give --gpu-memory, --gpu-tflops and "
+            f"--gpu-bandwidth"
+        )
+    name, memory = GPUS[known] if known is not None else (gpu, 0)
     return Hardware(
         gpu_name=name,
         gpu_memory_bytes=memory if gpu_memory is None else parse_bytes(gpu_memory, option="--gpu-memory"),
         gpus_per_node=gpus,
         nodes=nodes,
+        peak_flops=None if tflops is None else tflops * 1e12,
+        bandwidth=None if bandwidth is None else parse_bytes(bandwidth, option="--gpu-bandwidth"),
     )
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Parse `--length`: the mean, or mean:longest.
+
+    Raises:
+        UserError: neither, or a longest below the mean.
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--length: {text!r} is not a number of tokens such as 800, or mean:longest such as 800:4000")
+    return Lengths(mean=int(match[1]), longest=int(match[2]) if match[2] else None)
 
 
 def find_gpu(text: str) -> str | None:
     """Return the key in `GPUS` of a GPU as people name it, such as RTX 4090, a100-80gb or H100-SXM; None if unknown."""
     words = [word for word in re.split(r"[\s_-]+", text.lower()) if not _NOT_IN_NAMES.fullmatch(word)]
     name, *sizes = [re.sub(r"^(rtx|nvidia)", "", word) for word in words] or [""]
-    if not sizes:
-        return name if name in GPUS else None
+    whole = "-".join([name, *sizes])
+    if whole in GPUS or not sizes:
+        return whole if whole in GPUS else None
     size = re.fullmatch(r"([1-9]\d*)(gb|gib)?", "".join(sizes))
     if size is None:
         return None

@@ -29,6 +29,13 @@ class GpuLayout:
         """Number of GPUs in use."""
         return self.num_training + self.num_sampling * (not self.shared)
 
+    @property
+    def in_words(self) -> str:
+        """GPUs that train and sample, such as "3 + 1" or "4 shared"."""
+        if self.shared:
+            return f"{self.num_training} shared" if self.num_training > 1 else "1"
+        return f"{self.num_training} + {self.num_sampling or 'external'}"
+
 
 def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLayout:
     """Assign GPUs to training and rollouts.

@@ -1,8 +1,9 @@
-"""`cohort plan --like RUN`: how fast an earlier run was, relative to what the closed forms say of it."""
+"""`cohort plan --like RUN` and `--against RUN`: an earlier run, relative to what the closed forms say of it."""
 
 import json
 import statistics
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ from cohort.config import load_config
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware, Pace
 from cohort.plan.layout import GpuLayout
+from cohort.plan.memory import PHASES, Phase
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
 
+_MEMORY: Mapping[Phase, str] = {
+    "sampling": "memory/rollout_peak_bytes",
+    "backward": "memory/train_peak_bytes",
+    "optimizer": "memory/optim_peak_bytes",
+}
+_OUTSIDE = ("framework", "rollout server's base", "rollout server's share")
 _TRAINING = ("forward_only", "pack", "train", "optim", "publish")
 
 
@@ -25,22 +33,85 @@ def read_pace(run: Path) -> Pace:
     Raises:
         UserError: something that this needs is missing.
     """
-    config = load_config(run / "config.yaml", ())
-    steps = _steps(run)
-    if len(steps) < 2:
-        raise UserError(f"--like: {run}/metrics.jsonl has {len(steps)} steps; 2 are needed, as the first is slow")
+    plan, steps = _plan_of(run, option="--like")
+    config, planned = plan.config, plan.timing
     if config.rollout.samples_ahead:
         raise UserError(
             f"--like: {run} samples ahead (rollout.max_staleness), so its metrics do not say how long sampling takes; "
             f"use a run without"
         )
+    training = sum(planned[phase].value for phase in ("training_s", "publish_s") if phase in planned)
+    return Pace(
+        training=_median(steps, *_TRAINING) / training,
+        sampling=_median(steps, "rollout") / planned["sampling_s"].value,
+        run=str(run),
+        device=plan.hardware.gpu_name,
+        engine=config.rollout.engine,
+        reward_s=_median(steps, "reward"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was predicted of a part of a run, and what it was."""
+
+    what: str
+    unit: str
+    predicted: float | None  # None: not predicted
+    measured: float
+
+
+def compare_run(run: Path) -> list[Comparison]:
+    """Compare times and memory of a run with its plan; medians over its steps without the first.
+
+    Raises:
+        UserError: something that this needs is missing.
+    """
+    plan, steps = _plan_of(run, option="--against")
+    times = {name: number.value for name, number in plan.timing.items()}
+    rows: list[tuple[str, str, float | None, float]] = [
+        (
+            "sampling",
+            "s",
+            None if plan.config.rollout.samples_ahead else times["sampling_s"],
+            _median(steps, "rollout"),
+        ),
+        ("rewards", "s", None, _median(steps, "reward")),
+        ("training", "s", times["training_s"], _median(steps, "forward_only", "pack", "train", "optim")),
+        ("publishing", "s", times.get("publish_s"), _median(steps, "publish")),
+        ("step", "s", times["step_s"], statistics.median(row["step_time"] for row in steps)),
+    ]
+    for phase, column in _MEMORY.items():
+        measured = [row[column] for row in steps if column in row]
+        parts = plan.memory.phases[phase]
+        # PyTorch's allocator, which measures on GPUs, knows nothing of these
+        outside = sum(parts.get(part, 0) for part in _OUTSIDE) if plan.hardware.on_gpu else 0
+        if measured:
+            rows.append(
+                (f"memory in {PHASES[phase]}", "GB", (sum(parts.values()) - outside) / 1e9, max(measured) / 1e9)
+            )
+    return [Comparison(what=what, unit=unit, predicted=p, measured=m) for what, unit, p, m in rows]
+
+
+def _median(steps: list[dict[str, Any]], *phases: str) -> float:
+    return statistics.median(sum(row.get(f"time/{phase}_s", 0.0) for phase in phases) for row in steps)
+
+
+def _plan_of(run: Path, *, option: str) -> tuple[Plan, list[dict[str, Any]]]:
+    """Plan a run on the hardware that it had, at the data sheet's pace, and read its steps without the first."""
+    config = load_config(run / "config.yaml", ())
+    steps = _steps(run, option=option)
+    if len(steps) < 2:
+        raise UserError(f"{option}: {run}/metrics.jsonl has {len(steps)} steps; 2 are needed, as the first is slow")
     try:
         kept = json.loads((run / "plan.json").read_text(encoding="utf-8"))
         machine, placed = kept["hardware"], kept["layout"]
+        framework = kept["memory"]["phases"]["optimizer"]["parts"].get("framework")
         hardware = Hardware(
             gpu_name=machine["gpu"],
             **{key: machine[key] for key in ("gpu_memory_bytes", "gpus_per_node", "nodes", "on_gpu")},
             pace=Pace(training=1.0, sampling=1.0, run=str(run), device=machine["gpu"], engine=config.rollout.engine),
+            resident_bytes=None if machine["on_gpu"] else framework,
         )
         servers = config.hardware.rollout_gpus
         layout = GpuLayout(
@@ -50,19 +121,10 @@ def read_pace(run: Path) -> Pace:
             reason="as it ran",
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--like: {run}/plan.json, which says on what the run ran, cannot be read: {error}") from error
-    planned = predict_run(config, read_shape(config.model.path), hardware, layout=layout).timing
-    training, sampling = (
-        statistics.median(sum(row.get(f"time/{phase}_s", 0.0) for phase in phases) for row in steps[1:])
-        for phases in (_TRAINING, ("rollout",))
-    )
-    assert hardware.pace is not None
-    return replace(
-        hardware.pace,
-        training=training / planned["training_s"].value,
-        sampling=sampling / planned["sampling_s"].value,
-        reward_s=statistics.median(row.get("time/reward_s", 0.0) for row in steps[1:]),
-    )
+        raise UserError(
+            f"{option}: {run}/plan.json, which says on what the run ran, cannot be read: {error}"
+        ) from error
+    return predict_run(config, read_shape(config.model.path), hardware, layout=layout), steps[1:]
 
 
 def pace_notes(plan: Plan) -> list[str]:
@@ -81,21 +143,21 @@ def pace_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _steps(run: Path) -> list[dict[str, Any]]:
+def _steps(run: Path, *, option: str) -> list[dict[str, Any]]:
     """Rows of training steps, in order."""
     try:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UserError(f"--like: {run}/metrics.jsonl cannot be read: {error.strerror}") from error
+        raise UserError(f"{option}: {run}/metrics.jsonl cannot be read: {error.strerror}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):  # a kill may have cut the last one
-                raise UserError(f"--like: {run}/metrics.jsonl, line {number} is no JSON: {error}") from error
+                raise UserError(f"{option}: {run}/metrics.jsonl, line {number} is no JSON: {error}") from error
     steps = [row for row in rows if "step_time" in row]
     for column in ("time/rollout_s", "time/train_s"):
         if any(column not in row for row in steps):
-            raise UserError(f"--like: {run}/metrics.jsonl has steps without {column!r}; use a run of this version")
+            raise UserError(f"{option}: {run}/metrics.jsonl has steps without {column!r}; use a run of this version")
     return steps

@@ -18,6 +18,7 @@ from cohort.plan.memory import (
     host_bytes,
     plan_memory,
 )
+from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload, critic_workload, process_workload
@@ -40,6 +41,8 @@ class Plan:
     num_steps: int | None  # None if neither configuration nor data gives it
     timing: Mapping[str, PlannedValue]
     trl_bytes: int  # same completions: padded, full logits, unshared prompts
+    wanted: Config | None = None  # from `predict_wanted`: the configuration before its engine was resolved
+    engine_reason: str | None = None  # why `rollout.engine: auto` is not the preferred one
 
     @property
     def headroom_bytes(self) -> int:
@@ -212,6 +215,13 @@ def predict_run(
         timing=plan_timing(config, hardware, layout, micro_batches, workload, num_steps=num_steps),
         trl_bytes=_trl_bytes(config, workload, micro_batches),
     )
+
+
+def predict_wanted(config: Config, shape: ModelShape, hardware: Hardware, *, num_prompts: int | None = None) -> Plan:
+    """Predict a run like `predict_run`, with `rollout.engine: auto` resolved as a run on GPUs does."""
+    settings, reason = plan_engine(config, shape, hardware) if hardware.on_gpu else (config, None)
+    plan = predict_run(settings, shape, hardware, num_prompts=num_prompts)
+    return replace(plan, wanted=config, engine_reason=reason)
 
 
 def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: GpuLayout) -> int:

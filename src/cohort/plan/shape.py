@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = _TABLES["shapes"]
 IDS: Mapping[str, str] = _TABLES["ids"]
 ALIASES: Mapping[str, str] = _TABLES["sizes"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
+HUB_IDS: Mapping[str, str] = _TABLES["hub"]
 
 
 WeightShape = tuple[int, ...]
@@ -149,7 +151,7 @@ def read_shape(path: str) -> ModelShape:
             return named
         raise UserError(
             f"model.path: {path!r} is not a local folder with a config.json, and planning downloads nothing; give the "
-            f"model's shape with --model-shape ({', '.join(PRESETS)})"
+            f"model's shape with --model ({', '.join(PRESETS)})"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: cannot read {file}: {error}") from error
@@ -176,6 +178,17 @@ def preset_from_hub_id(model_id: str) -> ModelShape | None:
     return None
 
 
+def find_shape(model: str) -> ModelShape:
+    """Shape of a model by folder, Hugging Face id, preset or size.
+
+    Raises:
+        UserError: unknown model, or a folder that cannot be read.
+    """
+    if (Path(model) / "config.json").exists():
+        return read_shape(model)
+    return preset_from_hub_id(model) or preset_shape(model)
+
+
 def preset_shape(name: str) -> ModelShape:
     """Shape of a preset by name, or by size such as "7b".
 
@@ -185,7 +198,7 @@ def preset_shape(name: str) -> ModelShape:
     known = ALIASES.get(name.lower(), name.lower())
     if known not in PRESETS:
         raise UserError(
-            f"--model-shape: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
+            f"--model: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
         )
     return shape_from_config(PRESETS[known], name=known)
 
@@ -209,7 +222,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     if family is None:
         raise UserError(
             f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
-            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model-shape"
+            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model"
         )
     try:
         return _shape(config, family, name)
@@ -252,7 +265,7 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
     if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise UserError(
             f"model.path: {name}: mixing dense and expert layers is not supported by the plan; give the "
-            f"shape of a similar model with --model-shape"
+            f"shape of a similar model with --model"
         )
     one = 3 * hidden * mlp + (2 * mlp + hidden) * bool(config.get("mlp_bias"))
     router = hidden * experts
@@ -364,7 +377,11 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     Raises:
         UserError: `path` is a folder without a readable adapter_config.json.
     """
-    requested = requested_adapter(config)
+    return _adapter_shape(requested_adapter(config), shape, has_dropout=bool(config.dropout))
+
+
+@lru_cache(maxsize=256)  # a search asks thousands of times
+def _adapter_shape(requested: "RequestedAdapter", shape: ModelShape, *, has_dropout: bool) -> AdapterShape:
     rank, dora = requested.rank, requested.dora
     linear = shape.linear_layers
     names_of = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
@@ -390,7 +407,7 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
         + shape.mlp * ("down_proj" in adapted),
         rank_features=rank * len(adapted),
         qkv_output_features=sum(rank + fan_out for fan_out in qkv_outputs),
-        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * bool(config.dropout),
+        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * has_dropout,
         dora_layers=tuple(adapted.values()) if dora else (),
         warning=f"model.adapter.targets: {unknown} not found in the shape of {shape.name}; "
         f"the plan assumes an adapter on all linear layers"

@@ -1,7 +1,7 @@
 """Split a machine's GPUs between training and rollout servers, so that both fit.
 
-Explicit numbers are kept, and `auto` gets the remaining GPUs. If both sides are `auto`, take the split with the
-shortest predicted step (`cohort.plan.timing`) among those that fit.
+Explicit numbers are kept, and `auto` gets the remaining GPUs. If both sides are `auto`, take what has the shortest
+predicted step (`cohort.plan.timing`) among what fits: a split, or all GPUs for both in turn.
 """
 
 import math
@@ -189,8 +189,13 @@ def _shared(
     """Train on every GPU, with one server on each.
 
     Raises:
-        UserError: the configuration requires another number of processes or servers.
+        UserError: the configuration requires another number of processes or servers, or samples ahead.
     """
+    if rollout.samples_ahead:
+        raise UserError(
+            f"rollout.max_staleness: {rollout.max_staleness} needs dedicated rollout GPUs, and this layout shares them "
+            f"({why}); use max_staleness: 0, or set hardware.rollout_gpus"
+        )
     for field, value, rule in (
         ("hardware.processes", config.hardware.processes, "every GPU has one training process"),
         ("rollout.servers", rollout.servers, "every GPU has one server"),
@@ -307,7 +312,7 @@ def _separate_split(rollout: ServersConfig, num_gpus: int, num_training: int, nu
 def _fastest_split(
     config: Config, rollout: ServersConfig, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None
 ) -> GpuSplit:
-    """Fastest fitting split with dedicated rollout GPUs; shared GPUs if none fits.
+    """Fastest fitting split, or shared GPUs if that is faster or no split fits.
 
     Raises:
         NoSplitFitsError: nothing fits.
@@ -328,10 +333,20 @@ def _fastest_split(
         hardware = Hardware(gpu_name=DEFAULT_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
     problems = {n: memory_shortfall(config, shape, hardware, num_gpus - n) for n in candidates}
     fitting = [n for n in candidates if problems[n] is None]
+    may_share = size == 1 and rollout.servers in ("auto", num_gpus) and not rollout.samples_ahead
+    may_share = may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None
     if not fitting:
-        return _shared_split_if_it_fits(config, rollout, shape, hardware, num_gpus, str(problems[candidates[0]]))
+        problem = str(problems[candidates[0]])
+        if may_share:
+            return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}", shape, hardware)
+        raise _nothing_fits(config, rollout, shape, hardware, num_gpus, problem)
     times = {n: step_times(config, shape, hardware, num_training=num_gpus - n, num_sampling=n) for n in fitting}
     best = min(fitting, key=lambda n: (times[n].step_s, n))
+    if may_share and is_known:
+        shared = step_times(config, shape, hardware, num_training=num_gpus, num_sampling=num_gpus, shared=True)
+        if shared.step_s < times[best].step_s:
+            why = f"{shared.describe()} predicted; {num_gpus - best} + {best} would take {times[best].step_s:.3g} s"
+            return _shared(config, rollout, num_gpus, why, shape, hardware)
     why = f"{times[best].describe()} predicted"
     near = [
         f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
@@ -342,19 +357,11 @@ def _fastest_split(
     return _separate_split(rollout, num_gpus, num_gpus - best, best, why)
 
 
-def _shared_split_if_it_fits(
+def _nothing_fits(
     config: Config, rollout: ServersConfig, shape: ModelShape, hardware: Hardware, num_gpus: int, problem: str
-) -> GpuSplit:
-    """Shared GPUs, for when no dedicated rollout GPUs fit.
-
-    Raises:
-        NoSplitFitsError: shared GPUs do not fit either.
-    """
-    may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
-    if may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None:
-        return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}", shape, hardware)
+) -> NoSplitFitsError:
     ways = _what_fits(config, rollout, shape, hardware, num_gpus)
-    raise NoSplitFitsError(
+    return NoSplitFitsError(
         f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {hardware.gpu_memory_bytes / 1e9:.3g} GB: "
         f"{problem}; use {_join_or([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
     )

@@ -8,7 +8,9 @@ Assumed utilization, as in docs/scaling.md: 40 % of peak FLOP/s and 60 % of peak
 between host and GPU is assumed to be PCIe 4.0 x16. `cohort plan --like` multiplies both phases by what an earlier run
 took relative to its plan. A CPU, which has no data sheet, then starts from nominal rates, in both plans.
 
-Every sequence is assumed to have the maximum length: P prompt tokens and C after them, G completions per group.
+Every sequence is assumed to have the maximum length: P prompt tokens and C after them, G completions per group. With
+`cohort plan --length`, C is the mean, and the longest completion of a server costs a step of reading the weights for
+every token beyond it. By default its length is that of the longest of n exponentially distributed ones.
 N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + C / 2 on average).
 
 - Training: 6 FLOPs per active parameter and token, or 4 with an adapter, whose frozen base needs no weight gradients.
@@ -19,13 +21,16 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
 
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
-  B is bounded by `rollout.max_num_seqs` and by a server's KV cache. Prompts are prefilled once per group.
+  Tensor parallelism adds two all-reduces per layer and token. B is bounded by `rollout.max_num_seqs` and by a
+  server's KV cache. Prompts are prefilled once per group.
 - Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
   max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
   engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.
 
-A step takes the sum of both phases; with `rollout.max_staleness`
-above 0 they overlap, and it takes the longer one.
+- Publishing: the servers' weights cross the bus once, and servers that share the GPUs fall asleep and wake up.
+
+A step takes the sum of all phases; with `rollout.max_staleness` above 0 training and sampling overlap, and it takes the
+longer of the two.
 """
 
 import math
@@ -36,7 +41,7 @@ from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
-from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
+from cohort.plan.hardware import Hardware, Lengths, Pace, memory_bandwidth, peak_flops
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
@@ -171,6 +176,9 @@ _CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 1e10  # nominal, of one process
 _DATA_SHEET = "data sheet"
 _NOMINAL = "nominal, of any CPU"
 BUS_BANDWIDTH = 25e9  # bytes/s in practice between host and GPU, of PCIe 4.0 x16's 32e9 one way
+_EULER_GAMMA = 0.5772
+_ALL_REDUCE_S = 20e-6  # assumed: latency within a machine
+_SLEEP_AND_WAKE_S = 2.0  # assumed: a server on shared GPUs, per step
 DEFAULT_GPU = "NVIDIA H100 80GB HBM3"  # stands in for an unknown GPU
 
 
@@ -192,6 +200,8 @@ def compute_rate(hardware: Hardware, dtype: str) -> Rate:
     """Matmul FLOP/s in `dtype`; for an unknown GPU those of `DEFAULT_GPU`."""
     if not hardware.on_gpu:
         return Rate(_CPU_FLOPS, _PEAK_UTILIZATION, _NOMINAL)
+    if hardware.peak_flops is not None:
+        return Rate(hardware.peak_flops, _PEAK_UTILIZATION, "--gpu-tflops")
     peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(DEFAULT_GPU, dtype) or peak_flops(DEFAULT_GPU, "float32")
     assert peak is not None
     return Rate(peak, _PEAK_UTILIZATION, _DATA_SHEET)
@@ -201,6 +211,8 @@ def memory_rate(hardware: Hardware) -> Rate:
     """Memory bandwidth in bytes/s; for an unknown GPU that of `DEFAULT_GPU`."""
     if not hardware.on_gpu:
         return Rate(_CPU_BANDWIDTH, _BANDWIDTH_UTILIZATION, _NOMINAL)
+    if hardware.bandwidth is not None:
+        return Rate(hardware.bandwidth, _BANDWIDTH_UTILIZATION, "--gpu-bandwidth")
     bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(DEFAULT_GPU)
     assert bandwidth is not None
     return Rate(bandwidth, _BANDWIDTH_UTILIZATION, _DATA_SHEET)
@@ -212,18 +224,25 @@ class StepTimes:
 
     training_s: float
     sampling_s: float
+    publish_s: float  # to servers, with their sleep and wake-up on shared GPUs
     overlap: bool
 
     @property
     def step_s(self) -> float:
         """Predicted duration of the whole step."""
-        return max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
+        phases = max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
+        return phases + self.publish_s
 
     def at(self, pace: Pace | None) -> "StepTimes":
         """The times at the pace of an earlier run."""
         if pace is None:
             return self
-        return replace(self, training_s=self.training_s * pace.training, sampling_s=self.sampling_s * pace.sampling)
+        return replace(
+            self,
+            training_s=self.training_s * pace.training,
+            sampling_s=self.sampling_s * pace.sampling,
+            publish_s=self.publish_s * pace.training,
+        )
 
     def describe(self) -> str:
         """The times in words."""
@@ -247,15 +266,32 @@ def step_times(
         num_sampling: number of rollout GPUs, in servers of `rollout.tensor_parallel`.
         shared: whether these are the same GPUs, with servers that sleep during training.
     """
+    longest, config = config.rollout.max_new_tokens, _at_mean_length(config, hardware.lengths)
     rollout = config.rollout
     tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_new_tokens
     operations = sum(training_operations(config, shape).values()) * config.train.prompts_per_step * tokens
     speed = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu)).achieved
     return StepTimes(
         training_s=operations / (num_training * speed),
-        sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared),
+        sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared, limit=longest),
+        publish_s=_publish_s(config, shape, hardware, shared=shared),
         overlap=rollout.samples_ahead,
     ).at(hardware.pace)
+
+
+def _at_mean_length(config: Config, lengths: Lengths | None) -> Config:
+    """The configuration with the mean length as the limit of completions or trajectories."""
+    rollout = config.rollout
+    if lengths is None or lengths.mean >= rollout.max_new_tokens:
+        return config
+    key = rollout.max_new_tokens_key.partition(".")[2]
+    return config.model_copy(update={"rollout": rollout.model_copy(update={key: lengths.mean})})
+
+
+def _longest_tokens(lengths: Lengths, num_completions: int, limit: int) -> float:
+    """Expected length of the longest of some completions (the mean of the maximum of exponential variables)."""
+    expected = lengths.mean * (math.log(num_completions) + _EULER_GAMMA)
+    return min(limit, max(lengths.mean, expected if lengths.longest is None else lengths.longest))
 
 
 def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
@@ -305,7 +341,10 @@ def _mean_context(config: Config) -> float:
     return pairs / (prompt + completions)
 
 
-def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampling: int, *, shared: bool) -> float:
+def _sampling_s(
+    config: Config, shape: ModelShape, hardware: Hardware, num_sampling: int, *, shared: bool, limit: int
+) -> float:
+    """Seconds of sampling; `limit`: maximum length, of which the configuration has the mean."""
     rollout, on_gpu = config.rollout, hardware.on_gpu
     length = rollout.max_trained_tokens
     dtype: str
@@ -323,10 +362,22 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
-    decoding_s = completions / batch * length * max(read_bytes / bytes_per_s, flops / flops_per_s)
+    waits_s = 2 * shape.layers * _ALL_REDUCE_S * (per_server > 1)
+    decoding_s = completions / batch * length * (max(read_bytes / bytes_per_s, flops / flops_per_s) + waits_s)
+    if hardware.lengths is not None:
+        tail = max(0.0, _longest_tokens(hardware.lengths, completions, limit) - rollout.max_new_tokens)
+        decoding_s += tail * (BYTES[dtype] * shape.num_parameters / bytes_per_s + waits_s)
     prefilled = prompts * rollout.max_prompt_tokens + completions * _later_prefill_tokens(rollout)
     prefill_s = 2.0 * shape.active_parameters * prefilled / flops_per_s
     return prefill_s + decoding_s
+
+
+def _publish_s(config: Config, shape: ModelShape, hardware: Hardware, *, shared: bool) -> float:
+    rollout, adapter = config.rollout, config.model.adapter
+    if not rollout.uses_servers or not hardware.on_gpu:
+        return 0.0
+    sent = shape.num_parameters if adapter is None else adapter_shape(adapter, shape).num_parameters(shape.layers)
+    return BYTES[serving_dtype(config, on_gpu=True)] * sent / BUS_BANDWIDTH + _SLEEP_AND_WAKE_S * shared
 
 
 def _later_prefill_tokens(rollout: SamplingConfig) -> float:
