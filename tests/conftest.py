@@ -69,7 +69,8 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries complain of leaks
-    if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux" and "forked" in sys.modules:
+    one_thread = "PYTEST_XDIST_WORKER" in os.environ and os.environ["OMP_NUM_THREADS"] == "1"  # else forks may hang
+    if one_thread and sys.platform == "linux" and "forked" in sys.modules:
         sys.modules["forked"].become_server()
 
 
