@@ -1,5 +1,6 @@
 """What every test finds: an environment for busy machines, Hypothesis profiles, and the command line as a function."""
 
+import atexit
 import gc
 import os
 import signal
@@ -42,8 +43,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts from a worker of xdist to what started it, and everything to the collector again."""
-    gc.unfreeze()  # or libraries complain of leaks
+    """Hand the counts from a worker of xdist to what started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(left_out)
 
@@ -61,9 +61,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(f"left out: {left_out[name]} tests marked {name}; run them by `{command}`")
 
 
-def pytest_collection_finish() -> None:
-    """Whatever lives by now does until the end: the collector need not look at it again and again."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Whatever collecting makes lives until the end: the collector need not look at it, then or later."""
+    gc.disable()
+    yield
+    gc.enable()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries complain of leaks
+    one_thread = "PYTEST_XDIST_WORKER" in os.environ and os.environ["OMP_NUM_THREADS"] == "1"  # else forks may hang
+    if one_thread and sys.platform == "linux" and "forked" in sys.modules:
+        sys.modules["forked"].become_server()
 
 
 @pytest.fixture(autouse=True)

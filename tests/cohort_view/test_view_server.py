@@ -235,10 +235,12 @@ def test_a_search_ends_with_its_tab(client: Client, monkeypatch: pytest.MonkeyPa
     ended = threading.Event()
 
     def search(run: object, wanted: object, cancelled: Callable[[], bool]) -> Iterator[object]:
-        yield Progress(files_total=1)
-        while not cancelled():
-            time.sleep(0.01)
-        ended.set()
+        try:
+            yield Progress(files_total=1)
+            while not cancelled():
+                time.sleep(0.01)
+        finally:  # closed, if it ends before the next event is asked for
+            ended.set()
 
     monkeypatch.setattr("cohort_view.search.search.search", search)
     with client.stream("/api/runs/run/search?text=a") as events:

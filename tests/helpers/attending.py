@@ -32,7 +32,7 @@ PLAIN = AttentionSpec(scale=0.3)
 
 
 def dense_mask(attn_metadata: AttentionMetadata, spec: AttentionSpec = PLAIN) -> Tensor:
-    """Which keys of prefix and row each query sees, [S, P + S], token by token."""
+    """Which keys of prefix and row each query sees, [S, P + S], sequence by sequence."""
     num_before, num_tokens = attn_metadata.prefix_tokens, attn_metadata.num_tokens
     mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
     starts = [num_before + sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
@@ -40,12 +40,15 @@ def dense_mask(attn_metadata: AttentionMetadata, spec: AttentionSpec = PLAIN) ->
         history = {NO_PARENT: [], CACHED_PREFIX: list(range(num_before))}.get(parent)
         if history is None:
             history = list(range(starts[parent], starts[parent] + attn_metadata.lengths[parent]))
-        sequence = history + list(range(start, start + length))
-        for position in range(len(history), len(sequence)):
-            for other in range(position + 1):
-                is_near = spec.window is None or position - other < spec.window
-                if is_near and (spec.chunk is None or position // spec.chunk == other // spec.chunk):
-                    mask[sequence[position] - num_before, sequence[other]] = True
+        sequence = torch.tensor([*history, *range(start, start + length)])
+        key = torch.arange(len(sequence))
+        query = key[len(history) :].unsqueeze(1)
+        sees = key <= query
+        if spec.window is not None:
+            sees &= query - key < spec.window
+        if spec.chunk is not None:
+            sees &= query // spec.chunk == key // spec.chunk
+        mask[sequence[len(history) :].unsqueeze(1) - num_before, sequence] = sees
     return mask
 
 

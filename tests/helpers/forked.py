@@ -3,12 +3,17 @@
 They are processes like any other: killed, stopped and interrupted alike, with an environment and output of their own.
 """
 
+import faulthandler
+import importlib
+import logging
 import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from multiprocessing import forkserver
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,44 @@ def start_server() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
+
+
+def become_server() -> None:
+    """Let a fork of this process, which has imported what they need and computed nothing, be that process."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    with mock.patch.object(util, "spawnv_passfds", _serve_in_a_fork):
+        start_server()
+
+
+def _serve_in_a_fork(_path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Do in a fork what Python would with these arguments, whose last is a program, and return the process id."""
+    if pid := os.fork():
+        return pid
+    try:
+        _forget_pytest(descriptors)
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
+
+
+def _forget_pytest(descriptors: Sequence[int]) -> None:
+    """Leave only what a new interpreter with these descriptors would have beside the imported modules."""
+    forkserver._forkserver._lock = threading.Lock()  # the parent holds it
+    faulthandler.disable()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):  # such as pipes to pytest, which waits for their ends
+        if number > 2 and number not in (*descriptors, null):
+            os.dup2(null, number, inheritable=False)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "pytest" not in type(finder).__module__]
+    logging.getLogger().handlers.clear()
+    logging.getLogger().setLevel(logging.WARNING)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def fork(

@@ -1,7 +1,10 @@
 """What the tests of several ranks run in each of them: jobs by name, and rank 0 writes what came of them."""
 
+import gc
+import itertools
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,23 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def do_jobs(jobs: list[str], out: Path) -> None:
-    """Be the rank that the environment names."""
+STORE_PREFIX = "cohort/0"  # of keys of `Ranks.store` where a launcher serves
+LAST_JOB = "leave"
+
+
+def do_jobs(out: Path) -> None:
+    """Be the rank that the environment names, and write what comes of each job to `out`."""
     this = join_ranks(backend="gloo", timeout_s=PATIENCE_S, command_timeout_s=PATIENCE_S)
-    done = {}
-    for job in jobs:
+    for number in itertools.count():
+        key = f"job {number}"
+        this.store.wait([key], timedelta(days=1))
+        if (job := this.store.get(key).decode()) == LAST_JOB:
+            break
         name, *arguments = json.loads(job)
-        done[job] = JOBS[name](this, *arguments)
-    if this.is_rank0:
-        torch.save(done, out)
+        result = JOBS[name](this, *arguments)
+        if this.is_rank0:
+            torch.save(result, out)
+        del result
+        gc.collect()
+        this.store.add(f"done {number}", 1)
     leave_ranks()

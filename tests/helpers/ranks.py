@@ -1,6 +1,7 @@
 """Several ranks for a test: real processes, real torch.distributed with gloo."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,49 +9,77 @@ import torch
 import torch.distributed as dist
 
 from forked import fork
-from rank_script import do_jobs
+from rank_script import LAST_JOB, STORE_PREFIX, do_jobs
 from waiting import until
 
 
 class RanksOnDemand:
     """Jobs of several ranks, each of which is done once, when a test first asks for what came of it.
 
-    Ranks are forked for each job: that takes a fraction of a second, and a job that fails spoils no other.
+    The same ranks do one after the other, as their first takes each of them most of a second. A job that fails spoils
+    no other: the next has new ranks.
     """
 
     def __init__(self, folder: Path):
         """`folder` is for what the ranks write."""
         self._folder = folder
+        self._ranks: dict[int, StandingRanks] = {}
         self._results: dict[tuple[int, tuple[str, ...]], Any] = {}
 
     def __call__(self, world_size: int, *job: str) -> Any:
         """What `world_size` ranks made of a job: a name in `rank_script.JOBS` and its arguments."""
         key = (world_size, job)
         if key not in self._results:
-            (self._results[key],) = run_ranks(world_size, self._folder, job)
+            ranks = self._ranks.pop(world_size, None) or StandingRanks(world_size, self._folder)
+            self._results[key] = ranks.do(job)
+            self._ranks[world_size] = ranks
         return self._results[key]
 
 
 def run_ranks(world_size: int, folder: Path, *jobs: tuple[str, ...]) -> list[Any]:
-    """The results of jobs that `world_size` ranks do together, one after the other.
+    """The results of jobs that `world_size` ranks do together, one after the other."""
+    ranks = StandingRanks(world_size, folder)
+    results = [ranks.do(job) for job in jobs]
+    ranks.leave()
+    return results
 
-    They meet at a store of this process, as torchrun's do at the launcher's.
+
+class StandingRanks:
+    """Ranks that do jobs until they leave, or this object ends.
+
+    They meet at a store of this process, as torchrun's do at the launcher's, and find their jobs there.
     """
-    out = folder / f"ranks-{world_size}.pt"
-    said = folder / f"ranks-{world_size}.log"
-    arguments = [json.dumps(job) for job in jobs]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    numbers = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
-    processes = [
-        fork(do_jobs, arguments, out, out=said, RANK=rank, LOCAL_RANK=rank, **place, **numbers)
-        for rank in range(world_size)
-    ]
-    try:
-        until(lambda: any(p.exitcode for p in processes) or all(p.exitcode == 0 for p in processes))
-        assert not any(p.exitcode for p in processes), said.read_text()[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-    results = torch.load(out, weights_only=False)
-    return [results[argument] for argument in arguments]
+
+    def __init__(self, world_size: int, folder: Path):
+        self._out, self._said = folder / f"ranks-{world_size}.pt", folder / f"ranks-{world_size}.log"
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.PrefixStore(STORE_PREFIX, self._server)
+        self._num_jobs = 0
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._server.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        numbers = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
+        self._processes = [
+            fork(do_jobs, self._out, out=self._said, RANK=rank, LOCAL_RANK=rank, **place, **numbers)
+            for rank in range(world_size)
+        ]
+        weakref.finalize(self, lambda processes: [process.kill() for process in processes], self._processes)
+
+    def do(self, job: tuple[str, ...]) -> Any:
+        """What the ranks make of a job, once all of them have done it."""
+        done = f"done {self._num_jobs}"
+        self._tell(json.dumps(job))
+        until(lambda: self._ended() or self._store.add(done, 0) == len(self._processes))
+        assert not self._ended(), self._said.read_text()[-4000:]
+        return torch.load(self._out, weights_only=False)
+
+    def leave(self) -> None:
+        """Have them leave each other, and wait for their ends."""
+        self._tell(LAST_JOB)
+        until(lambda: all(process.exitcode is not None for process in self._processes))
+        assert not any(process.exitcode for process in self._processes), self._said.read_text()[-4000:]
+
+    def _tell(self, job: str) -> None:
+        self._store.set(f"job {self._num_jobs}", job)
+        self._num_jobs += 1
+
+    def _ended(self) -> bool:
+        return any(process.exitcode is not None for process in self._processes)

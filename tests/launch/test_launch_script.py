@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import start_command
+from commands import assert_refused, start_command
 from runs import assert_same_weights, make_inputs, metric
 from waiting import PATIENCE_S, num_lines, until
 
@@ -68,17 +68,20 @@ def test_two_processes_train_and_an_interrupted_command_goes_on(tmp_path: Path, 
     assert_same_weights(tmp_path / "stopped" / "final", tmp_path / "whole" / "final")
 
 
-def test_a_script_that_fails_is_reported(tmp_path: Path, script: Path):
+def test_a_script_that_fails_is_reported(tmp_path: Path):
     (tmp_path / "fails.py").write_text("import os\nassert os.environ['RANK'] != '1', 'no second rank'\n")
+    process = start_command("launch", "local", "--processes", 2, tmp_path / "fails.py")
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1, err
+    assert "error: rank 1 failed with exit code 1; the last lines of its stderr:" in err
+    assert "AssertionError: no second rank" in err
+    assert Path(err[err.rindex("(") + 1 : err.rindex(")")]).is_file(), "its log is kept"
+
+
+def test_what_is_no_script_is_refused(tmp_path: Path, cohort):
     (tmp_path / "run.yaml").write_text("model: {path: m}\n")
-    for given, code, message in (
-        ("fails.py", 1, "error: rank 1 failed with exit code 1; the last lines of its stderr:"),
-        ("nowhere.py", 2, "nowhere.py': no such file; give a Python script that calls trainer.train()"),
-        ("run.yaml", 2, "run.yaml' is a configuration; start it with `cohort train "),
+    for given, message in (
+        ("nowhere.py", "nowhere.py': no such file; give a Python script that calls trainer.train()"),
+        ("run.yaml", "run.yaml' is a configuration; start it with `cohort train "),
     ):
-        process = start_command("launch", "local", "--processes", 2, tmp_path / given)
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == code and message in err, err
-        if code == 1:
-            assert "AssertionError: no second rank" in err
-            assert Path(err[err.rindex("(") + 1 : err.rindex(")")]).is_file(), "its log is kept"
+        assert_refused(cohort("launch", "local", "--processes", 2, tmp_path / given), message)

@@ -123,25 +123,24 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 RESULT = {"role": "tool", "content": "42"}
 
 
-@pytest.mark.parametrize(
-    ("use", "gold", "final"),
-    [
-        ("math", 42, "So 42."),
-        ("number", 42, "So 42."),
-        ("exact", "42", "42"),
-        ("exact_set", ["42"], "42"),
-        ("trl.accuracy", "42", r"\boxed{42}"),
-        ("open_r1.accuracy", "42", r"\boxed{42}"),
-    ],
-)
-@pytest.mark.parametrize("content", ["What is 40 + 2?", MESSAGES])
-def test_what_a_tool_returns_is_not_the_answer(use, gold, final, content):
+FINALS = {  # the answer 42 as each of them reads it
+    "So 42.": {"math": 42, "number": 42},
+    "42": {"exact": "42", "exact_set": ["42"]},
+    r"\boxed{42}": {"trl.accuracy": "42", "open_r1.accuracy": "42"},
+}
+
+
+def test_what_a_tool_returns_is_not_the_answer():
     """A limit may end a trajectory after a tool's message."""
-    config = RewardConfig(use=use, args={"answer_column": "gold"})
-    functions = build_rewards([config], columns=["gold"], max_completion_tokens=8)
-    answered = [CALL, RESULT, {"role": "assistant", "content": final}]
-    [scored] = RewardRunner(functions).score([turns(content, [CALL, RESULT], answered, gold=gold)])
-    assert scored.rewards.tolist() == [0.0, 1.0]
+    golds = {use: gold for finals in FINALS.values() for use, gold in finals.items()}
+    configs = [RewardConfig(use=use, name=use, args={"answer_column": use}) for use in golds]
+    runner = RewardRunner(build_rewards(configs, columns=list(golds), max_completion_tokens=8))
+    for final, uses in FINALS.items():
+        answered = [CALL, RESULT, {"role": "assistant", "content": final}]
+        for content in ("What is 40 + 2?", MESSAGES):
+            [scored] = runner.score([turns(content, [CALL, RESULT], answered, **golds)])
+            for use in uses:
+                assert scored.reward_parts[use].tolist() == [0.0, 1.0], use
 
 
 def turns(content, *transcripts, **columns):

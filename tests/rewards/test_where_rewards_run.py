@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from cohort.config import RewardConfig
 from cohort.errors import UserError
 from cohort.rewards import RewardFunction, RewardRunner, build_rewards
-from commands import set_up, start_command
+from commands import set_up
+from forked import fork, run_module
 from reward_samples import group, reward, score_texts
 from runs import metric
 from selection import slow
@@ -292,6 +294,11 @@ def test_many_short_calls_are_never_interrupted():
     assert isinstance(runner.functions[0], RewardFunction)
 
 
+def trained_in_foreground(path: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the system ignores it in the background of a script
+    run_module("cohort", "train", path)
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow("SIGTERM")), signal.SIGTERM])
 def test_a_signal_during_a_reward_stops_the_run_with_everything_saved(tmp_path, number):
     started = tmp_path / "started"
@@ -299,9 +306,10 @@ def test_a_signal_during_a_reward_stops_the_run_with_everything_saved(tmp_path, 
         "own.py": "import pathlib, time\n\ndef f(completions, trainer_state):\n    if trainer_state.global_step == 1:\n"
         f"        pathlib.Path({str(started)!r}).touch()\n        time.sleep(3600)\n    return [1.0, 0.0, 0.5, 0.2]\n"
     }
-    process = start_command("train", set_up(tmp_path, files=files, rewards=[{"use": f"{tmp_path}/own.py:f"}]))
-    until(lambda: started.exists() or process.poll() is not None)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 128 + number, err
-    assert f"stopped by {signal.Signals(number).name} after step 1: already saved" in out
+    path, out = set_up(tmp_path, files=files, rewards=[{"use": f"{tmp_path}/own.py:f"}]), tmp_path / "out"
+    process = fork(trained_in_foreground, str(path), out=out)
+    until(lambda: started.exists() or process.exitcode is not None)
+    os.kill(process.pid, number)
+    process.join(PATIENCE_S)
+    assert process.exitcode == 128 + number, out.read_text()
+    assert f"stopped by {signal.Signals(number).name} after step 1: already saved" in out.read_text()

@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from cohort.processes import guard
+from cohort.processes import child_start, guard
 
 # -P: the working directory must not hide a module of the standard library.
 PYTHON = (sys.executable, "-P", "-u", "-X", "faulthandler")
@@ -69,6 +69,11 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float = 0.0) -> No
             os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(CLOSE_TIMEOUT_S)
+
+
+def child_command(module: str) -> tuple[str, ...]:
+    """Return the command line of a `Child` that runs `main` of a module."""
+    return (*PYTHON, child_start.__file__, module)
 
 
 class ChildFailed(Exception):  # noqa: N818

@@ -220,7 +220,3 @@ def latex_of_gold(gold: str) -> str:
     if _DELIMITED.search(gold) or _PROSE.search(_LATEX_WORDS.sub(" ", gold)):
         return gold
     return f"${gold}$"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,18 @@
 """The child processes that grade answers of math rewards, each with a deadline."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from queue import LifoQueue
 from typing import Literal
 
 from cohort.errors import UserError
-from cohort.processes.child import PYTHON, Child, ChildFailed, ChildLate
+from cohort.processes.child import Child, ChildFailed, ChildLate, child_command
 from cohort.processes.this_process import usable_cores
 
 Grade = Literal[
     "correct", "wrong", "answer_unparsable", "gold_unparsable", "timeout", "crashed", "out_of_time"
 ]  # fmt: skip
 Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
-WORKER_COMMAND = (*PYTHON, str(Path(__file__).with_name("math_worker.py")))
+WORKER_COMMAND = child_command("cohort.rewards.math_worker")
 _MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
 
 

@@ -26,7 +26,7 @@ UNION = ("| VllmRolloutConfig, Field", "| VllmRolloutConfig | StubRolloutConfig,
 def with_the_stub_engine(folder: Path) -> Path:
     """Make a copy of the package that has the engine, and return the path to import it from."""
     package = folder / "copy" / "cohort"
-    shutil.copytree(Path(cohort.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(cohort.__file__).parent, package, ignore=shutil.ignore_patterns("*.pyc.*"))  # half-written
     shutil.copytree(Path(stub_engine.__file__).parent, package / "rollout/engines/stub")
     for name, (before, entry) in ENTRIES.items():
         text = (package / name).read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cohort.chat import Reply
+from cohort.processes import child_start
 from cohort.records import ModelCall
 from cohort.rollout import RolloutCollector
 from cohort.rollout.environments import child_main
@@ -70,6 +71,13 @@ class Box:
         os._exit(5)
     def environment(self): return dict(os.environ)
     def modules(self): return [name for name in ("torch", "transformers") if name in sys.modules]
+    def packages(self):
+        before = "cohort.config.schema" in sys.modules
+        from cohort.rewards import build_rewards
+        from cohort.config import Config
+        import cohort.rollout
+        names = [Config.__module__, cohort.rollout.RolloutCollector.__name__, sys.argv[0]]
+        return [before, callable(build_rewards), *names]
     def close(self):
         open("closed", "w").close()
 
@@ -143,6 +151,13 @@ def test_one_instance_keeps_its_state_and_its_thread(code: UserCode):
 def test_attributes_are_copied_up_to_a_total_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(child_main, "_MAX_ATTRIBUTES_BYTES", 10)
     assert child_main._attributes(SimpleNamespace(a="x" * 6, b="y" * 6, c=1)) == {"a": "x" * 6, "c": 1}
+
+
+def test_packages_are_whole_when_user_code_imports_them(code: UserCode):
+    async def use(child: ChildProcess) -> Any:
+        return await child.call("packages", {}, timeout_s=PATIENCE_S)
+
+    assert in_child(code, use) == [False, True, "cohort.config.schema", "RolloutCollector", child_start.__file__]
 
 
 def test_environments_of_libraries_are_loaded_as_in_the_parent(code: UserCode):

@@ -1,6 +1,6 @@
 """The child process of isolated user code: hosts one environment instance, or functions.
 
-Run by path, so that it starts fast. See `cohort.processes.child` for how it talks to its parent.
+`cohort.processes.child_start` starts it. See `cohort.processes.child` for how it talks to its parent.
 """
 
 import asyncio
@@ -235,7 +235,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from cohort.errors import describe_error
-from cohort.processes.child import CLOSE_TIMEOUT_S, PYTHON, Child, ChildFailed
+from cohort.processes.child import CLOSE_TIMEOUT_S, Child, ChildFailed, child_command
 from cohort.rollout.engines.servers.secret import SECRET_VARIABLE
 from cohort.rollout.environments.handle import (
     DeadlineMissed,
@@ -24,7 +23,7 @@ from cohort.rollout.environments.handle import (
 )
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
 
-_COMMAND = (*PYTHON, str(Path(__file__).with_name("child_main.py")))
+_COMMAND = child_command("cohort.rollout.environments.child_main")
 START_TIMEOUT_S = 120.0  # for imports and the constructor
 
 
