@@ -260,7 +260,9 @@ def test_a_script_without_a_main_guard(tmp_path: Path, processes: int):
     """The child process that has the reward imports the script, and does not train; so does each rank of torchrun."""
     files = make_inputs(tmp_path)
     run = tmp_path / "run"
-    model = f"__import__('transformers').AutoModelForCausalLM.from_pretrained({files['model']['path']!r})"
+    model = repr(files["model"]["path"])
+    if processes > 1:
+        model = f"__import__('transformers').AutoModelForCausalLM.from_pretrained({model})"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).replace("MODEL", model).replace("RUN", repr(str(run))))
     done = run_script(tmp_path / "script.py", processes=processes)
     assert done.stderr.count("ends") == processes
