@@ -145,7 +145,8 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     inside = {m for mixer in mixers for m in mixer.modules()}
     if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules() if m not in inside):
         yield "it has state-space or convolutional layers, whose state would leak into the next sequence"
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # no images
+    if is_bidirectional or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal"
     if dropout_rates(model) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):  # adapters' too
         yield "it has dropout, and completions would share the dropout mask of their prompt"

@@ -9,6 +9,7 @@ P tokens of the prompt, S of the row, B sequences of a padded batch, L the longe
 V vocabulary, R LoRA rank.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,12 +132,16 @@ def forward(
 
 def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
     """Return the inputs of a transformers model for a packed row [S]."""
-    return {
+    inputs = {
         "input_ids": input_ids.unsqueeze(0),
         "position_ids": attention.position_ids.unsqueeze(0),
         "attention_mask": _masks(module.config, attention.as_mask()),
         "use_cache": False,
     }
+    shares_keys = getattr(module.config.get_text_config(), "num_kv_shared_layers", 0)
+    if shares_keys and "logits_to_keep" in inspect.signature(module.forward).parameters:
+        inputs["logits_to_keep"] = slice(None)  # a number, as the default 0, would slice the mask, which loses metadata
+    return inputs
 
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:

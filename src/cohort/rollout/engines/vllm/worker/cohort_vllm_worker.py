@@ -285,6 +285,7 @@ def repack_tied_head(model: Any) -> None:
 
     On CPU it uses its own packed copy of the weights, which a reload does not update.
     """
+    model = getattr(model, "language_model", model)  # of a multimodal one
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding or not hasattr(head, "cpu_linear"):
         return
