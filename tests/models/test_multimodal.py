@@ -11,12 +11,22 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cohort.config import AdapterConfig, ModelConfig
-from cohort.models import Critic, LoadRequest, Policy, load_critic, load_policy, load_tokenizer, save_policy
+from cohort.models import (
+    Critic,
+    LoadRequest,
+    Policy,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+    weight_specs,
+)
 from cohort.models.adapters.merge_adapter import merge
 from cohort.models.loading.load_weights import load_with_transformers
 from cohort.models.loading.safetensors_files import StoredTensor, stored_weights
 from cohort.packing import collate
 from tiny import SIZES, VOCAB_SIZE, make_tokenizer, random_sequences
+from weight_servers import load_worker
 
 TEXT: dict[str, Any] = {
     **SIZES,
@@ -192,3 +202,13 @@ def test_a_model_of_text_alone_is_as_before(gemma3: Path, tmp_path: Path):
     policy = load_policy(request_for(tmp_path / "text"))
     assert policy.multimodal is None
     assert stored_weights(save(policy, tmp_path / "saved")).keys() == stored_weights(tmp_path / "text").keys()
+
+
+def test_servers_expect_the_weights_of_the_language_model(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    worker = load_worker(monkeypatch)
+    expected = worker.expected_tensors(folder, AutoConfig.from_pretrained(folder).get_text_config())
+    specs = weight_specs(load_policy(request_for(folder)), torch.bfloat16)
+    sent = [{"name": s.name, "shape": s.shape, "dtype": "bfloat16"} for s in specs]
+    worker.check_specs(sent, expected)
+    with pytest.raises(ValueError, match="is missing"):
+        worker.check_specs(sent[1:], expected)
