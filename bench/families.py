@@ -44,10 +44,23 @@ _LATENT: Mapping[str, Any] = {  # attention of DeepSeek-V2 and later
     "n_group": 1,
     "topk_group": 1,
 }
+_SPARSE: Mapping[str, Any] = {**_LATENT, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8}  # DeepSeek-V3.2
+_ROUTED: Mapping[str, Any] = {  # experts of DeepSeek-V3 and later
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LOCAL: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA: Mapping[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 512}
 _PER_LAYER: Mapping[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+_GEMMA_4: Mapping[str, Any] = {
+    **_GEMMA,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _MIXED: Mapping[str, Any] = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
 _DELTA: Mapping[str, Any] = {  # linear attention of Qwen3-Next and later
     "head_dim": 8,
@@ -102,15 +115,38 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma 2, short window": _family("gemma2", **{**_GEMMA, "sliding_window": 8}),
     "Gemma 3 (text)": _family("gemma3_text", **_GEMMA),
     "Gemma 3 (text), short window": _family("gemma3_text", **{**_GEMMA, "sliding_window": 8}),
-    "Gemma 4 (text)": _family(
-        "gemma4_text",
+    "Gemma 3n (text)": _family(
+        "gemma3n_text",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
         **_GEMMA,
-        global_head_dim=8,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCABULARY,
-        num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"],
+        **_PER_LAYER,
     ),
+    "Gemma 4 (text)": _family("gemma4_text", num_kv_shared_layers=0, **_GEMMA_4, **_PER_LAYER),
+    "Gemma 4 (text) with shared keys": _family(
+        "gemma4_text",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        **{**_GEMMA_4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **_PER_LAYER,
+    ),
+    "Gemma 4-MoE (text)": _family(
+        "gemma4_text",
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        use_bidirectional_attention="vision",
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        **_GEMMA_4,
+    ),
+    "Gemma 4 Unified (text)": _family("gemma4_unified_text", num_kv_shared_layers=0, **_GEMMA_4),
     "Mistral": _family("mistral", sliding_window=512),
     "Mistral, short window": _family("mistral", sliding_window=8),
     "Ministral": _family("ministral", head_dim=8, **_MIXED),
@@ -122,6 +158,7 @@ FAMILIES: Mapping[str, Family] = {
     "OLMo": _family("olmo"),
     "OLMo 2": _family("olmo2"),
     "OLMo 3": _family("olmo3", sliding_window=512),
+    "FlexOlmo": _family("flex_olmo", num_experts=4, num_experts_per_tok=2),
     "OLMoE": _family("olmoe", num_experts=4, num_experts_per_tok=2),
     "SmolLM 3": _family("smollm3"),
     "Granite": _family("granite", attention_multiplier=0.3, logits_scaling=0.5, residual_multiplier=0.7),
@@ -136,6 +173,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepSeek-V2": _family("deepseek_v2", **{**_LATENT, "topk_method": "greedy"}),
     "DeepSeek-V3, Kimi-K2": _family("deepseek_v3", **_LATENT),
+    "DeepSeek-V3.2": _family("deepseek_v32", **_SPARSE),
     "DeepSeek-V4": _family(
         "deepseek_v4",
         num_hidden_layers=3,
@@ -158,15 +196,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DiffLlama": _family("diffllama"),
     "GLM 4": _family("glm4", head_dim=8),
-    "GLM 4.5": _family(
-        "glm4_moe",
-        head_dim=8,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-    ),
+    "GLM 4.5": _family("glm4_moe", head_dim=8, **_ROUTED),
+    "GLM 4.7 Flash": _family("glm4_moe_lite", **_LATENT),
+    "GLM 5": _family("glm_moe_dsa", **_SPARSE),
     "GPT-OSS": _family("gpt_oss", head_dim=8, sliding_window=512, **_LOCAL),
     "GPT-OSS, short window": _family("gpt_oss", head_dim=8, sliding_window=8, **_LOCAL),
     "Falcon": _family("falcon", new_decoder_architecture=True, num_kv_heads=2),
@@ -178,6 +210,7 @@ FAMILIES: Mapping[str, Family] = {
     "StableLM": _family("stablelm"),
     "Cohere": _family("cohere"),
     "Cohere 2": _family("cohere2", head_dim=8, **_MIXED),
+    "Cohere 2-MoE": _family("cohere2_moe", head_dim=8, **_MIXED, **_EXPERTS),
     "StarCoder 2": _family("starcoder2", sliding_window=512),
     "Nemotron": _family("nemotron"),
     "ERNIE 4.5": _family("ernie4_5", head_dim=8),
@@ -196,6 +229,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Hunyuan-MoE": _family("hunyuan_v1_moe", head_dim=8, num_experts=4, moe_topk=2, num_experts_per_tok=2),
     "EXAONE 4": _family("exaone4", sliding_window=512, sliding_window_pattern=2),
+    "EXAONE-MoE": _family(
+        "exaone_moe",
+        head_dim=8,
+        sliding_window=512,
+        sliding_window_pattern=2,
+        num_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        **_EXPERTS,
+    ),
     "Seed-OSS": _family("seed_oss", head_dim=8),
     "MiniMax-M2": _family("minimax_m2", head_dim=8, **_LOCAL),
     "MiniMax-M3 (text)": _family(
@@ -212,15 +256,11 @@ FAMILIES: Mapping[str, Family] = {
         mlp_layer_types=["dense", "sparse"],
         **_LOCAL,
     ),
-    "dots.llm1": _family(
-        "dots1",
-        head_dim=8,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-    ),
+    "dots.llm1": _family("dots1", head_dim=8, **_ROUTED),
+    "Solar Open": _family("solar_open", head_dim=8, **_ROUTED),
+    "MiMo-V2-Flash": _family("mimo_v2_flash", head_dim=8, sliding_window=512, **_ROUTED),
+    "Trinity": _family("afmoe", head_dim=8, num_shared_experts=1, num_dense_layers=1, **_MIXED, **_EXPERTS),
+    "Hunyuan 3": _family("hy_v3", head_dim=8, **_EXPERTS),
     "Apertus": _family("apertus"),
     "Arcee": _family("arcee"),
     "OLMo Hybrid": _family("olmo_hybrid", **_DELTA),
@@ -237,6 +277,7 @@ FAMILIES: Mapping[str, Family] = {
         **_EXPERTS,
     ),
     "LFM2": _family("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+    "LFM3": _family("lfm3", **_EXPERTS),
     "LFM2-MoE": _family("lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1, **_EXPERTS),
     "Granite 4": _family(
         "granitemoehybrid", layer_types=["mamba", "attention"], shared_intermediate_size=48, **_MAMBA_2, **_LOCAL
@@ -256,6 +297,17 @@ FAMILIES: Mapping[str, Family] = {
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=24,
+    ),
+    "Ling 2.5": _family(
+        "bailing_hybrid",
+        layer_types=["linear_attention", "full_attention"],
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        **_EXPERTS,
     ),
     "Jamba": _family(
         "jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8

@@ -93,7 +93,13 @@ def test_a_model_that_no_cache_decodes_is_refused(tmp_path: Path, monkeypatch: p
         Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample([])
 
 
-@pytest.mark.parametrize("name", ["Granite 4 without state-space layers", "Hunyuan with alpha"])
+def test_layers_that_take_the_keys_of_others_share_prompts(tmp_path: Path):
+    policy, in_training, in_sampling = errors("Gemma 4 (text) with shared keys", tmp_path)
+    assert (policy.layout, policy.traits.reason) == ("shared", None)
+    assert in_training < 1e-5 and in_sampling < 1e-5
+
+
+@pytest.mark.parametrize("name", ["Granite 4 without state-space layers", "Hunyuan with alpha", "Gemma 4-MoE (text)"])
 def test_nothing_is_padded_for_what_only_the_config_names(name: str, tmp_path: Path):
     save_folder(FAMILIES[name], tmp_path)
     policy = models.load_policy(

@@ -25,7 +25,7 @@ from tiny import random_sequences
 GROUPS: Groups = [(5, [7, 1, 3]), (1, [1, 4]), (5, [12, 2]), (4, [1, 1]), (70, [2, 66, 80]), (9, [2])]
 KINDS = (
     *("Qwen3-Next", "Qwen3.5 (text)", "Qwen3.5-MoE (text)", "OLMo Hybrid", "Kimi Linear", "LFM2", "LFM2-MoE"),
-    *("Granite 4", "Bamba", "Falcon-H1", "Nemotron-H"),
+    *("Granite 4", "Bamba", "Falcon-H1", "Nemotron-H", "Mamba 2"),
 )
 FLOAT32_PARTS = ("OLMo Hybrid", "Kimi Linear", "Nemotron-H")  # a part of the gradient is rounded to float32
 PATHS: dict[str, Callable[[Policy, list[Any]], Any]] = {

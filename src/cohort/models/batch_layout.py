@@ -23,7 +23,7 @@ from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
 from cohort.models.dropout import dropout_rates
 from cohort.models.forward import PrefixState, forward, packed_inputs
-from cohort.models.mixers import LAYER_TYPES, find_mixers
+from cohort.models.mixers import LAYER_TYPES, find_mixers, is_attention_free
 from cohort.packing.batch import MicroBatch
 from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.packing.to_device import to_device
@@ -78,7 +78,7 @@ def choose_layout(
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
             return "padded", f"its attention cannot be replaced ({describe_error(error, 200)})"
-        if model.config._attn_implementation != attention.NAME:
+        if model.config._attn_implementation != attention.NAME and not is_attention_free(model.config):
             return "padded", "its layers do not call transformers' attention interface"
         tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")
@@ -134,8 +134,6 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
         yield f"its attention implementation is {own}, and packed rows replace only sdpa and eager"
     mixers = find_mixers(model)
     types = set(getattr(config, "layer_types", None) or ())
-    if mixers and types == {"linear_attention"}:
-        yield "it has no attention layers, and the segments of a row travel on the attention mask"
     others = types - _ATTENTION_TYPES - (LAYER_TYPES if mixers else set())
     if others:
         yield f"it has layers of type {', '.join(sorted(others))}, which packed rows do not support"
@@ -145,7 +143,8 @@ def _reasons(model: Any, longest: int | None) -> Iterator[str]:
     inside = {m for mixer in mixers for m in mixer.modules()}
     if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in model.modules() if m not in inside):
         yield "it has state-space or convolutional layers, whose state would leak into the next sequence"
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # no images
+    if is_bidirectional or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal"
     if dropout_rates(model) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):  # adapters' too
         yield "it has dropout, and completions would share the dropout mask of their prompt"

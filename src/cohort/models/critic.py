@@ -35,6 +35,10 @@ class Critic(Policy):
         nn.init.zeros_(head.bias)
         model.add_module(VALUE_HEAD, head)
 
+    @property
+    def multimodal(self) -> None:
+        """A critic is saved alone."""
+
     def values(self, micro_batch: MicroBatch, *, prefix: PrefixState | None = None) -> Tensor:
         """Return the value of the state before each loss token, [T], with gradient.
 

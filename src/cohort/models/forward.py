@@ -9,6 +9,7 @@ P tokens of the prompt, S of the row, B sequences of a padded batch, L the longe
 V vocabulary, R LoRA rank.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logpro
 from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.lm_head.tiled_softmax import check_triton
-from cohort.models.mixers import LAYER_TYPES
+from cohort.models.mixers import LAYER_TYPES, MASK_ARGUMENT, is_attention_free
 from cohort.packing.batch import MicroBatch
 
 
@@ -131,12 +132,18 @@ def forward(
 
 def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) -> dict[str, Any]:
     """Return the inputs of a transformers model for a packed row [S]."""
-    return {
+    inputs: dict[str, Any] = {
         "input_ids": input_ids.unsqueeze(0),
         "position_ids": attention.position_ids.unsqueeze(0),
         "attention_mask": _masks(module.config, attention.as_mask()),
         "use_cache": False,
     }
+    if is_attention_free(module.config):  # such models make masks of mixers from 2D masks only
+        inputs |= {"attention_mask": None, MASK_ARGUMENT: attention.as_mask()}
+    shares_keys = getattr(module.config.get_text_config(), "num_kv_shared_layers", 0)
+    if shares_keys and "logits_to_keep" in inspect.signature(module.forward).parameters:
+        inputs["logits_to_keep"] = slice(None)  # a number, as the default 0, would slice the mask, which loses metadata
+    return inputs
 
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ _CLASSES = (
     *("GatedDeltaNet", "DeltaAttention", "ShortConv"),
     *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"),  # Mamba 2
 )
+MASK_ARGUMENT = "packed_mask"  # of mixers in models without attention
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # names in versions of transformers
 _segmented: set[type] = set()  # classes whose forward knows segments
 
@@ -37,6 +38,12 @@ _segmented: set[type] = set()  # classes whose forward knows segments
 def find_mixers(model: Any) -> list[nn.Module]:
     """Find the modules with a recurrent state that packed rows support."""
     return [m for m in model.modules() if type(m).__name__.endswith(_CLASSES) and _cache_argument(type(m)) is not None]
+
+
+def is_attention_free(config: Any) -> bool:
+    """Whether all layers of a model have a recurrent state and no attention."""
+    types = getattr(config.get_text_config(), "layer_types", None)
+    return types is not None and set(types) == {"linear_attention"}
 
 
 def support_segments(model: Any) -> None:
@@ -61,7 +68,8 @@ def _with_segments(mixer_class: Any) -> Callable[..., Tensor]:
 
     @wraps(own)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        packed: PackedAttention | None = getattr(kwargs.get("attention_mask"), "packed_attention", None)
+        mask = kwargs.pop(MASK_ARGUMENT, kwargs.get("attention_mask"))
+        packed: PackedAttention | None = getattr(mask, "packed_attention", None)
         if packed is None:
             out: Tensor = own(self, hidden_states, *args, **kwargs)
             return out

@@ -32,6 +32,7 @@ from cohort.models.fsdp import Sharding
 from cohort.models.host_memory import MasterWeights, OffloadedWeights
 from cohort.models.kv_cache import CachedDecoding, CacheDecoder, choose_decoding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
+from cohort.models.loading.multimodal import Multimodal, multimodal_of
 from cohort.models.mixers import support_segments
 from cohort.models.quantization import quantization_notes
 from cohort.models.routers import remove_noise
@@ -169,6 +170,11 @@ class Policy:
     def has_plain_head(self) -> bool:
         """Whether logprobs are computed from hidden states; otherwise the model computes full logits."""
         return self._head is not None
+
+    @property
+    def multimodal(self) -> Multimodal | None:
+        """The multimodal model that the policy is saved as, if it is part of one."""
+        return multimodal_of(self.model)
 
     @property
     def state_on_host(self) -> bool:

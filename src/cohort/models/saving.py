@@ -5,11 +5,12 @@ is gathered at a time (or those that are saved as one), which is all the extra m
 """
 
 import math
+import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cohort.errors import TrainingError
-from cohort.models.loading.meta_device import named_saved_tensors, quiet_transformers
+from cohort.errors import TrainingError, UserError
+from cohort.models.loading.meta_device import local_weights, named_saved_tensors, quiet_transformers
+from cohort.models.loading.multimodal import processor_files
 from cohort.models.loading.safetensors_files import (
     SHARD,
     SINGLE,
+    StoredTensor,
     TensorInfo,
     weight_conversions,
+    weights_beside,
     write_index,
     write_tensors,
 )
@@ -73,7 +77,31 @@ def saved_bytes(policy: Policy) -> int:
     """Return the size of the saved weights: of the adapter if there is one, otherwise of the (master) weights."""
     if policy.adapter is not None:
         return sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weight_specs(policy))
+    own = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weight_specs(policy))
+    return own + sum(tensor.num_bytes for tensor in _weights_beside(policy).values())
+
+
+def _weights_beside(policy: Policy) -> dict[str, StoredTensor]:
+    """Return the stored weights of a multimodal model that are saved with its language model as they are.
+
+    Raises:
+        UserError: the files are not there any more, or not in the format of safetensors.
+    """
+    multimodal = policy.multimodal
+    if multimodal is None:
+        return {}
+    stored = local_weights(multimodal.path)
+    if not stored:
+        raise UserError(
+            f"model.path: {multimodal.path!r} has no *.safetensors files, from which the weights that are not of the "
+            f"language model are saved"
+        )
+    return weights_beside(policy.model, stored)
+
+
+def _saved_model(policy: Policy) -> Any:
+    """The model that config, names and shapes are saved for."""
+    return policy.model if policy.multimodal is None else policy.multimodal.model
 
 
 def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
@@ -83,13 +111,15 @@ def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[st
     """
     from transformers.core_model_loading import WeightConverter
 
-    found = reversed(weight_conversions(policy.model))
+    found = reversed(weight_conversions(_saved_model(policy)))
     converters = [c.reverse_transform() for c in found if isinstance(c, WeightConverter)]
     master_weights = policy.master_weights if dtype is None else None
     together: dict[str, list[tuple[str, Tensor]]] = {}
     for name, held in named_saved_tensors(policy.model):
         master = None if master_weights is None else master_weights.of(name)
         tensor = held if master is None else master
+        if policy.multimodal is not None:
+            name = policy.multimodal.name_of(name)
         together.setdefault(_stored_name(name, converters), []).append((name, tensor))
     yield from together.values()
 
@@ -107,7 +137,7 @@ def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert names and shapes to those of `save_pretrained`."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(policy.model, tensors)
+    return revert_weight_conversion(_saved_model(policy), tensors)
 
 
 def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -148,11 +178,15 @@ def save_policy(
             if adapter is not None:
                 adapter.save(folder, weights)
             else:  # everything but the weights
+                model = _saved_model(policy)
                 with policy.published_config():
-                    policy.model.save_pretrained(folder, state_dict={})
+                    model.save_pretrained(folder, state_dict={})
                     if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
-                        policy.model.config.dtype = policy.master_weights.dtype
-                        policy.model.config.save_pretrained(folder)
+                        model.config.dtype = policy.master_weights.dtype
+                        model.config.save_pretrained(folder)
+                if policy.multimodal is not None:
+                    for file in processor_files(policy.multimodal.path):
+                        shutil.copy(file, folder)
             tokenizer.save_pretrained(folder)
 
     _on_rank0(ranks, folder, save_configs)
@@ -160,17 +194,16 @@ def save_policy(
         _save_weights(policy, folder, ranks, save_options or SaveOptions())
 
 
-def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorInfo]]:
+def plan_files(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> dict[str, list[TensorInfo]]:
     """Assign tensors to files, in order, up to `max_shard_bytes` each.
 
     Args:
-        specs: all tensors to write.
+        tensors: all tensors to write.
         max_shard_bytes: maximum size of a file's tensors; a larger tensor gets its own file.
     """
     files: list[list[TensorInfo]] = []
     room = 0
-    for spec in specs:
-        written = TensorInfo.of(spec.name, spec.shape, spec.dtype)
+    for written in tensors:
         if not files or written.num_bytes > room:
             files.append([])
             room = max_shard_bytes
@@ -183,7 +216,10 @@ def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, l
 
 def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: SaveOptions) -> None:
     """Save the weights, and an index if there are several files."""
-    files = plan_files(weight_specs(policy), save_options.max_shard_bytes)
+    beside = ranks.run_on_rank0(lambda: _weights_beside(policy))
+    infos = [TensorInfo.of(spec.name, spec.shape, spec.dtype) for spec in weight_specs(policy)]
+    infos += [TensorInfo(name, t.stored_dtype, t.shape, t.num_bytes) for name, t in beside.items()]
+    files = plan_files(infos, save_options.max_shard_bytes)
     total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     done = 0
 
@@ -195,7 +231,8 @@ def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: Save
             del tensor  # free it before the next one is gathered
             save_options.on_progress(done, total)
 
-    stream = stream_weights(policy)
+    read = ((name, tensor.read_bytes()) for name, tensor in beside.items() if ranks.is_rank0)
+    stream = chain(stream_weights(policy), read)
     for file, tensors in files.items():
         part = islice(stream, len(tensors))
         # all ranks gather the tensors of a file even if writing fails, then agree on whether to go on

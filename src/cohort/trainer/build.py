@@ -202,7 +202,8 @@ def _policy_request(request: LoadRequest, config: Config, algorithm: Algorithm, 
     """Return the request that loads the policy, from the checkpoint or else from `model.path`."""
     if config.model.adapter is None:
         path = config.model.path if spec.checkpoint is None else str(spec.checkpoint)
-        return replace(request, config=config.model.model_copy(update={"path": path}))
+        model = config.model.model_copy(update={"path": path})
+        return replace(request, config=model, multimodal_path=config.model.path)  # old checkpoints are deleted
     return replace(
         request,
         adapter_checkpoint=spec.checkpoint,

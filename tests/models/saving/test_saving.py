@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
-from cohort.models import LoadRequest, SaveOptions, TensorSpec, load_policy, save_policy, stream_weights
-from cohort.models.loading.safetensors_files import INDEX, SINGLE, stored_weights
+from cohort.models import LoadRequest, SaveOptions, load_policy, save_policy, stream_weights
+from cohort.models.loading.safetensors_files import INDEX, SINGLE, TensorInfo, stored_weights
 from cohort.models.saving import plan_files
 from cohort.packing import collate
 from cohort.run.atomic import write_folder_atomically
@@ -36,20 +36,20 @@ STATE = TrainerState(
 )
 
 
-def spec(name: str, num_bytes: int) -> TensorSpec:
-    return TensorSpec(name, (num_bytes // 4,), torch.float32)
+def info(name: str, num_bytes: int) -> TensorInfo:
+    return TensorInfo.of(name, (num_bytes // 4,), torch.float32)
 
 
 def test_a_file_has_as_many_tensors_as_fit():
-    specs = [spec(name, size) for name, size in (("a", 40), ("b", 60), ("c", 4), ("d", 120), ("e", 96))]
-    files = {file: [t.name for t in tensors] for file, tensors in plan_files(specs, 100).items()}
+    tensors = [info(name, size) for name, size in (("a", 40), ("b", 60), ("c", 4), ("d", 120), ("e", 96))]
+    files = {file: [t.name for t in own] for file, own in plan_files(tensors, 100).items()}
     assert files == {
         "model-00001-of-00004.safetensors": ["a", "b"],
         "model-00002-of-00004.safetensors": ["c"],
         "model-00003-of-00004.safetensors": ["d"],  # by itself, as it fits nowhere
         "model-00004-of-00004.safetensors": ["e"],
     }
-    assert list(plan_files(specs, 320)) == [SINGLE]
+    assert list(plan_files(tensors, 320)) == [SINGLE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

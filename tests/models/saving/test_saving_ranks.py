@@ -12,6 +12,7 @@ from cohort.models.loading.safetensors_files import stored_weights
 from ranks import run_ranks
 from selection import slow
 from test_loading import load
+from test_multimodal import save_multimodal_folder
 from test_weight_conversion import save
 from tiny import make_model, make_tokenizer
 
@@ -25,7 +26,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for kind in ("tied", "untied"):
         make_model("qwen3", tie=kind == "tied", num_hidden_layers=5).save_pretrained(folder / kind)
         make_tokenizer().save_pretrained(folder / kind)
-    return {kind: folder / kind if "tied" in kind else save(folder / kind, kind) for kind in KINDS}
+    made = {kind: folder / kind if "tied" in kind else save(folder / kind, kind) for kind in KINDS}
+    return {**made, "gemma3": save_multimodal_folder(folder / "gemma3", "gemma3")}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=slow("three ranks show it")), 3])
@@ -89,3 +91,12 @@ def test_a_full_disk_in_the_third_file_is_known_to_all_ranks(done, models):
     written = {p.name for p in (done["folder"] / "full").glob("model-*")}
     assert {name[:11] for name in written} == {"model-00001", "model-00002"}
     assert stored_weights(done["folder"] / "room").keys() == stored_weights(models["untied"]).keys()
+
+
+def test_what_a_multimodal_model_has_beside_its_language_model_is_saved(done, models):
+    before, after = (stored_weights(path) for path in (models["gemma3"], done["folder"] / "gemma3"))
+    assert after.keys() == before.keys()
+    trained = done["saving"][str(models["gemma3"])]["weights"]
+    for name in before.keys() - trained.keys():
+        assert torch.equal(before[name].read_bytes(), after[name].read_bytes()), name
+    assert trained.keys() < before.keys()

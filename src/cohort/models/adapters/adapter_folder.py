@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights
+from cohort.models.loading.multimodal import multimodal_of, outer_name
 from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
 
@@ -124,7 +125,7 @@ def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> 
         saved, stored = _read_config(Path(adapter.path)), _stored(Path(adapter.path), _FIELD)
         rank, alpha = int(saved["r"]), float(saved["lora_alpha"])
         rslora, dora = bool(saved.get("use_rslora")), bool(saved.get("use_dora"))
-        modules = tuple(name for name in layers if any(_is_of(key, name) for key in stored))
+        modules = tuple(name for name in layers if any(key.startswith(key_prefix(model, name)) for key in stored))
         _check_given(adapter, {"rank": rank, "alpha": alpha, "rslora": rslora, "dora": dora})
         if "targets" in adapter.model_fields_set and set(modules) != set(wanted):
             raise UserError(
@@ -289,8 +290,13 @@ def _explain_mismatch(target: str, layers: Iterable[str], model: Any) -> str:
 
 
 def _short_names(modules: Iterable[str], model: Any) -> tuple[str, ...]:
-    """Shorten names to their last component if that matches the same layers, otherwise return them in full."""
-    modules = tuple(modules)
+    """Shorten names to their last component if that matches the same layers, otherwise return them in full.
+
+    The names are those in the multimodal model if there is one.
+    """
+    modules = tuple(outer_name(model, module) for module in modules)
+    multimodal = multimodal_of(model)
+    model = model if multimodal is None else multimodal.model
     last = tuple(dict.fromkeys(name.rpartition(".")[-1] for name in modules))
     meant = [name for name, _ in model.named_modules() if any(_ends_with(name, part) for part in last)]
     return last if set(meant) == set(modules) else modules
@@ -300,8 +306,9 @@ def _ends_with(name: str, part: str) -> bool:
     return name == part or name.endswith(f".{part}")
 
 
-def _is_of(key: str, module: str) -> bool:
-    return key.startswith(f"{PREFIX}{module}.lora_")
+def key_prefix(model: Any, module: str) -> str:
+    """Return the start of the names of a module's tensors in a saved adapter."""
+    return f"{PREFIX}{outer_name(model, module)}.lora_"
 
 
 def _read_config(folder: Path, field: str = _FIELD) -> dict[str, Any]:
@@ -432,7 +439,7 @@ def _expected_shapes(spec: AdapterSpec, model: Any) -> dict[str, tuple[int, ...]
     for name in spec.modules:
         layer = model.get_submodule(name)
         rows, columns = layer.weight.shape
-        key = f"{PREFIX}{name}.lora_"
+        key = key_prefix(model, name)
         if isinstance(layer, nn.Embedding):
             shapes |= {f"{key}embedding_A": (spec.rank, rows), f"{key}embedding_B": (columns, spec.rank)}
             shapes |= {f"{key}magnitude_vector": (columns,)} if spec.dora else {}

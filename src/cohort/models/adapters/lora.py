@@ -28,9 +28,11 @@ from cohort.models.adapters.adapter_folder import (
     WEIGHTS_FILE,
     AdapterSpec,
     adapter_spec,
+    key_prefix,
     read_adapter,
 )
 from cohort.models.fsdp import local_rows
+from cohort.models.loading.multimodal import outer_name
 
 _CURRENT, _START = "default", "start"  # the trained adapter and a frozen copy of its initial weights, in peft
 
@@ -74,7 +76,7 @@ class Adapter:
 
         parameters = dict(self.model.named_parameters())
         named = get_peft_model_state_dict(self.model, parameters, adapter_name=name, save_embedding_layers=False)
-        return {PREFIX + key: tensor for key, tensor in named.items()}
+        return {PREFIX + outer_name(self.model, key): tensor for key, tensor in named.items()}
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -158,10 +160,11 @@ class Adapter:
 
         It depends on the seed and the name only, not on the number of ranks.
         """
-        module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
+        start, _, part = key.rpartition(".lora_")
         if part in ("B.weight", "embedding_A"):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         if part == "magnitude_vector":
+            module = next(m for m in self.spec.modules if key_prefix(self.model, m) == f"{start}.lora_")
             layer = self.model.get_submodule(module).get_base_layer()
             squares = layer.weight.to(tensor.dtype).square().sum(0 if isinstance(layer, nn.Embedding) else 1)
             norms = (squares.full_tensor() if isinstance(squares, DTensor) else squares).sqrt()

@@ -1,5 +1,6 @@
 """Merge an adapter into its base model, tensor by tensor."""
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
-from cohort.models.adapters.adapter_folder import PREFIX, AdapterSpec, adapter_spec, read_adapter, with_base
+from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec, key_prefix, read_adapter, with_base
 from cohort.models.loading.meta_device import local_weights, meta_model, quiet_transformers
+from cohort.models.loading.multimodal import multimodal_of, outer_name, processor_files
 from cohort.models.loading.safetensors_files import (
     StoredTensor,
     TensorInfo,
+    map_to_model,
     write_index,
     write_tensors,
 )
@@ -55,9 +58,19 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
         write_tensors(folder / file, tensors, merged(tensors))
     if len(files) > 1:
         write_index(folder, files)
+    saved = _saved_model(model)
     if len(dtypes) == 1:
-        model.config.dtype = dtypes.pop()
-    _save_configs(model, config, adapter, folder)
+        saved.config.dtype = dtypes.pop()
+    _save_configs(saved, config, adapter, folder)
+    if saved is not model:
+        for path in processor_files(config.path):
+            shutil.copy(path, folder)
+
+
+def _saved_model(model: Any) -> Any:
+    """The model whose config is saved."""
+    multimodal = multimodal_of(model)
+    return model if multimodal is None else multimodal.model
 
 
 def _plan(
@@ -70,9 +83,12 @@ def _plan(
     tied = head is not None and head.weight is embedding.weight
     changed = {names[module] for module in (embedding, head) if module in names} & set(spec.modules)
 
+    mapped = map_to_model(model, stored) or stored
+    stored_name = {id(tensor): name for name, tensor in stored.items()}
+
     def place(module: str) -> str:
-        name = f"{module}.weight"
-        found = next((n for n in (name, name.removeprefix(f"{model.base_model_prefix}.")) if n in stored), None)
+        source = mapped.get(f"{module}.weight")
+        found = stored_name.get(id(source))
         if found is None or stored[found].dtype is None or not stored[found].dtype.is_floating_point:  # type: ignore[union-attr]
             raise UserError(
                 f"{base!r}: cannot merge into {module}, whose weight is not stored as a plain tensor; use peft's "
@@ -81,11 +97,12 @@ def _plan(
         return found
 
     if tied and changed:  # untie them
-        sources[f"{names[head]}.weight"] = stored[place(names[embedding])]
-        model.config.tie_word_embeddings = False
-        model.config.get_text_config().tie_word_embeddings = False
+        untied = f"{outer_name(model, names[head])}.weight"
+        sources[untied] = stored[place(names[embedding])]
+        config = _saved_model(model).config
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     for module in spec.modules:
-        adapted[f"{module}.weight" if tied and module == names[head] else place(module)] = module
+        adapted[untied if tied and module == names[head] else place(module)] = module
     return sources, adapted
 
 
@@ -98,7 +115,7 @@ def _merge_tensor(
         return source.read_bytes()
     base = torch.empty(source.shape, dtype=torch.promote_types(dtype, torch.float32))
     source.read_rows(base, 0)
-    key = f"{PREFIX}{module}.lora_"
+    key = key_prefix(model, module)
     is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
     if is_embedding:
         product = (weights[f"{key}embedding_B"].to(base.dtype) @ weights[f"{key}embedding_A"].to(base.dtype)).T

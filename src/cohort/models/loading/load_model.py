@@ -1,7 +1,7 @@
 """Load a policy or a critic, after a check of its folder; and load tokenizers."""
 
 import os
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from cohort.models.loading.meta_device import (
     meta_model,
     sources_digest,
 )
+from cohort.models.loading.multimodal import multimodal_of, processor_files
 from cohort.models.loading.safetensors_files import stored_weights
 from cohort.models.model_limits import freeze
 from cohort.models.policy import ModelTraits, Policy
@@ -109,6 +110,8 @@ class LoadRequest:
     # longest sequence of the run, None if unknown; sliding windows only matter for longer sequences
     longest_sequence_tokens: int | None = None
     adapter_checkpoint: Path | None = None  # adapter to resume from
+    # multimodal model whose weights beside the language model are saved with it; None: `config.path`
+    multimodal_path: str | None = None
     keep_reference: bool = False  # keep the initial adapter for `as_reference`
     seed: int = 0  # for a new adapter
     offload_master_weights: bool = False  # the device has a copy in the compute dtype
@@ -231,6 +234,7 @@ def _wrap(
     sharding: Sharding | None = None,
 ) -> _Kind:
     """Initialize the adapter of a loaded model, split off its master weights, and wrap it."""
+    _find_multimodal(model, request)
     if adapter is not None:
         adapter.initialize()
     master_weights = _split_master_weights(model, request)
@@ -309,6 +313,14 @@ def _meta_model(kind: type[Policy], config: ModelConfig) -> Any:
     model = meta_model(config)
     kind.replace_head(model)
     return model
+
+
+def _find_multimodal(model: Any, request: LoadRequest) -> None:
+    """Find the files of a multimodal model that are saved with its language model."""
+    multimodal = multimodal_of(model)
+    if multimodal is not None:
+        model.multimodal = replace(multimodal, path=request.multimodal_path or multimodal.path)
+        processor_files(model.multimodal.path)  # downloads them now
 
 
 def _adapter_init(request: LoadRequest) -> AdapterInit:

@@ -18,10 +18,12 @@ from cohort.models.loading.meta_device import (
     WeightSource,
     local_weights,
     match_weights,
+    meta_model,
     named_saved_tensors,
     quiet_transformers,
     sources_digest,
 )
+from cohort.models.loading.multimodal import is_multimodal, load_language_model, multimodal_of
 from cohort.models.loading.safetensors_files import few
 from cohort.models.policy import Policy
 from cohort.ranks.collectives import Ranks
@@ -107,17 +109,17 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
     Raises:
         UserError: the model cannot be loaded, or weights are missing from its files.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **options,
-            )
+            options |= {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+            own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+            language_model = meta_model(config) if is_multimodal(own) else None
+            if multimodal_of(language_model) is not None:
+                model, info = load_language_model(language_model, config.path, **options)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **options)
     except Exception as error:  # transformers raises many types of errors
         raise UserError(f"model.path: {config.path!r}: cannot load the model: {describe_error(error)}") from error
     before = set(model.state_dict())

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError, describe_error
+from cohort.models.loading.multimodal import build_language_model, is_multimodal, multimodal_of
 from cohort.models.loading.safetensors_files import (
     INDEX,
     SINGLE,
@@ -44,7 +45,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def meta_model(config: ModelConfig) -> Any:
-    """Build a model with parameters on the meta device and buffers in host memory.
+    """Build a model with parameters on the meta device and buffers in host memory. Of a multimodal model, the language
+    model.
 
     Buffers, such as rotary frequencies, are computed by the constructor from the config.
 
@@ -57,17 +59,18 @@ def meta_model(config: ModelConfig) -> Any:
         with quiet_transformers(), _parameters_on_meta():
             own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
             _check_not_quantized(own, config.path)
-            model = AutoModelForCausalLM.from_config(
-                own,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.trust_remote_code,
-            )
+            options = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+            model = build_language_model(own, config.path, **options) if is_multimodal(own) else None
+            if model is None:
+                model = AutoModelForCausalLM.from_config(own, **options)
     except UserError:
         raise
     except Exception as error:  # transformers raises many types of errors
         raise UserError(f"model.path: {config.path!r}: cannot load the model: {describe_error(error)}") from error
     with suppress(OSError):  # no file: keep the default
         model.generation_config = GenerationConfig.from_pretrained(config.path)
+        if (multimodal := multimodal_of(model)) is not None:
+            multimodal.model.generation_config = model.generation_config
     return model
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cohort.errors import UserError
+from cohort.models.loading.multimodal import multimodal_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05}-of-{:05}.safetensors"
@@ -297,50 +298,60 @@ def map_to_model(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, St
     Returns:
         sources by name in the model; None if only transformers itself can convert them.
     """
-    names = set(model.state_dict())
-    mapping = weight_conversions(model)
-    if not mapping:
-        prefix = f"{model.base_model_prefix}."
-        return {name if name in names else f"{prefix}{name}": place for name, place in stored.items()}
-    return _converted(model, names, mapping, stored)
+    return _read_names(model, stored)[0]
 
 
-def _converted(
-    model: Any, names: set[str], mapping: list[Any], stored: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor | ConvertedTensor] | None:
-    """`map_to_model` of a model with conversions; collects tensors in the same order as transformers."""
+def weights_beside(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the stored tensors of a multimodal model that are not of its language model `model`, by stored name."""
+    return {name: stored[name] for name in _read_names(model, stored)[1]}
+
+
+def _read_names(
+    model: Any, stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor | ConvertedTensor] | None, list[str]]:
+    """Return the result of `map_to_model`, and the names of the stored tensors that are not of a language model.
+
+    Tensors are collected in the same order as by transformers.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+    multimodal = multimodal_of(model)
+    own = {name if multimodal is None else multimodal.name_of(name): name for name in model.state_dict()}
+    outer = model if multimodal is None else multimodal.model
+    mapping = weight_conversions(outer)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    model_names = dict.fromkeys(names)
+    names = dict.fromkeys((*own, *outer.state_dict()), True)
     found: dict[str, StoredTensor | ConvertedTensor] = {}
     collected: dict[str, dict[str, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))
+    beside: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, model_names)
+        renamed, pattern = rename_source_key(name, renamings, converters, outer.base_model_prefix, names)
         if renamed not in names and name in names:
-            renamed, pattern = rename_source_key(name, [], [], model.base_model_prefix, model_names)
-        if pattern is None:
-            found[renamed] = stored[name]
+            renamed, pattern = rename_source_key(name, [], [], outer.base_model_prefix, names)
+        if multimodal is not None and renamed not in own:
+            beside.append(name)
+        elif pattern is None:
+            found[own.get(renamed, renamed)] = stored[name]
         else:
             collected[renamed][pattern].append(stored[name])
     for first_name, sources in collected.items():
         converter = of_pattern[next(iter(sources))]
         if not _is_supported(converter, sources):
-            return None
+            return None, beside
         first, *others = converter.target_patterns
         for target in (first, *others):
             name = first_name.replace(first, target)
-            found[name] = ConvertedTensor(
+            found[own.get(name, name)] = ConvertedTensor(
                 name=name,
                 sources={pattern: tuple(places) for pattern, places in sources.items()},
                 is_stacked=_is_stacked(converter),
                 first_name=first_name,
                 converter=deepcopy(converter),
-                config=model.config,
+                config=outer.config,
             )
-    return found
+    return found, beside
 
 
 def _is_supported(converter: Any, sources: Mapping[str, list[StoredTensor]]) -> bool:

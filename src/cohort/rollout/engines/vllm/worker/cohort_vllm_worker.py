@@ -228,7 +228,8 @@ def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bo
     """Return the shape of each tensor in an update, and whether it is optional, by name.
 
     These are the tensors in the model folder's safetensors files. Optional are those that a trainer may lack: a head
-    tied to the embedding, rotary frequencies, and multi-token prediction layers.
+    tied to the embedding, rotary frequencies, multi-token prediction layers, and what a multimodal model has beside its
+    language model.
 
     Raises:
         ValueError: the folder has no safetensors files.
@@ -244,15 +245,18 @@ def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bo
     num_layers, tied = config.num_hidden_layers, getattr(config, "tie_word_embeddings", False)
     mtp = ("mtp.", *(f"model.layers.{n}." for n in range(num_layers, num_layers + 8)))
 
-    def optional(name: str) -> bool:
-        return (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq") or name.startswith(mtp)
-
-    expected = {}
+    shapes = {}
     for file in sorted(names):
         with safe_open(folder / file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                expected[name] = (list(tensors.get_slice(name).get_shape()), optional(name))
-    return expected
+            shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    is_multimodal = any("language_model." in name for name in shapes)
+
+    def optional(name: str) -> bool:
+        beside = is_multimodal and "language_model." not in name and not name.startswith("lm_head.")
+        head = tied and name.endswith("lm_head.weight")
+        return beside or head or name.endswith("rotary_emb.inv_freq") or name.startswith(mtp)
+
+    return {name: (shape, optional(name)) for name, shape in shapes.items()}
 
 
 def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int], bool]]) -> None:
@@ -281,6 +285,7 @@ def repack_tied_head(model: Any) -> None:
 
     On CPU it uses its own packed copy of the weights, which a reload does not update.
     """
+    model = getattr(model, "language_model", model)  # of a multimodal one
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding or not hasattr(head, "cpu_linear"):
         return
