@@ -25,7 +25,7 @@ from cohort.rollout.engines.local import decoders
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
 from engines import generate
-from selection import examples
+from selection import examples, mostly_slow
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
 KEY = StepKey(purpose="train", seed=3, step=5)
@@ -428,3 +428,50 @@ def test_windows_chunks_sinks_and_softcaps_are_decoded(name: str, monkeypatch: p
 def naive_logprobs_of(policy: Policy, prompt: Prompt, ids: np.ndarray) -> np.ndarray:
     log_p = naive_log_p(policy, prompt, ids, 1.0)
     return log_p.gather(-1, torch.from_numpy(ids).unsqueeze(-1)).squeeze(-1).numpy()
+
+
+RECURRENT = (
+    *("Qwen3-Next", "Qwen3.5 (text)", "Qwen3.5-MoE (text)", "OLMo Hybrid", "Kimi Linear", "LFM2", "LFM2-MoE"),
+    *("Granite 4", "Bamba", "Falcon-H1", "Nemotron-H"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(RECURRENT, "Qwen3.5 (text)", "LFM2", "Nemotron-H", reason="one of each kind of state")
+)
+def test_recurrent_states_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Completions start from the state of their prompt, which is computed once, and carry their own from there."""
+    policy = policy_of(families.make_model(families.FAMILIES[name]))
+    assert policy.shares_prompts
+    everything = prompts([3, 20, 1, 70, 8])
+    prefilled = []
+    packed_logits = Policy.packed_logits
+
+    def counted(policy: Policy, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args[-1].attn_metadata is not None:
+            prefilled.append(len(input_ids))
+        return packed_logits(policy, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "packed_logits", counted)
+
+    def worst() -> float:
+        # begun when others are under way, and each leaves at its own end
+        groups = generate(make_engine(policy, max_num_seqs=9), everything, sampling(), KEY)
+        errors = [
+            np.abs(c.sampling_logprobs - naive_logprobs_of(policy, group.prompt, c.sampled_token_ids)).max()
+            for group in groups
+            for c in group.trajectories
+        ]
+        return max(errors)
+
+    assert worst() < 2e-5
+    assert sum(prefilled) == sum(len(p.token_ids) for p in everything)
+    keep = decoding.DecodeBatch.keep
+
+    def keeps_states(batch: decoding.DecodeBatch, rows: np.ndarray) -> None:
+        states = {key: tuple(x[: len(rows)].clone() for x in parts) for key, parts in batch.states.items()}
+        keep(batch, rows)
+        batch.states = states
+
+    monkeypatch.setattr(decoding.DecodeBatch, "keep", keeps_states)
+    assert worst() > 1e-3  # a state of another completion is seen
