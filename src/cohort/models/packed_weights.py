@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cohort.plan import defaults
 from cohort.processes.this_process import available_memory_bytes
 
-_LEAST_BYTES = 64 * 2**20  # a smaller model stays in the processor's caches
 _LEAST_NUMEL = 2**16  # smaller weights, such as those of adapters, are left alone
 _ROWS = 8  # for which the layout is chosen, and the measurement made
 _MEASURED_BYTES = 2**29
@@ -97,7 +97,8 @@ def packable_layers(model: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and _is_packable(module)]
     num_bytes = sum(layer.weight.numel() for layer in layers) * dtype.itemsize
-    if num_bytes < _LEAST_BYTES or 2 * num_bytes > available_memory_bytes():
+    # smaller models stay in the processor's caches
+    if num_bytes < defaults.PACKED_WEIGHTS_BYTES or 2 * num_bytes > available_memory_bytes():
         return []
     return layers
 

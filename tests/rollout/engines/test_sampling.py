@@ -20,6 +20,7 @@ from cohort.models.attention import decoding
 from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.kv_cache import CacheDecoder
 from cohort.packing.segments import group_by_length
+from cohort.plan import defaults
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders, sampler
@@ -517,7 +518,7 @@ def test_packed_weights_compute_the_same(tie: bool, compute_dtype: torch.dtype |
     expected = sample()
     assert not products  # too small to be worth it
     monkeypatch.setattr(sampler, "_PACK_AFTER", 2)
-    monkeypatch.setattr(packed_weights, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(defaults, "PACKED_WEIGHTS_BYTES", 0)
     monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
     monkeypatch.setattr(packed_weights.PackedLayers, "are_faster", lambda self: True)
     policy._packs = None
@@ -547,7 +548,7 @@ def test_packed_weights_compute_the_same(tie: bool, compute_dtype: torch.dtype |
 
 def test_packing_that_is_slower_is_not_used(monkeypatch: pytest.MonkeyPatch):
     policy = make_policy()
-    monkeypatch.setattr(packed_weights, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(defaults, "PACKED_WEIGHTS_BYTES", 0)
     monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
     clock = iter(range(1000))  # each look takes a second
     monkeypatch.setattr(packed_weights.time, "perf_counter", lambda: next(clock))
