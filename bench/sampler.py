@@ -2,6 +2,7 @@
 
     python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5] [--device cpu|cuda] [--quick]
     python bench/sampler.py --prompt-tokens 2048  # 4 random prompts x 8, random model of 8 layers
+    python bench/sampler.py --rows 8 --repeats 3  # Qwen2.5-0.5B's shape, random weights: 8 completions per prompt
 
 Same prompts, generations, temperature and token limit; in turn, in one process, in float32, on the GPU where there is
 one. Tokens after a completion's end count for neither. Also prints the largest difference between the engine's logprobs
@@ -19,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
 
 from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
@@ -39,35 +40,46 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, help="random prompts of so many tokens for a random model")
+    parser.add_argument("--rows", type=int, help="so many completions of random prompts by Qwen2.5-0.5B's shape")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
     args.repeats = 1 if args.quick else args.repeats
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    if args.prompt_tokens is None:
+    if args.rows is not None:
+        policy, prompts, generations = true_shape(args.rows, device)
+    elif args.prompt_tokens is None:
         policy, prompts, generations = demo(args.model, tokenizer, device)
     else:
         policy, prompts, generations = long_prompts(args.prompt_tokens, len(tokenizer), device)
-    ends = end_token_ids(policy, tokenizer)
+    ends = end_token_ids(policy, tokenizer) if args.rows is None else frozenset()
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=len(prompts) * generations)
     collector = RolloutCollector(LocalEngine(sampler.sample), tokenizer)
     speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up
-        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(collector, prompts, generations, repeat))
+        limit = min(12, args.max_tokens) if repeat < 0 else args.max_tokens
+        settings = {"temperature": 1.0, "top_p": args.top_p}
+        sampling = SamplingParams(num_generations=generations, max_completion_tokens=limit, **settings)
+        step = StepKey(purpose="train", seed=0, step=repeat + 1)
+        seconds, groups = timed(lambda step=step, sampling=sampling: collector.collect(prompts, sampling, step))
         num_tokens = sum(len(c.sampled_token_ids) for g in groups for c in g.trajectories)
-        worst = max(worst, largest_difference(policy, groups[0]))
+        if args.top_p == 1:
+            worst = max(worst, largest_difference(policy, groups[0]))
         hf_seconds, completions = timed(
-            lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, generations, repeat)
+            lambda repeat=repeat, sampling=sampling: sample_with_transformers(policy, prompts, ends, sampling, repeat)
         )
         hf_tokens = sum(length_of(row, ends) for row in completions)
         if repeat >= 0:
             speeds["cohort"].append(num_tokens / seconds)
             speeds["transformers"].append(hf_tokens / hf_seconds)
     print(
-        f"{len(prompts)} prompts x {generations} generations, at most {MAX_TOKENS} tokens, {args.threads} threads, "
-        f"{machine_name(device)}, torch {torch.__version__}, transformers {version('transformers')}"
+        f"{len(prompts)} prompts x {generations} generations, at most {args.max_tokens} tokens, "
+        f"{args.threads} threads, {machine_name(device)}, torch {torch.__version__}, "
+        f"transformers {version('transformers')}"
     )
     for name, values in speeds.items():
         print(f"{name:14}{statistics.median(values):10,.0f} tokens/s (median of {args.repeats})")
@@ -97,19 +109,26 @@ def long_prompts(num_tokens: int, vocab_size: int, device: torch.device) -> tupl
     return policy, tuple(Prompt(id=i, epoch=0, content="", token_ids=x, columns={}) for i, x in enumerate(token_ids)), 8
 
 
+def true_shape(rows: int, device: torch.device) -> tuple[Policy, tuple[Prompt, ...], int]:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936, **heads}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=True, **ids)).to(device)
+    policy = Policy(model, device=device, compute_dtype=None, pad_token_id=0)
+    token_ids = np.random.default_rng(0).integers(5, 151_936, (max(1, rows // 8), 64))
+    prompts = tuple(Prompt(id=i, epoch=0, content="", token_ids=x, columns={}) for i, x in enumerate(token_ids))
+    return policy, prompts, min(rows, 8)
+
+
 def timed(work):
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
-def sample_with_cohort(collector: RolloutCollector, prompts: tuple[Prompt, ...], generations: int, repeat: int):
-    sampling = SamplingParams(num_generations=generations, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    return collector.collect(prompts, sampling, StepKey(purpose="train", seed=0, step=repeat + 1))
-
-
 def sample_with_transformers(
-    policy: Policy, prompts: tuple[Prompt, ...], ends: frozenset[int], generations: int, repeat: int
+    policy: Policy, prompts: tuple[Prompt, ...], ends: frozenset[int], sampling: SamplingParams, repeat: int
 ):
     torch.manual_seed(repeat + 1)
     width = max(len(p.token_ids) for p in prompts)
@@ -124,9 +143,10 @@ def sample_with_transformers(
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        num_return_sequences=generations,
-        max_new_tokens=MAX_TOKENS,
-        eos_token_id=sorted(ends),
+        top_p=sampling.top_p,
+        num_return_sequences=sampling.num_generations,
+        max_new_tokens=sampling.max_completion_tokens,
+        eos_token_id=sorted(ends) or None,
         pad_token_id=policy.pad_token_id,
     )
     return output[:, width:].tolist()

@@ -369,8 +369,13 @@ def differences(actual: Computed, expected: Computed) -> list[str]:
 
 def places(engine: TrainEngine) -> list[str]:
     """Where memory may run out: before, in and after every layer, forward and backward, and in the reference."""
-    layers = range(len(engine.policy.model.model.layers))
-    names = [f"{way} {part} {n}" for n in layers for part in ("mlp", "self_attn") for way in ("forward", "backward")]
+    parts = [
+        f"{part} {n}"
+        for n, layer in enumerate(engine.policy.model.model.layers)
+        for part in ("mlp", "self_attn", "linear_attn")
+        if hasattr(layer, part)
+    ]
+    names = [f"{way} {part}" for part in parts for way in ("forward", "backward")]
     return [*names, "forward embedding", "forward reference", "backward head"]
 
 

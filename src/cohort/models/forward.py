@@ -24,6 +24,7 @@ from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.lm_head.tiled_softmax import check_triton
 from cohort.models.mixers import LAYER_TYPES, MASK_ARGUMENT, is_attention_free
+from cohort.models.packed_weights import PackedWeight
 from cohort.packing.batch import MicroBatch
 
 
@@ -189,14 +190,20 @@ class Head:
     lora: Any  # peft's wrapper, or None
     transform: LogitTransform  # at temperature 1
     copy: Tensor | None = None  # replaces the weight of `linear`, without gradient
+    product: PackedWeight | None = None  # replaces it in `logits`
 
     def rounded(self, dtype: torch.dtype | None) -> "Head":
         """Return this head with a copy of its weight in `dtype`, for many calls of `logits`."""
         return replace(self, copy=self.linear.weight.to(dtype))
 
+    def packed(self) -> "Head":
+        """Return this head with a packed copy of its weight, for many calls of `logits` with few rows."""
+        weight = self.linear.weight if self.copy is None else self.copy
+        return replace(self, copy=None, product=PackedWeight(weight, None, torch.float32))
+
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] in float32 or wider, without gradient."""
-        return head_logits(self._operands(hidden_TH), self.transform)
+        return head_logits(self._operands(hidden_TH), self.transform, product=self.product)
 
     def logprobs(
         self, hidden_TH: Tensor, targets_T: Tensor, *, temperature: float, entropy: bool

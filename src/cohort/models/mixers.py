@@ -12,7 +12,9 @@ S tokens of the row; B segments of a block, L tokens of the longest; H hidden si
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -80,8 +82,11 @@ def _with_segments(mixer_class: Any) -> Callable[..., Tensor]:
             out = own(self, *args, **inputs)
             return out, cache.states
 
-        mix = _mix_row if packed.decoding is None else _decode
-        return mix(compute, hidden_states.squeeze(0), packed, state_key(self.layer_idx)).unsqueeze(0)
+        row, key = hidden_states.squeeze(0), state_key(self.layer_idx)
+        if packed.decoding is None:
+            return _mix_row(compute, row, packed, key).unsqueeze(0)
+        with _limited_time_steps(self):
+            return _decode(compute, row, packed, key).unsqueeze(0)
 
     return forward
 
@@ -124,6 +129,29 @@ def _decode(compute: _Compute, tokens: Tensor, packed: PackedAttention, key: int
         out, batch.states[key] = compute(hidden.unsqueeze(1), batch.states[key])
         outs.append(out.squeeze(1))
     return torch.cat(outs)
+
+
+@contextmanager
+def _limited_time_steps(mixer: Any) -> Iterator[None]:
+    """Limit the time steps of single tokens in Mamba 2. transformers limits those of whole segments only (Nemotron-H).
+
+    The projection's last outputs become time steps by a bias and softplus, so limits are inverted to act on them.
+    """
+    limits = getattr(mixer, "time_step_limit", (0.0, math.inf))
+    if tuple(limits) == (0.0, math.inf):
+        yield
+        return
+    least, most = (x if x > 30 else -math.inf if x <= 0 else math.log(math.expm1(x)) for x in limits)
+
+    def limit(module: nn.Module, inputs: Any, projected: Tensor) -> None:
+        steps = projected[..., -mixer.num_heads :]
+        steps.copy_(steps.clamp(least - mixer.dt_bias, most - mixer.dt_bias))
+
+    hook = mixer.in_proj.register_forward_hook(limit)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _StateCache:

@@ -34,6 +34,7 @@ from cohort.models.kv_cache import CachedDecoding, CacheDecoder, choose_decoding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
 from cohort.models.loading.multimodal import Multimodal, multimodal_of
 from cohort.models.mixers import support_segments
+from cohort.models.packed_weights import PackedLayers, packable_layers
 from cohort.models.quantization import quantization_notes
 from cohort.models.routers import remove_noise
 from cohort.packing.batch import MicroBatch
@@ -106,6 +107,8 @@ class Policy:
         if self._head is not None and device.type == "cuda" and torch.float64 not in (self.dtype, compute_dtype):
             self._head.check_kernels(device)  # they do not support float64
         self._offloaded: OffloadedWeights | None = None
+        self._packed: PackedLayers | None = None
+        self._packs: bool | None = None if device.type == "cpu" else False  # None: not measured yet
         if sharding is not None:
             sharding.add_forward("scored_logprobs", self._logprobs)
             sharding.add_forward("token_loss", self._loss)
@@ -237,8 +240,36 @@ class Policy:
                 yield
         finally:
             self._head = head
+            if self._packed is not None:
+                self._packed.remove()
+                self._packed = None
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+    def pack_weights(self) -> None:
+        """Within `sampling`, multiply by packed copies of the weights from now on, where products are on a CPU.
+
+        The first call measures whether that is slower here; then neither it nor later ones do anything.
+        """
+        if self._packs is False or self._packed is not None:
+            return
+        dtype = self.compute_dtype if self._casts_weights and self.compute_dtype is not None else self.dtype
+        head = self._head
+        layers = packable_layers(self.model, dtype)
+        if head is not None:
+            layers = [layer for layer in layers if layer is not head.linear]
+        if not layers:
+            self._packs = False
+            return
+        torch.clear_autocast_cache()  # its copies of these weights are not needed any more
+        packed = PackedLayers(layers, dtype)
+        if self._packs is None:
+            self._packs = packed.are_faster()
+        if self._packs:
+            self._packed = packed
+            self._head = None if head is None else head.packed()
+        else:
+            packed.remove()
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None

@@ -37,6 +37,7 @@ def copied_weight_rows(num_ids: int, width: int, tile_elements: int) -> int:
 
 
 BUCKET_BYTES = 256 << 20  # of weights transferred to servers at a time; a larger tensor goes alone
+PACKED_WEIGHTS_BYTES = 64 << 20  # least size of linear layers that the local sampler packs on CPUs
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 _OWN_GPU_UTILIZATION = 0.9
 _SHARED_GPU_UTILIZATION = 0.45

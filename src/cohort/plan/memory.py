@@ -23,6 +23,7 @@ from cohort.plan.backward import (
     largest_parts,
     offloaded_bytes,
 )
+from cohort.plan.defaults import PACKED_WEIGHTS_BYTES
 from cohort.plan.shape import WeightShape
 from cohort.plan.state_memory import model_bytes, state_bytes
 from cohort.plan.workload import Checkpointing, Workload
@@ -213,8 +214,23 @@ def _sampling(workload: Workload) -> dict[str, int]:
     copied = a * shape.num_parameters * (workload.gathers or a != workload.resident_weight_bytes)
     if workload.quantization is not None:  # of all layers' weights, but not of the head
         copied = gathered_bytes(workload, backward=False) + a * shape.head_parameters * workload.autocasts
+    packed = _packed_bytes(workload)
     return {
         "gathered weights": copied,
+        **({"packed weights": packed} if packed else {}),
         "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
         "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # float32 logits and one sorted or scaled copy
     }
+
+
+def _packed_bytes(workload: Workload) -> int:
+    """Packed copies of weights beside the gathered ones, which the local sampler multiplies by on CPUs.
+
+    Those of layers replace autocast's. The head's is float32.
+    """
+    shape, a = workload.shape, workload.compute_bytes
+    layers = shape.layers * sum(fan_in * fan_out for fan_in, fan_out in shape.linear_layers.values())
+    small = a * (layers + shape.head_parameters) < PACKED_WEIGHTS_BYTES
+    if workload.on_gpu or a > 4 or workload.quantization is not None or small:
+        return 0
+    return a * layers * (not workload.autocasts) + 4 * shape.head_parameters

@@ -33,6 +33,8 @@ from test_law_two import (
     naive,
     streamed,
 )
+from test_mixers import FLOAT32_PARTS, make_wide_model
+from test_mixers import GROUPS as UNEVEN_GROUPS
 from tiny import make_model, naive_logprobs, policy_of, random_sequences, save_model_folder
 
 CPU = torch.device("cpu")
@@ -97,6 +99,28 @@ def test_fast_equals_naive(
         enable_gradient_checkpointing(model)
     value, gradient = differences(fast(policy, sequences, layout), expected)
     assert value < 1e-10 and gradient < (1e-6 if family == "mixtral" else 1e-10)
+
+
+MIXER_TARGETS = {
+    "Qwen3.5 (text)": ["in_proj_qkv", "out_proj", "q_proj"],
+    "LFM2": ["in_proj", "out_proj"],
+    "Nemotron-H": ["in_proj", "q_proj"],
+}
+
+
+@pytest.mark.parametrize("kind", mostly_slow(MIXER_TARGETS, "Qwen3.5 (text)", reason="other mixers"))
+def test_adapters_of_a_mixer(kind: str, monkeypatch: pytest.MonkeyPatch):
+    targets = MIXER_TARGETS[kind]
+    model = make_wide_model(kind, monkeypatch)
+    adapted(model, rank=2, targets=targets)
+    model.train()
+    sequences = random_sequences(UNEVEN_GROUPS)
+    expected = naive(model, sequences)
+    assert any(".lora_A" in name and targets[0] in name for name in expected.gradients)
+    policy = make_law_policy(model)
+    assert policy.layout == "shared"
+    value, gradient = differences(fast(policy, sequences, "shared"), expected)
+    assert value < 1e-10 and gradient < (1e-6 if kind in FLOAT32_PARTS else 1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

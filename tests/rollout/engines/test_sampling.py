@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,18 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, PreTrainedModel, Starcoder2Config
 
 import families
-from cohort.models import Policy, end_token_ids
+from cohort.models import Policy, end_token_ids, mixers, packed_weights
 from cohort.models.attention import decoding
 from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.kv_cache import CacheDecoder
 from cohort.packing.segments import group_by_length
+from cohort.plan import defaults
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
-from cohort.rollout.engines.local import decoders
+from cohort.rollout.engines.local import decoders, sampler
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
 from engines import generate
-from selection import examples
+from selection import examples, mostly_slow
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
 KEY = StepKey(purpose="train", seed=3, step=5)
@@ -428,3 +430,144 @@ def test_windows_chunks_sinks_and_softcaps_are_decoded(name: str, monkeypatch: p
 def naive_logprobs_of(policy: Policy, prompt: Prompt, ids: np.ndarray) -> np.ndarray:
     log_p = naive_log_p(policy, prompt, ids, 1.0)
     return log_p.gather(-1, torch.from_numpy(ids).unsqueeze(-1)).squeeze(-1).numpy()
+
+
+RECURRENT = (
+    *("Qwen3-Next", "Qwen3.5 (text)", "Qwen3.5-MoE (text)", "OLMo Hybrid", "Kimi Linear", "LFM2", "LFM2-MoE"),
+    *("Granite 4", "Bamba", "Falcon-H1", "Nemotron-H"),
+)
+
+
+def test_time_steps_of_single_tokens_are_limited(monkeypatch: pytest.MonkeyPatch):
+    """Nemotron-H has a least time step, which transformers forgets in decoding."""
+    model = families.make_model(families.FAMILIES["Nemotron-H"])
+    (mixer,) = mixers.find_mixers(model)
+    assert mixer.time_step_limit[0] > 0
+    mixer.time_step_limit = (0.3, 0.4)  # often reached
+    policy = policy_of(model)
+
+    def worst() -> float:
+        (group,) = generate(make_engine(policy), prompts([11]), sampling(), KEY)
+        return max(
+            np.abs(c.sampling_logprobs - naive_logprobs_of(policy, group.prompt, c.sampled_token_ids)).max()
+            for c in group.trajectories
+        )
+
+    assert worst() < 2e-5
+    monkeypatch.setattr(mixers, "_limited_time_steps", lambda mixer: nullcontext())
+    assert worst() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(RECURRENT, "Qwen3.5 (text)", "LFM2", "Nemotron-H", reason="one of each kind of state")
+)
+def test_recurrent_states_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Completions start from the state of their prompt, which is computed once, and carry their own from there."""
+    policy = policy_of(families.make_model(families.FAMILIES[name]))
+    assert policy.shares_prompts
+    everything = prompts([3, 20, 1, 70, 8])
+    prefilled = []
+    packed_logits = Policy.packed_logits
+
+    def counted(policy: Policy, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args[-1].attn_metadata is not None:
+            prefilled.append(len(input_ids))
+        return packed_logits(policy, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "packed_logits", counted)
+
+    def worst() -> float:
+        # begun when others are under way, and each leaves at its own end
+        groups = generate(make_engine(policy, max_num_seqs=9), everything, sampling(), KEY)
+        errors = [
+            np.abs(c.sampling_logprobs - naive_logprobs_of(policy, group.prompt, c.sampled_token_ids)).max()
+            for group in groups
+            for c in group.trajectories
+        ]
+        return max(errors)
+
+    assert worst() < 2e-5
+    assert sum(prefilled) == sum(len(p.token_ids) for p in everything)
+    keep = decoding.DecodeBatch.keep
+
+    def keeps_states(batch: decoding.DecodeBatch, rows: np.ndarray) -> None:
+        states = {key: tuple(x[: len(rows)].clone() for x in parts) for key, parts in batch.states.items()}
+        keep(batch, rows)
+        batch.states = states
+
+    monkeypatch.setattr(decoding.DecodeBatch, "keep", keeps_states)
+    assert worst() > 1e-3  # a state of another completion is seen
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("tie", [True, False])
+def test_packed_weights_compute_the_same(tie: bool, compute_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch):
+    model = make_model(tie=tie)
+    policy = Policy(model, device=torch.device("cpu"), compute_dtype=compute_dtype, pad_token_id=0)
+    everything = prompts([3, 20])
+    assert policy.has_plain_head
+
+    def sample() -> list[RolloutGroup]:
+        return generate(make_engine(policy), everything, sampling(), KEY)
+
+    products = []
+    call = packed_weights.PackedWeight.__call__
+    monkeypatch.setattr(
+        packed_weights.PackedWeight, "__call__", lambda self, rows: products.append(self) or call(self, rows)
+    )
+    expected = sample()
+    assert not products  # too small to be worth it
+    monkeypatch.setattr(sampler, "_PACK_AFTER", 2)
+    monkeypatch.setattr(defaults, "PACKED_WEIGHTS_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(packed_weights.PackedLayers, "are_faster", lambda self: True)
+    policy._packs = None
+    actual = sample()
+    assert len(set(products)) == 15  # the layers and the head
+    for group, other in zip(actual, expected, strict=True):
+        for c, same in zip(group.trajectories, other.trajectories, strict=True):
+            if compute_dtype is None:
+                assert c.sampled_token_ids.tolist() == same.sampled_token_ids.tolist()
+            with policy.autocast():
+                log_p = naive_log_p(policy, group.prompt, c.sampled_token_ids, 1.0)
+            expected_logprobs = log_p.gather(-1, torch.from_numpy(c.sampled_token_ids).unsqueeze(-1)).squeeze(-1)
+            worst = np.abs(c.sampling_logprobs - expected_logprobs.float().numpy()).max()
+            assert worst < (1e-5 if compute_dtype is None else policy.logprob_tolerance)
+    products.clear()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)  # an update: copies are of the current weights
+    (group, _) = sample()
+    assert products
+    for c in group.trajectories[:1] if compute_dtype is None else ():
+        np.testing.assert_allclose(
+            c.sampling_logprobs, naive_logprobs_of(policy, group.prompt, c.sampled_token_ids), atol=1e-5
+        )
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_packing_that_is_slower_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy()
+    monkeypatch.setattr(defaults, "PACKED_WEIGHTS_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
+    clock = iter(range(1000))  # each look takes a second
+    monkeypatch.setattr(packed_weights.time, "perf_counter", lambda: next(clock))
+    for margin, expected in ((1.1, True), (0.9, False)):
+        monkeypatch.setattr(packed_weights, "_MARGIN", margin)
+        policy._packs = None
+        with policy.sampling():
+            policy.pack_weights()
+            assert policy._packs is expected
+            assert any("forward" in vars(module) for module in policy.model.modules()) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_p_needs_no_sort_of_the_vocabulary(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    peaked, flat = 4 * torch.randn(20, 300, dtype=dtype), 0.1 * torch.randn(20, 300, dtype=dtype)
+    logits = torch.stack([peaked, flat, peaked.round()]).flatten(0, 1)  # with ties
+    for top_p in (0.01, 0.5, 0.9, 0.999):
+        monkeypatch.setattr(sampler, "_SHORT_TOP_P", 300)
+        expected = sampler._last_of_top_p(logits, top_p)
+        monkeypatch.setattr(sampler, "_SHORT_TOP_P", 20)
+        assert torch.equal(sampler._last_of_top_p(logits, top_p), expected)

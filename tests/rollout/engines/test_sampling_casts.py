@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_plan_memory
 from cohort.config import AdapterConfig, ModelConfig
-from cohort.models import LoadRequest, Policy, load_policy
+from cohort.models import LoadRequest, Policy, load_policy, packed_weights
 from cohort.models.quantization import is_quantized
 from cohort.packing import collate
+from cohort.plan import defaults, memory
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import read_shape
 from cohort.plan.state_memory import dequantized_bytes
@@ -145,6 +146,31 @@ def test_copies_are_what_the_plan_counts_and_are_gone_afterwards(bases: dict[boo
         planned -= dequantized_bytes(shape, quantization, 2)
     adapter = sum(tensor.numel() for tensor in policy.adapter.tensors().values())
     assert 0.99 * planned < copies < planned + 2 * adapter
+
+
+@pytest.mark.parametrize("keys", [{}, {"dtype": "bfloat16"}])
+def test_packed_copies_are_what_the_plan_counts(bases: dict[bool, Path], keys: dict[str, str], monkeypatch):
+    for module in (defaults, memory):
+        monkeypatch.setattr(module, "PACKED_WEIGHTS_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(packed_weights.PackedLayers, "are_faster", lambda self: True)
+    packed: list[int] = []
+    pack = packed_weights.PackedWeight.__init__
+
+    def counted(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        packed.append(weight.numel() * dtype.itemsize)
+        pack(self, weight, bias, dtype)
+
+    monkeypatch.setattr(packed_weights.PackedWeight, "__init__", counted)
+    policy = load(bases[True], adapter=False, **keys)
+    with policy.sampling():
+        policy.pack_weights()
+    shape, sampled = read_shape(bases[True]), {"sampled_sequences": 1, "sampled_tokens": 1}
+    weight_bytes = 2 if keys else 4
+    workload = test_plan_memory.workload(shape, processes=1, weight_bytes=weight_bytes, on_gpu=False, **sampled)
+    layers, head = sum(packed[:-1]), packed[-1]
+    beside = layers if keys else 0  # autocast's copies of the layers are gone
+    assert plan_memory(workload).phases["sampling"]["packed weights"] == beside + head
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4", "int8", "fp8"])

@@ -90,12 +90,23 @@ def linear_loss(
 
 
 @torch.no_grad()
-def head_logits(operands: Operands, transform: LogitTransform = IDENTITY) -> Tensor:
-    """Compute full logits [T, V] without gradient, with the numerics of `linear_logprobs`."""
+def head_logits(
+    operands: Operands, transform: LogitTransform = IDENTITY, *, product: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Compute full logits [T, V] without gradient, with the numerics of `linear_logprobs`.
+
+    Args:
+        operands: hidden states [T, H], and the weights of the head.
+        transform: bias to softmax.
+        product: multiplies hidden states by the weight; None takes that of the operands.
+    """
     hidden = operands.hidden
-    logits = hidden.new_empty(len(hidden), len(operands.weight), dtype=operands.dtype)
     with _no_autocast(operands):
-        _fill(logits, operands, slice(None), TILE_ELEMENTS)
+        if product is None:
+            logits = hidden.new_empty(len(hidden), len(operands.weight), dtype=operands.dtype)
+            _fill(logits, operands, slice(None), TILE_ELEMENTS)
+        else:
+            logits = operands.add_lora(product(hidden))
         return transform.apply(logits, operands.tile(slice(None), slice(None)).bias, out=logits)
 
 

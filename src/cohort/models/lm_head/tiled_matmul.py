@@ -59,6 +59,10 @@ class Operands(NamedTuple):
             torch.mm(hidden, weight.T, out=out_TV)
         else:
             torch.mm(hidden, weight.T, out_dtype=self.dtype, out=out_TV)
+        return self.add_lora(out_TV)
+
+    def add_lora(self, out_TV: Tensor) -> Tensor:
+        """Add the product of LoRA's factors, if any, to raw logits."""
         if self.lora_hidden is not None and self.lora_b is not None:
             out_TV.addmm_(self.lora_hidden.to(self.dtype), self.lora_b.to(self.dtype).T)
         return out_TV

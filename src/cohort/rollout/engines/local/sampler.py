@@ -101,17 +101,42 @@ def _keep_likeliest(logits_NV: Tensor, *, min_p: float, top_k: int, top_p: float
         kth = logits_NV.topk(top_k, dim=-1).values[:, -1:]
         logits_NV = logits_NV.masked_fill(logits_NV < kth, -torch.inf)
     if top_p < 1:
-        ordered = logits_NV.sort(dim=-1, descending=True).values
-        p = ordered.softmax(dim=-1)
-        last_kept = ordered.masked_fill(p.cumsum(dim=-1) - p >= top_p, torch.inf).amin(dim=-1, keepdim=True)
-        logits_NV = logits_NV.masked_fill(logits_NV < last_kept, -torch.inf)
+        logits_NV = logits_NV.masked_fill(logits_NV < _last_of_top_p(logits_NV, top_p), -torch.inf)
     return logits_NV
+
+
+# On CPUs the sort of a large vocabulary takes longer than all else in sampling. Only rows whose top-p has more tokens
+# than this need it.
+_SHORT_TOP_P = 256
+
+
+def _last_of_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
+    """Return the logit [N, 1] of the last token of top-p. That of a row does not depend on other rows."""
+    log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    if logits_NV.device.type != "cpu" or logits_NV.shape[-1] <= _SHORT_TOP_P:
+        return _last_kept(logits_NV.sort(dim=-1, descending=True).values, log_total_N1, top_p)[0]
+    last, is_found = _last_kept(logits_NV.topk(_SHORT_TOP_P, dim=-1).values, log_total_N1, top_p)
+    (others,) = (~is_found.squeeze(-1)).nonzero(as_tuple=True)
+    if len(others):
+        ordered = logits_NV[others].sort(dim=-1, descending=True).values
+        last[others] = _last_kept(ordered, log_total_N1[others], top_p)[0]
+    return last
+
+
+def _last_kept(ordered_NK: Tensor, log_total_N1: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the last logit of top-p among the K largest in descending order, and whether top-p ends among them."""
+    p = (ordered_NK - log_total_N1).exp()
+    before = p.cumsum(dim=-1) - p
+    last = ordered_NK.masked_fill(before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+    return last, before[:, -1:] >= top_p
 
 
 # Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
 _DROP_WHEN_ENDED = 0.15
 # Completions that start together share attention calls, so wait until this fraction of the batch is free.
 _JOIN_WHEN_FREE = 0.25
+# Packing the weights takes as long as this many steps save, about, and nobody knows how many will come.
+_PACK_AFTER = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +256,7 @@ class Sampler:
         row = torch.zeros(0, dtype=torch.int64, device=device)  # completion of each row in flight
         t = torch.zeros_like(row)  # position of its next token
         running = torch.zeros_like(row, dtype=torch.bool)  # False: has ended but is not dropped yet
-        waiting, num_started = deque(requests), 0
+        waiting, num_started, num_steps = deque(requests), 0, 0
         logits: list[Tensor] = []
         while waiting or len(row):
             self._stop.check()
@@ -268,6 +293,9 @@ class Sampler:
                 decoder.keep(keep)
                 repetition.keep(keep)
                 row, t, running, chosen = row[keep], t[keep], running[keep], chosen[keep]
+            num_steps += 1
+            if num_steps == _PACK_AFTER:
+                self._policy.pack_weights()
             logits = [decoder.step(chosen)] if len(row) else []
         return _Rows(
             tokens=tokens.cpu().numpy(),
