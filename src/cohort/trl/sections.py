@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PreTrainedModel
 
 from cohort.config.catalogue import COMPONENTS, parameters
 from cohort.config.other_trainers import equivalents
@@ -175,6 +176,37 @@ def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
         raise UserError(f"model_init_kwargs: {', '.join(sorted(others))}: not supported; load the model yourself")
     if given.get("trust_remote_code"):
         model["trust_remote_code"] = True
+
+
+def model_section(model: Any, peft_config: Any, quantization_config: Any) -> dict[str, Any]:
+    """Return what `model` says of a model, its adapter and its quantization.
+
+    Raises:
+        UserError: the adapter or the quantization has no equivalent.
+    """
+    section: dict[str, Any] = {"path": model}
+    if peft_config is not None:
+        config = model.config if isinstance(model, PreTrainedModel) else _try_config(str(model))
+        section["adapter"] = adapter_section(peft_config, getattr(config, "model_type", None))
+    if quantization_config is not None:
+        if not (quantization_config.load_in_4bit or quantization_config.load_in_8bit):
+            raise UserError("quantization_config is not supported; use load_in_4bit=True or load_in_8bit=True")
+        section["quantization"] = "nf4" if quantization_config.load_in_4bit else "int8"
+    return section
+
+
+def _try_config(path: str) -> Any:
+    """Return the configuration of a model, None where it cannot be read: an error for later."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def short_name(model: Any) -> str:
+    """Return the last part of a model's path or id."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
+    return str(name).rstrip("/").rpartition("/")[2]
 
 
 def adapter_section(peft_config: Any, model_type: str | None) -> dict[str, Any]:
