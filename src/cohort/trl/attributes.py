@@ -1,14 +1,19 @@
 """Attributes of TRL's trainer that scripts and subclasses read, besides those that training needs."""
 
+import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import TrainerCallback
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from cohort.errors import UserError
+from cohort.launch.python_trainer import Trainer
 from cohort.ranks.join import rank_of_launcher
 from cohort.trl.config import GRPOConfig
 
@@ -29,9 +34,10 @@ class TrainerAttributes:
         return args.epsilon if name == "epsilon_high" and value is None else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS and "args" in vars(self) and not hasattr(type(self), name) and getattr(self, name) != value:
+        if name not in _FIELDS or "args" not in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif getattr(self, name) != value:
             raise UserError(f"{name}: has no effect on a trainer; set args.{_FIELDS[name]} before it trains")
-        super().__setattr__(name, value)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, given as a class or an instance."""
@@ -54,8 +60,28 @@ class TrainerAttributes:
         return self.args.local_process_index == 0
 
 
+def as_peft(trainer: Trainer) -> Any:
+    """Return the model of a trainer with an adapter, with the methods of `peft.PeftModel` that scripts call."""
+    model, weak = trainer.model, weakref.proxy(trainer)  # a model that kept its trainer alive would keep all memory
+
+    def save_pretrained(save_directory: str | Path, **_: Any) -> None:
+        weak.save(save_directory)
+
+    def merge_and_unload(**_: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            weak.save(folder)
+            base = AutoModelForCausalLM.from_pretrained(str(weak.config.model.path), dtype="auto")
+            return PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+    model.save_pretrained, model.merge_and_unload = save_pretrained, merge_and_unload
+    return model
+
+
 def accelerator(args: GRPOConfig, wait_for_everyone: Callable[[], object]) -> Any:
-    """Return what scripts read of `trainer.accelerator`."""
+    """Return what scripts read of `trainer.accelerator`.
+
+    Rewards see all completions of a step, so what they gather is there already.
+    """
     return SimpleNamespace(
         is_main_process=args.process_index == 0,
         is_local_main_process=args.local_process_index == 0,
@@ -64,9 +90,16 @@ def accelerator(args: GRPOConfig, wait_for_everyone: Callable[[], object]) -> An
         num_processes=args.world_size,
         device=args.device,
         unwrap_model=lambda model, **_: model,
+        gather=_same,
+        gather_for_metrics=_same,
         wait_for_everyone=wait_for_everyone,
         print=print if args.process_index == 0 else _silent,
     )
+
+
+def _same(value: Any, **_: object) -> Any:
+    """Return the value."""
+    return value
 
 
 def _silent(*_: object, **__: object) -> None:

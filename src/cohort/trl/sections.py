@@ -15,6 +15,10 @@ from cohort.trl.config import TRACKERS, GRPOConfig
 
 Sections = dict[str, dict[str, Any]]
 _ADAMW_ONLY = ("beta1", "beta2", "epsilon")
+_SAMPLING = {  # in generation_kwargs, which replace the arguments of the same meaning
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_completion_tokens",
+}
 NEVER = 10**9  # steps
 
 
@@ -163,13 +167,19 @@ def _engine(args: GRPOConfig, rollout: dict[str, Any]) -> None:
     if args.use_vllm and args.vllm_tensor_parallel_size > 1:
         rollout["tensor_parallel"] = args.vllm_tensor_parallel_size
     rollout.setdefault("max_prompt_tokens", 8192)  # TRL has no limit
-    others = as_dict(args.generation_kwargs, "generation_kwargs").keys() - {"stop", "stop_strings", "tokenizer"}
+    given = as_dict(args.generation_kwargs, "generation_kwargs")
+    rollout |= {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING and value is not None}
+    others = given.keys() - _SAMPLING.keys() - {"stop", "stop_strings", "tokenizer", "use_cache", "pad_token_id"}
+    if given.get("do_sample"):
+        others.remove("do_sample")  # it always samples
     if others:
-        raise UserError(f"generation_kwargs: {', '.join(sorted(others))}: not supported; only stop and stop_strings")
+        known = ", ".join(["stop", "stop_strings", *_SAMPLING])
+        raise UserError(f"generation_kwargs: {', '.join(sorted(others))}: not supported; use {known}")
 
 
 def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
     known = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "use_cache", "device_map"}
+    known |= {"low_cpu_mem_usage"}
     given = as_dict(args.model_init_kwargs, "model_init_kwargs")
     others = {name for name in given.keys() - known if given[name] not in (None, "main")}  # "main": a revision
     if others:

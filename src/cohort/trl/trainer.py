@@ -24,7 +24,7 @@ from cohort.ranks.join import started_by_torchrun
 from cohort.ranks.stopping import RunStopped
 from cohort.run.files import checkpoints, has_progress
 from cohort.run.log import StepReport
-from cohort.trl.attributes import TrainerAttributes, accelerator
+from cohort.trl.attributes import TrainerAttributes, accelerator, as_peft
 from cohort.trl.callbacks import note_states, restore_states
 from cohort.trl.checkpoints import OutputFolder
 from cohort.trl.config import GRPOConfig
@@ -292,7 +292,8 @@ class GRPOTrainer(TrainerAttributes):
             return {name: value for metrics in every for name, value in metrics.items()}
         start = time.perf_counter()
         section = {**self._sampling(), "path": data} if data is not None else None
-        found = self._built().evaluate(None if data is self._own_evaluation() else section).metrics
+        is_own = data is self._own_evaluation() and self._sampling() == self._built_sampling
+        found = self._built().evaluate(None if is_own else section).metrics
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval/')}": value for name, value in found.items()}
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
         self._mode = "eval"
@@ -349,13 +350,16 @@ class GRPOTrainer(TrainerAttributes):
 
     @property
     def model(self) -> Any:
-        """The model that is trained."""
-        return self._built().model
+        """The model that is trained. With an adapter it saves and merges like a `peft.PeftModel`."""
+        trainer = self._built()
+        return trainer.model if trainer.config.model.adapter is None else as_peft(trainer)
 
     @property
     def processing_class(self) -> Any:
         """The tokenizer."""
         return self._built().tokenizer
+
+    tokenizer = processing_class  # its name in earlier versions
 
     @property
     def ref_model(self) -> Any:
@@ -397,7 +401,7 @@ class GRPOTrainer(TrainerAttributes):
         if args.max_tool_calling_iterations is not None:
             found["rollout"]["max_turns"] = args.max_tool_calling_iterations + 1
         found["run"]["dir"] = str(run_dir)
-        evaluation = self._own_evaluation()
+        evaluation, self._built_sampling = self._own_evaluation(), self._sampling()
         model, rewards = {**given.pop("model"), **found.pop("model")}, given.pop("rewards")
         rest: dict[str, Any] = {name: section for name, section in found.items() if section}
         self._trainer = Trainer(
@@ -416,13 +420,18 @@ class GRPOTrainer(TrainerAttributes):
         if self.train_dataset is None:
             return None
         if hasattr(self.train_dataset, "__len__"):
-            return {"path": self.train_dataset, **section}
+            return {"path": self.train_dataset, **section, **self._template_of(self.train_dataset)}
         if "steps" not in train:
             raise UserError("max_steps: missing; a stream has no length")
         count = train["steps"] * train["prompts_per_step"]
         if self._stream[0] is not self.train_dataset or len(self._stream[1]) < count:
             self._stream = self.train_dataset, list(islice(self.train_dataset, count))
-        return {"path": self._stream[1], **section, "shuffle": False}
+        return {"path": self._stream[1], **section, "shuffle": False, **self._template_of(self._stream[1])}
+
+    def _template_of(self, rows: Any) -> dict[str, bool]:
+        """Return whether prompts get the chat template: those that are text do not, as in TRL."""
+        is_text = len(rows) > 0 and isinstance(rows[0].get("prompt"), str)
+        return {"apply_chat_template": False} if is_text and not (self.tools or self._given["environment"]) else {}
 
     def _own_evaluation(self) -> Any:
         """Return the held-out rows if they are one set; several are evaluated one by one."""
