@@ -101,6 +101,7 @@ def test_overridden_rewards_and_logs(tmp_path: Path, base: str):
         ("compute_loss", "algorithm="),
         ("_prepare_inputs", "rows in the order"),
         ("create_optimizer", "args.optim"),
+        ("_save_checkpoint", "a callback's on_save"),
         ("get_train_dataloader", "rows in the order"),
     ],
 )
