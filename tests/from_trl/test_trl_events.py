@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -36,16 +37,73 @@ class Counter(TrainerCallback, ExportableState):
         return {"args": {"name": self.name}, "attributes": {"steps": self.steps}}
 
 
-def test_intervals_that_end_within_a_step(tmp_path: Path, base: str):
-    """A step has two updates: intervals of three end with the first of the second step, and with the last."""
+def test_events_of_several_updates_per_rollout(tmp_path: Path, base: str):
+    """A rollout has two updates, of two micro-batches each, and what is said of both comes after the second."""
+    seen: list[Any] = []
+
+    class Note(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(("substep", state.global_step))
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            assert all(p.grad is not None for p in model.parameters())
+            self.before = [p.detach().clone() for p in model.parameters()]
+            seen.append(("clipped", state.global_step))
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            changed = any(not torch.equal(a, b) for a, b in zip(self.before, model.parameters(), strict=True))
+            seen.append(("changed" if changed else "same", state.global_step))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(("begin", state.global_step))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(("end", state.global_step))
+
     counter = Counter()
     args = settings(
         tmp_path, num_iterations=2, max_steps=8, logging_steps=3, save_strategy="steps", save_steps=3, eval_steps=3
     )
-    trainer = GRPOTrainer(base, digits, args, rows(), callbacks=[counter])
+    trainer = GRPOTrainer(base, varied, args, rows(), callbacks=[counter, Note()])
+    trainer._built()._worker().engine.budget.tokens = 60  # a group's completions
     trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [4, 6, 8]  # the end
-    assert counter.saved == [4, 6, 8] and counter.steps == 4
+    within = ["substep:0", "clipped:0", "changed:0", "substep:1", "clipped:1", "changed:1"]
+    expected = ["begin:0", *within, "end:1", "begin:1", "end:2", "begin:2"]
+    assert [f"{what}:{step}" for what, step in seen[: len(expected)]] == expected
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [3, 6, 8]  # the end
+    assert [entry["epoch"] for entry in logs] == [0.25, 0.5, pytest.approx(2 / 3)]
+    assert counter.saved == [4, 6, 8] and counter.steps == 8
+
+
+def varied(completions: list[str], **kwargs: Any) -> list[float]:
+    """No two rewards of a group are the same."""
+    return [float(n) for n in range(len(completions))]
+
+
+def test_an_epoch_that_a_callback_ends(tmp_path: Path, base: str):
+    """The rest of its prompts is left out, and the run ends with its last epoch."""
+    asked: list[list[str]] = []
+
+    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        asked.append(prompts[::4])
+        return digits(completions)
+
+    class End(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step in (1, 5)
+
+    counter = Counter()
+    args = settings(tmp_path, max_steps=-1, num_train_epochs=3, shuffle_dataset=False, save_strategy="epoch")
+    trainer = GRPOTrainer(base, reward, args, rows(6), callbacks=[counter, End()])
+    assert trainer.train().global_step == 5 and counter.epochs == 3 and counter.saved == [1, 4, 5]
+    names = [row["prompt"] for row in rows(6)]
+    assert asked == [names[:2], names[:2], names[2:4], names[4:], names[:2]]
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert epochs == pytest.approx([1 / 3, 4 / 3, 5 / 3, 2, 7 / 3])
+    again = GRPOTrainer(base, reward, args, rows(6))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert asked[5:] == [names[:2], names[2:4], names[4:]] and again.state.epoch == pytest.approx(3)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

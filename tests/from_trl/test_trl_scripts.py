@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from cohort.errors import UserError
 from cohort.trl import GRPOTrainer
@@ -75,6 +78,19 @@ def of_trainer(check: Callable[[GRPOTrainer], Any]) -> Callable[[dict[str, Any]]
     return lambda found: check(found["trainer"])
 
 
+def is_merged(trainer: GRPOTrainer, adapter: Path, merged: Path) -> bool:
+    """Whether the files of both give the logits of the trained model."""
+    base = AutoModelForCausalLM.from_pretrained("base")
+    ids = torch.tensor([[1, 2, 3]])
+    models = (trainer.model, PeftModel.from_pretrained(base, adapter), AutoModelForCausalLM.from_pretrained(merged))
+    with torch.no_grad():
+        trained, with_adapter, alone = (model.eval()(ids).logits for model in models)
+        plain = AutoModelForCausalLM.from_pretrained("base")(ids).logits
+    torch.testing.assert_close(with_adapter, trained)
+    torch.testing.assert_close(alone, trained, atol=1e-4, rtol=1e-4)
+    return not torch.allclose(plain, trained, atol=1e-4)
+
+
 _TOLD = {1: ["log"], 2: ["log", "save"], 3: ["log"]}  # by step
 
 # by script, what it leaves besides a finished run
@@ -104,10 +120,19 @@ CHECKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "streaming": of_trainer(lambda trainer: "eval_reward" in trainer.state.log_history[0]),
     "evaluations": lambda found: "test_reward" in found["metrics"] and found["trainer"].state.best_metric is not None,
-    # TRL logs after each of the two updates of a rollout, which are one step here
-    "dr_grpo": of_trainer(lambda trainer: [entry["step"] for entry in logs(trainer)] == [2, 4]),
+    "dr_grpo": of_trainer(lambda trainer: [entry["step"] for entry in logs(trainer)] == [1, 2, 3, 4]),
     "model_kwargs": has_files("final/model.safetensors"),
     "beta_schedule": of_trainer(lambda trainer: [entry["kl_coef"] for entry in logs(trainer)] == [0.1, 0.05]),
+    "merged_adapter": lambda found: is_merged(found["trainer"], Path("adapter"), Path("merged")),
+    "rendered_prompts": of_trainer(
+        lambda trainer: (
+            (trainer._built().config.rollout.max_completion_tokens, trainer._built().config.rollout.top_k) == (5, 20)
+            and trainer._built()._open()[0].inputs.prompts.prompts[0].content.startswith("<user>")
+        )
+    ),
+    "gathered_metrics": lambda found: (
+        "share_long" in logs(found["trainer"])[0] and "eval_pass@2" not in found["metrics"]
+    ),
     "loop_of_runs": lambda found: len(found["results"]) == 2,
 }
 

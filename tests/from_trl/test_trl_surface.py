@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -101,6 +101,7 @@ def test_overridden_rewards_and_logs(tmp_path: Path, base: str):
         ("compute_loss", "algorithm="),
         ("_prepare_inputs", "rows in the order"),
         ("create_optimizer", "args.optim"),
+        ("_save_checkpoint", "a callback's on_save"),
         ("get_train_dataloader", "rows in the order"),
     ],
 )
@@ -282,12 +283,53 @@ def test_the_end_of_usual_scripts(tmp_path: Path, base: str, monkeypatch: pytest
     assert_same_weights(tmp_path / "out", tmp_path / "out" / "checkpoint-1")
 
 
-def test_a_trainer_that_is_done(tmp_path: Path, base: str):
-    trainer = GRPOTrainer(base, digits, settings(tmp_path, max_steps=1), Dataset.from_list([{"prompt": "1"}]))
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_training_again(tmp_path: Path, base: str, with_adapter: bool):
+    """The second time starts from the weights of the first, as another run, with other rows."""
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if with_adapter else None
+    args = settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(base, digits, args, rows(), peft_config=adapter)
     trainer.train()
-    assert trainer.evaluate([{"prompt": "2"}])["eval_num_prompts"] == 1, "rows of a set that the trainer does not know"
-    with pytest.raises(UserError, match=r"this trainer has finished; create a new one, or pass resume_from_checkpoint"):
+    after_one = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    assert trainer.evaluate([{"prompt": "2"}])["eval_num_prompts"] == 1, "of rows that the trainer does not know"
+    starts: list[bool] = []
+
+    class Start(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            starts.append(all(torch.equal(after_one[n], tensor) for n, tensor in model.state_dict().items()))
+            assert state.global_step == 0 and not state.log_history
+
+    trainer.add_callback(Start)
+    trainer.train_dataset, trainer.args.learning_rate = rows(3), 1e-3
+    assert trainer.train().global_step == 1 and starts == [True]
+    config = trainer._built().config
+    assert config.train.learning_rate == 1e-3 and config.run.dir.endswith("cohort-2")
+    assert (tmp_path / "earlier" / "checkpoint-1").is_dir() and (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_a_run_that_fails_goes_on_from_its_checkpoint(tmp_path: Path, base: str):
+    works: list[int] = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        works.append(len(works))
+        assert len(works) != 3, "breaks once"
+        return digits(completions)
+
+    trainer = GRPOTrainer(base, reward, settings(tmp_path, max_steps=3, save_strategy="steps", save_steps=1), rows())
+    with pytest.raises(UserError, match="breaks once"):
         trainer.train()
+    assert trainer.train().global_step == 3 and [entry["step"] for entry in logged(trainer)] == [1, 2, 3]
+
+
+def test_what_is_changed_before_training(tmp_path: Path, base: str):
+    trainer = GRPOTrainer(base, digits, settings(tmp_path), rows())
+    trainer.args.max_steps, trainer.train_dataset = 1, rows(2)
+    assert trainer.num_generations == 4 and trainer.epsilon_low == 0.2
+    with pytest.raises(UserError, match=r"epsilon_high: has no effect on a trainer; set args\.epsilon_high"):
+        trainer.epsilon_high = 0.3
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'optimizer'"):
+        _ = trainer.optimizer
+    assert trainer.train().global_step == 1 and metric(tmp_path / "cohort", "reward") != []
 
 
 def test_a_best_model_by_a_loss(tmp_path: Path):

@@ -32,6 +32,9 @@ from tiny import save_model_folder
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 
+OF_NEWER_TRANSFORMERS = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # than 5.17
+
+
 async def right(completions: list[str], answer: list[str], trainer_state: Any, log_metric: Any, **kwargs: Any) -> Any:
     log_metric("at", float(trainer_state.global_step))
     return [float(a in c) for c, a in zip(completions, answer, strict=True)]
@@ -259,7 +262,7 @@ def test_every_field_has_one_place():
     refused, dropped, as_there, no_effect = (
         set(grpo_config_fields()[group]) for group in ("refused", "dropped", "read", "no_effect")
     )
-    assert names - read <= refused | dropped | as_there | no_effect <= names
+    assert names - read <= refused | dropped | as_there | no_effect <= names | OF_NEWER_TRANSFORMERS
     assert not (refused & (dropped | as_there | no_effect) or as_there & (dropped | no_effect))
     converting = load_table("convert/not_needed/trl.yaml")
     assert not no_effect & {key for keys in converting.values() for key in keys.split()}, "a reason has one place"

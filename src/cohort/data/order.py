@@ -43,6 +43,10 @@ class PromptStream:
         self._num_taken += n
         return taken
 
+    def skip_epoch(self) -> None:
+        """Continue with the next epoch, unless one has just begun."""
+        self._num_taken += -self._num_taken % len(self._prompts)
+
     def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
         by_id = {prompt.id: prompt for prompt in self._prompts} if ids_and_epochs else {}

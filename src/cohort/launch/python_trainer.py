@@ -246,6 +246,11 @@ class Trainer:
             return result
 
     @_on_every_rank
+    def skip_epoch(self) -> None:
+        """Go on with the next epoch of the data."""
+        self._open()[1].components.data.skip_epoch()
+
+    @_on_every_rank
     def load(self, path: str | Path) -> None:
         """Go on with the weights of a model (or adapter) that this run has saved."""
         loop = self._open()[1]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ class OptimResult:
     learning_rate: float
 
 
+# Between the passes of a step: another micro-batch follows, gradients are clipped, or weights are updated
+UpdateEvent = Literal["substep_end", "pre_optimizer_step", "optimizer_step"]
 _NO_BATCH = TrainBatch(micro_batches=(), micro_batch_tokens=0, num_trajectories=0, num_loss_tokens=0, num_over_budget=0)
 
 
@@ -91,6 +93,7 @@ class TrainEngine:
         self.policy = policy
         self.budget = budget
         self.updates_done = 0
+        self.on_event: Callable[[UpdateEvent], object] | None = None  # called on this rank
         self._config = config
         self._learning_rate = learning_rate
         self._temperature = temperature
@@ -222,6 +225,8 @@ class TrainEngine:
                 case Operation.PREFIX_FORWARD:
                     failure = passes.prefix_forward(schedule.open_prefix())
                 case Operation.MICRO_BATCH:
+                    if num_micro_batches:
+                        self._notify("substep_end")
                     num_micro_batches += 1
                     sequences, continues_prefix = schedule.next_micro_batch()
                     failure = passes.micro_batch(sequences, continues_prefix=continues_prefix)
@@ -343,11 +348,17 @@ class TrainEngine:
                 f"gradient norm is {grad_norm} at optimizer step {self.updates_done + 1}; weights are unchanged; lower "
                 f"train.learning_rate (now {learning_rate:.3g}) or inspect the completions"
             )
+        self._notify("pre_optimizer_step")
         if learning_rate > 0 and grad_norm > 0:
             self._optimizer.step(learning_rate, update=self.updates_done)
+        self._notify("optimizer_step")
         self.policy.model.zero_grad()
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
+
+    def _notify(self, event: UpdateEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     @torch.no_grad()
     def refresh_reference(self, mix: float) -> None:

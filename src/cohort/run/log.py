@@ -32,6 +32,7 @@ class StepReport:
     steps_done: int
     metrics: Mapping[str, float]
     groups: Sequence[ScoredGroup]
+    updates: Sequence[Mapping[str, float]] = ()  # metrics of each optimizer step; `metrics` has their means
 
 
 class Display:

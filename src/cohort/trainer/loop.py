@@ -158,7 +158,8 @@ class TrainingLoop:
         self._log(step + 1, metrics)
         self.checkpointer.finish_step(self._state(step + 1))
         self.steps_done = step + 1
-        self.display.step(report := StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
+        report = StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups, updates=updates.each)
+        self.display.step(report)
         self.health.add(step + 1, metrics)
         self._evaluate_if_due(step + 1)
         if self.schedule.saves_at(step + 1):

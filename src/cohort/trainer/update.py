@@ -21,6 +21,7 @@ class Updates:
 
     results: Mapping[TrainedModel, Sequence[TrainResult]]  # one per update
     metrics: Mapping[str, float]  # means over the updates
+    each: Sequence[Mapping[str, float]]  # metrics of each update
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Updater:
         self.coefficient_state = algorithm.update_coefficients(self.coefficient_state, reward_kl, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)
-        return Updates(results=results, metrics={**_means(metrics), **reward_kl})
+        return Updates(results=results, metrics={**_means(metrics), **reward_kl}, each=metrics)
 
     def _update_once(
         self, batches: Batches, *, again: bool

@@ -9,6 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from cohort.errors import UserError
 from cohort.rewards.function import name_of, unique_names
+from cohort.trl.config import GRPOConfig
+from cohort.trl.sections import as_dict
 
 _BATCH = 32  # texts
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "environments")
@@ -114,6 +116,31 @@ class RewardTable:
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     return list(await asyncio.gather(*coroutines))
+
+
+def reward_functions(given: Sequence[Any], tokenizers: Sequence[Any], args: GRPOConfig) -> list[Any]:
+    """Return the rewards of a run, with models as functions.
+
+    Args:
+        given: functions, models or their names.
+        tokenizers: one each, or none.
+        args: of the run.
+
+    Raises:
+        UserError: there are not as many tokenizers as rewards, or a reward model has none.
+    """
+    tokenizers = tokenizers or [None] * len(given)
+    if len(tokenizers) != len(given):
+        raise UserError(f"reward_processing_classes: {len(tokenizers)} for {len(given)} reward_funcs")
+    options = as_dict(args.model_init_kwargs, "model_init_kwargs")
+    options.setdefault("trust_remote_code", args.trust_remote_code)
+    template = as_dict(args.chat_template_kwargs, "chat_template_kwargs")
+    return [
+        RewardModel(reward, tokenizer, device=args.device, options=options, template=template)
+        if isinstance(reward, str | torch.nn.Module)
+        else reward
+        for reward, tokenizer in zip(given, tokenizers, strict=True)
+    ]
 
 
 def names_of(functions: Sequence[Callable[..., Any]]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PreTrainedModel
 
 from cohort.config.catalogue import COMPONENTS, parameters
 from cohort.config.other_trainers import equivalents
@@ -14,6 +15,10 @@ from cohort.trl.config import TRACKERS, GRPOConfig
 
 Sections = dict[str, dict[str, Any]]
 _ADAMW_ONLY = ("beta1", "beta2", "epsilon")
+_SAMPLING = {  # in generation_kwargs, which replace the arguments of the same meaning
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_completion_tokens",
+}
 NEVER = 10**9  # steps
 
 
@@ -162,19 +167,56 @@ def _engine(args: GRPOConfig, rollout: dict[str, Any]) -> None:
     if args.use_vllm and args.vllm_tensor_parallel_size > 1:
         rollout["tensor_parallel"] = args.vllm_tensor_parallel_size
     rollout.setdefault("max_prompt_tokens", 8192)  # TRL has no limit
-    others = as_dict(args.generation_kwargs, "generation_kwargs").keys() - {"stop", "stop_strings", "tokenizer"}
+    given = as_dict(args.generation_kwargs, "generation_kwargs")
+    rollout |= {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING and value is not None}
+    others = given.keys() - _SAMPLING.keys() - {"stop", "stop_strings", "tokenizer", "use_cache", "pad_token_id"}
+    if given.get("do_sample"):
+        others.remove("do_sample")  # it always samples
     if others:
-        raise UserError(f"generation_kwargs: {', '.join(sorted(others))}: not supported; only stop and stop_strings")
+        known = ", ".join(["stop", "stop_strings", *_SAMPLING])
+        raise UserError(f"generation_kwargs: {', '.join(sorted(others))}: not supported; use {known}")
 
 
 def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
     known = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "use_cache", "device_map"}
+    known |= {"low_cpu_mem_usage"}
     given = as_dict(args.model_init_kwargs, "model_init_kwargs")
     others = {name for name in given.keys() - known if given[name] not in (None, "main")}  # "main": a revision
     if others:
         raise UserError(f"model_init_kwargs: {', '.join(sorted(others))}: not supported; load the model yourself")
     if given.get("trust_remote_code"):
         model["trust_remote_code"] = True
+
+
+def model_section(model: Any, peft_config: Any, quantization_config: Any) -> dict[str, Any]:
+    """Return what `model` says of a model, its adapter and its quantization.
+
+    Raises:
+        UserError: the adapter or the quantization has no equivalent.
+    """
+    section: dict[str, Any] = {"path": model}
+    if peft_config is not None:
+        config = model.config if isinstance(model, PreTrainedModel) else _try_config(str(model))
+        section["adapter"] = adapter_section(peft_config, getattr(config, "model_type", None))
+    if quantization_config is not None:
+        if not (quantization_config.load_in_4bit or quantization_config.load_in_8bit):
+            raise UserError("quantization_config is not supported; use load_in_4bit=True or load_in_8bit=True")
+        section["quantization"] = "nf4" if quantization_config.load_in_4bit else "int8"
+    return section
+
+
+def _try_config(path: str) -> Any:
+    """Return the configuration of a model, None where it cannot be read: an error for later."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def short_name(model: Any) -> str:
+    """Return the last part of a model's path or id."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
+    return str(name).rstrip("/").rpartition("/")[2]
 
 
 def adapter_section(peft_config: Any, model_type: str | None) -> dict[str, Any]:

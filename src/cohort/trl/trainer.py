@@ -5,37 +5,33 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from huggingface_hub import HfApi, ModelCardData
-from transformers import AutoConfig, PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    ExportableState,
-    TrainerControl,
-    TrainerState,
-)
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics
 from transformers.trainer_utils import TrainOutput
 
 from cohort.display import Display
 from cohort.errors import UserError
 from cohort.launch.python_trainer import Trainer
-from cohort.ranks.join import rank_of_launcher, started_by_torchrun
+from cohort.learner.train_engine import UpdateEvent
+from cohort.plan import RunSchedule
+from cohort.ranks.join import started_by_torchrun
 from cohort.ranks.stopping import RunStopped
 from cohort.run.files import checkpoints, has_progress
 from cohort.run.log import StepReport
-from cohort.trl.checkpoints import EARLIER, OutputFolder
+from cohort.trl.attributes import TrainerAttributes, accelerator, as_peft
+from cohort.trl.callbacks import note_states, restore_states
+from cohort.trl.checkpoints import OutputFolder
 from cohort.trl.config import GRPOConfig
-from cohort.trl.rewards import RewardModel, RewardTable, names_of
-from cohort.trl.sections import adapter_section, as_dict, sections
+from cohort.trl.hub import upload, write_card
+from cohort.trl.rewards import RewardTable, names_of, reward_functions
+from cohort.trl.sections import model_section, sections, short_name
+from cohort.trl.unsupported import check_arguments, check_overrides
 
 # By run folder, which only one trainer can have open
 _open: WeakValueDictionary[str, Trainer] = WeakValueDictionary()
@@ -43,29 +39,9 @@ _NOT_AVERAGED: tuple[str, ...] = ("learning_rate", "num_tokens")  # in logs: the
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FIRST = ("loss", "grad_norm", "learning_rate")  # what `log` is called with; it adds the others
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_LOSS = "algorithm={'policy_loss': function} of cohort.Trainer"
-_ROLLOUT = "environment_factory, or agent= of cohort.Trainer"
-_ROWS = "rows in the order that they should have, with shuffle_dataset=False"
-_OPTIMIZER = "args.optim and args.lr_scheduler_type, or the sections optim and train of cohort.Trainer"
-_HOOKS = {
-    **dict.fromkeys(("_generate_and_score_completions", "_generate", "_generate_single_turn"), _ROLLOUT),
-    **dict.fromkeys(("_compute_loss", "compute_loss", "training_step", "_get_per_token_logps_and_entropies"), _LOSS),
-    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "_get_train_sampler", "_prepare_inputs"), _ROWS),
-    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"), _OPTIMIZER),
-    "prediction_step": "evaluate, which is called for each evaluation",
-}
 
 
-class _Flow(DefaultFlowCallback):
-    """Logs, evaluates and saves at the intervals of optimizer steps, several of which may end at once."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        for before in reversed(range(args.num_iterations)):
-            super().on_step_end(args, replace(state, global_step=state.global_step - before), control, **kwargs)
-        return control
-
-
-class GRPOTrainer:
+class GRPOTrainer(TrainerAttributes):
     """Trains with GRPO from TRL's arguments; docs/from-trl.md says what is the same and what is not.
 
     The run folder of Cohort is `args.output_dir/cohort`, so `cohort view` shows it.
@@ -109,35 +85,34 @@ class GRPOTrainer:
         Raises:
             UserError: something is not supported; the message says what to use.
         """
-        self._refuse(rollout_func=rollout_func, optimizers=optimizers)
-        self.args = args or GRPOConfig(output_dir=f"{_short_name(model)}-GRPO")
+        check_arguments(rollout_func=rollout_func, optimizers=optimizers)
+        check_overrides(type(self))
+        self.args = args or GRPOConfig(output_dir=f"{short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise UserError(f"args: {type(self.args).__module__}.{type(self.args).__name__}; use cohort.trl.GRPOConfig")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.reward_funcs = self._reward_functions(_as_list(reward_funcs), reward_processing_classes)
+        self.reward_funcs = reward_functions(_as_list(reward_funcs), _as_list(reward_processing_classes), self.args)
         self.reward_func_names = names_of(self.reward_funcs)
         self.reward_processing_classes = _as_list(reward_processing_classes)
         self._rewards = RewardTable(self.reward_funcs, self._calculate_rewards)
         self.tools = list(tools or ())
         self._given = {
-            "model": self._model_section(model, peft_config, quantization_config),
+            "model": model_section(model, peft_config, quantization_config),
             "rewards": self._reward_section(),
             "tokenizer": processing_class,
             "tools": self.tools,
             "environment": environment_factory,
             "display": Display() if self.args.disable_tqdm else None,
         }
-        self.accelerator = self._accelerator()
+        self.accelerator = accelerator(self.args, lambda: self._built().on_any_rank([False]))
         self._output = OutputFolder(Path(str(self.args.output_dir)))
-        self._rows = train_dataset
+        self._stream: tuple[Any, list[Any]] = (None, [])  # and the rows that were read from it
         self._beta = self.args.beta
         self._trainer: Trainer | None = None
-        self._is_trained = False
+        self._has_trained = False
         self.control = TrainerControl()
-        self.callback_handler = CallbackHandler([_Flow, *(callbacks or ())], None, None, None, None)
-        self.state = TrainerState()
-        self.state.is_world_process_zero = self.is_world_process_zero()
-        self.state.is_local_process_zero = self.args.local_process_index == 0
+        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], None, None, None, None)
+        self.state = self._new_state()
         self._mode = "train"  # or "eval", whose metrics `log` adds
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._build(self._output.new_run())  # says now what is wrong
@@ -146,7 +121,9 @@ class GRPOTrainer:
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train. Raises as `cohort.Trainer.train` does. Every rank calls this.
+        """Train; the second time, from the current weights. Raises as `cohort.Trainer.train` does.
+
+        Every rank calls this. After an error or an interrupt, the run goes on from its last checkpoint.
 
         Args:
             resume_from_checkpoint: True, or the path of a `checkpoint-N`: go on from the last one, or from that one.
@@ -155,10 +132,8 @@ class GRPOTrainer:
         """
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint)
-        elif self._is_trained:
-            raise UserError("this trainer has finished; create a new one, or pass resume_from_checkpoint=True")
-        elif not self.state.global_step:
-            self._set_aside(())
+        else:
+            self._begin()
         trainer, start, begin = self._built(), time.perf_counter(), self.state.global_step
         num_logs = len(self.state.log_history)
         try:
@@ -185,39 +160,72 @@ class GRPOTrainer:
         """Run the steps, on every rank, and do what callbacks ask for on any of them."""
         args, handler, (schedule, steps_done) = self.args, self.callback_handler, trainer.progress()
         handler.model, handler.processing_class = trainer.model, trainer.tokenizer
+        self._forget_steps_after(steps_done, schedule)
         self.state.max_steps = schedule.num_steps * args.num_iterations
         self.state.num_train_epochs = math.ceil(schedule.num_steps / schedule.steps_per_epoch)
         self.state.compute_steps(args, self.state.max_steps)
+        engine = trainer._worker().engine
+        engine.on_event = self._on_event
         self.control = handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not steps_done:
             self.evaluate()
-        steps, is_new_epoch = iter(trainer), True
-        while steps_done < schedule.num_steps and not self._asks("should_training_stop"):
+        steps, is_new_epoch, epochs_done = iter(trainer), True, self._epochs_done()
+        # callbacks may have ended epochs early
+        skipped = (self.state.epoch or 0.0) - steps_done / schedule.steps_per_epoch
+        while (
+            steps_done < schedule.num_steps
+            and epochs_done < self.state.num_train_epochs
+            and not self._asks("should_training_stop")
+        ):
             if is_new_epoch:
                 self.control = handler.on_epoch_begin(args, self.state, self.control)
             self.control = handler.on_step_begin(args, self.state, self.control)
             report = next(steps)
             steps_done = report.steps_done
-            is_new_epoch = steps_done % schedule.steps_per_epoch < 1
-            self.state.epoch = steps_done / schedule.steps_per_epoch
-            self._finish_step(report)
-            if is_new_epoch or steps_done == schedule.num_steps or self.control.should_training_stop:
+            self._finish_step(report, steps_per_epoch=schedule.steps_per_epoch, skipped_epochs=skipped)
+            is_new_epoch, epochs_done = self._epochs_done() > epochs_done, self._epochs_done()
+            ends_early = self.control.should_epoch_stop and not is_new_epoch
+            if is_new_epoch or ends_early or steps_done == schedule.num_steps or self.control.should_training_stop:
                 self.control = handler.on_epoch_end(args, self.state, self.control)
                 self._obey()
+            if ends_early:
+                trainer.skip_epoch()
+                is_new_epoch, epochs_done = True, epochs_done + 1
+                skipped += epochs_done - (self.state.epoch or 0.0)
+        engine.on_event = None  # else trainer and engine keep each other in memory
         if steps_done == schedule.num_steps:
             trainer.train()  # saves the final model
-            self._is_trained = True
         else:
             trainer.save_checkpoint()
         if args.load_best_model_at_end and self.state.best_model_checkpoint:
             trainer.load(self.state.best_model_checkpoint)
+        self._has_trained = True
 
-    def _finish_step(self, report: StepReport) -> None:
-        """Notify callbacks, and log, evaluate and save if they say so."""
-        self.state.global_step = report.steps_done * self.args.num_iterations
-        for name, value in report.metrics.items():
-            self._metrics["train"][name].append(value)
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+    def _epochs_done(self) -> int:
+        return int((self.state.epoch or 0.0) + 1e-9)
+
+    def _on_event(self, event: UpdateEvent) -> None:
+        """Tell callbacks what happens within a step."""
+        self.control = getattr(self.callback_handler, f"on_{event}")(self.args, self.state, self.control)
+        self.state.global_step += event == "optimizer_step"
+
+    def _finish_step(self, report: StepReport, *, steps_per_epoch: float, skipped_epochs: float) -> None:
+        """Notify callbacks of the step's updates, and log, evaluate and save if they say so."""
+        handler, num_updates = self.callback_handler, self.args.num_iterations
+        should_evaluate = should_save = False
+        for number, update in enumerate(report.updates, start=1):
+            if number > 1:
+                self.control = handler.on_step_begin(self.args, self.state, self.control)
+            for name, value in ({**report.metrics, **update} if number == 1 else update).items():
+                self._metrics["train"][name].append(value)
+            self.state.global_step = (report.steps_done - 1) * num_updates + number
+            self.state.epoch = self.state.global_step / num_updates / steps_per_epoch + skipped_epochs
+            self.control = handler.on_step_end(self.args, self.state, self.control)
+            self._combine_flags()
+            self._log_if_asked()
+            should_evaluate |= self.control.should_evaluate
+            should_save |= self.control.should_save
+        self.control.should_evaluate, self.control.should_save = should_evaluate, should_save
         self._obey()
 
     def _asks(self, flag: str) -> bool:
@@ -226,18 +234,24 @@ class GRPOTrainer:
         setattr(self.control, flag, asked)
         return asked
 
-    def _obey(self) -> None:
+    def _combine_flags(self) -> None:
         asked = self._built().on_any_rank([getattr(self.control, flag) for flag in _FLAGS])
         vars(self.control).update(zip(_FLAGS, asked, strict=True))
+
+    def _log_if_asked(self) -> None:
         if self.control.should_log and self._metrics["train"]:
             self.control.should_log = False
             self.log(self._take_means("train", only=_FIRST))
+
+    def _obey(self) -> None:
+        self._combine_flags()
+        self._log_if_asked()
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             self._note_best(self.evaluate())
         if self._asks("should_save"):
             self.control.should_save = False
-            self._save_checkpoint()
+            self._write_checkpoint()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add metrics since the last call to `logs`, and these to `state.log_history`; tell callbacks."""
@@ -278,7 +292,8 @@ class GRPOTrainer:
             return {name: value for metrics in every for name, value in metrics.items()}
         start = time.perf_counter()
         section = {**self._sampling(), "path": data} if data is not None else None
-        found = self._built().evaluate(None if data is self._own_evaluation() else section).metrics
+        is_own = data is self._own_evaluation() and self._sampling() == self._built_sampling
+        found = self._built().evaluate(None if is_own else section).metrics
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval/')}": value for name, value in found.items()}
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 4)
         self._mode = "eval"
@@ -296,14 +311,15 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the current model (or adapter) and its tokenizer; with `args.push_to_hub`, upload it too."""
         self._built().save(Path(output_dir or str(self.args.output_dir)))
-        if self.args.push_to_hub and not _internal_call and output_dir in (None, self.args.output_dir):
-            self._upload("Model save")
+        wanted = self.args.push_to_hub and not _internal_call and output_dir in (None, self.args.output_dir)
+        if wanted and self.is_world_process_zero():
+            upload(self._output.path, self.args, "Model save")
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `args.output_dir`."""
         if self.is_world_process_zero():
             self._output.path.mkdir(parents=True, exist_ok=True)
-            self._note_callbacks()
+            note_states(self.state, self.callback_handler, self.control)
             self.state.save_to_json(str(self._output.path / "trainer_state.json"))
 
     log_metrics, save_metrics, metrics_format = log_metrics, save_metrics, staticmethod(metrics_format)
@@ -313,21 +329,10 @@ class GRPOTrainer:
         card = {name: value for name, value in kwargs.items() if name in ("model_name", "dataset_name", "tags")}
         self._built().save(self._output.path)
         self.create_model_card(**card)
-        return self._upload(commit_message, token=kwargs.get("token"), revision=kwargs.get("revision"))
-
-    def _upload(self, commit_message: str, **options: Any) -> Any:
-        """Upload the output folder without checkpoints and runs, on rank 0."""
         if not self.is_world_process_zero():
             return None
-        api, name = HfApi(token=options.pop("token", None) or self.args.hub_token), self.args.hub_model_id
-        repo = api.create_repo(name or self._output.path.name, private=self.args.hub_private_repo, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo.repo_id,
-            folder_path=self._output.path,
-            ignore_patterns=["cohort*/*", "checkpoint-*/*", f"{EARLIER}*/*"],
-            commit_message=commit_message,
-            **options,
-        )
+        options = {name: kwargs.get(name) for name in ("token", "revision")}
+        return upload(self._output.path, self.args, commit_message, **options)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: str | list[str] | None = None
@@ -335,43 +340,26 @@ class GRPOTrainer:
         """Write `README.md` into `args.output_dir`."""
         if not self.is_world_process_zero():
             return
-        base, name = self._given["model"]["path"], model_name or self._output.path.name
-        data = ModelCardData(
-            base_model=base if isinstance(base, str) and not Path(base).exists() else None,
+        write_card(
+            self._output.path,
+            name=model_name or self._output.path.name,
+            base=self._given["model"]["path"],
             datasets=dataset_name,
-            library_name="transformers",
-            model_name=name,
-            tags=sorted({*([tags] if isinstance(tags, str) else tags or ()), "cohort", "grpo"}),
+            tags=tags,
         )
-        text = f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with GRPO (arXiv:2402.03300) by Cohort.\n"
-        self._output.path.mkdir(parents=True, exist_ok=True)
-        (self._output.path / "README.md").write_text(text, encoding="utf-8")
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Add a callback, given as a class or an instance."""
-        self.callback_handler.add_callback(callback)
-
-    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Remove a callback."""
-        self.callback_handler.remove_callback(callback)
-
-    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> Any:
-        """Remove a callback and return it."""
-        return self.callback_handler.pop_callback(callback)
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this process is rank 0."""
-        return rank_of_launcher() == 0
 
     @property
     def model(self) -> Any:
-        """The model that is trained."""
-        return self._built().model
+        """The model that is trained. With an adapter it saves and merges like a `peft.PeftModel`."""
+        trainer = self._built()
+        return trainer.model if trainer.config.model.adapter is None else as_peft(trainer)
 
     @property
     def processing_class(self) -> Any:
         """The tokenizer."""
         return self._built().tokenizer
+
+    tokenizer = processing_class  # its name in earlier versions
 
     @property
     def ref_model(self) -> Any:
@@ -392,46 +380,6 @@ class GRPOTrainer:
         self._built().set_beta(value)
         self._beta = value
 
-    def _refuse(self, *, rollout_func: Any, optimizers: Sequence[Any]) -> None:
-        """Refuse arguments, and methods of subclasses, that have no equivalent.
-
-        Raises:
-            UserError: names what to use instead.
-        """
-        if rollout_func is not None:
-            raise UserError(f"rollout_func is not supported; use {_ROLLOUT}")
-        if any(each is not None for each in optimizers):
-            raise UserError(f"optimizers is not supported; use {_OPTIMIZER}")
-        for name, instead in _HOOKS.items():
-            if hasattr(type(self), name):
-                raise UserError(f"{type(self).__name__}.{name}: is not called by Cohort; use {instead}")
-
-    def _model_section(self, model: Any, peft_config: Any, quantization_config: Any) -> dict[str, Any]:
-        section: dict[str, Any] = {"path": model}
-        if peft_config is not None:
-            config = model.config if isinstance(model, PreTrainedModel) else _try_config(str(model))
-            section["adapter"] = adapter_section(peft_config, getattr(config, "model_type", None))
-        if quantization_config is not None:
-            if not (quantization_config.load_in_4bit or quantization_config.load_in_8bit):
-                raise UserError("quantization_config is not supported; use load_in_4bit=True or load_in_8bit=True")
-            section["quantization"] = "nf4" if quantization_config.load_in_4bit else "int8"
-        return section
-
-    def _reward_functions(self, functions: Sequence[Any], tokenizers: Any) -> list[Any]:
-        """Return the rewards, with models as functions."""
-        tokenizers = _as_list(tokenizers) or [None] * len(functions)
-        if len(tokenizers) != len(functions):
-            raise UserError(f"reward_processing_classes: {len(tokenizers)} for {len(functions)} reward_funcs")
-        options = as_dict(self.args.model_init_kwargs, "model_init_kwargs")
-        options.setdefault("trust_remote_code", self.args.trust_remote_code)
-        template = as_dict(self.args.chat_template_kwargs, "chat_template_kwargs")
-        return [
-            RewardModel(func, tokenizer, device=self.args.device, options=options, template=template)
-            if isinstance(func, str | torch.nn.Module)
-            else func
-            for func, tokenizer in zip(functions, tokenizers, strict=True)
-        ]
-
     def _reward_section(self) -> list[dict[str, Any]]:
         functions, weights = self.reward_funcs, self.args.reward_weights or [1.0] * len(self.reward_funcs)
         if len(weights) != len(functions):
@@ -449,11 +397,11 @@ class GRPOTrainer:
         if (earlier := _open.pop(str(run_dir), None)) is not None:
             earlier._forget()  # of the same process, such as of another cell
         args, given = self.args, dict(self._given)
-        found = sections(args, world_size=args.world_size)
+        found, self._built_from = sections(args, world_size=args.world_size), self._arguments()
         if args.max_tool_calling_iterations is not None:
             found["rollout"]["max_turns"] = args.max_tool_calling_iterations + 1
         found["run"]["dir"] = str(run_dir)
-        evaluation = self._own_evaluation()
+        evaluation, self._built_sampling = self._own_evaluation(), self._sampling()
         model, rewards = {**given.pop("model"), **found.pop("model")}, given.pop("rewards")
         rest: dict[str, Any] = {name: section for name, section in found.items() if section}
         self._trainer = Trainer(
@@ -472,12 +420,18 @@ class GRPOTrainer:
         if self.train_dataset is None:
             return None
         if hasattr(self.train_dataset, "__len__"):
-            return {"path": self.train_dataset, **section}
+            return {"path": self.train_dataset, **section, **self._template_of(self.train_dataset)}
         if "steps" not in train:
             raise UserError("max_steps: missing; a stream has no length")
-        if self._rows is self.train_dataset:
-            self._rows = list(islice(self.train_dataset, train["steps"] * train["prompts_per_step"]))
-        return {"path": self._rows, **section, "shuffle": False}
+        count = train["steps"] * train["prompts_per_step"]
+        if self._stream[0] is not self.train_dataset or len(self._stream[1]) < count:
+            self._stream = self.train_dataset, list(islice(self.train_dataset, count))
+        return {"path": self._stream[1], **section, "shuffle": False, **self._template_of(self._stream[1])}
+
+    def _template_of(self, rows: Any) -> dict[str, bool]:
+        """Return whether prompts get the chat template: those that are text do not, as in TRL."""
+        is_text = len(rows) > 0 and isinstance(rows[0].get("prompt"), str)
+        return {"apply_chat_template": False} if is_text and not (self.tools or self._given["environment"]) else {}
 
     def _own_evaluation(self) -> Any:
         """Return the held-out rows if they are one set; several are evaluated one by one."""
@@ -497,6 +451,46 @@ class GRPOTrainer:
         assert self._trainer is not None, "built by the constructor"
         return self._trainer
 
+    def _arguments(self) -> tuple[Any, ...]:
+        """Return what a run is built from that scripts change before they train."""
+        return sections(self.args, world_size=self.args.world_size), id(self.train_dataset), id(self.eval_dataset)
+
+    def _begin(self) -> None:
+        """Open another run from the current weights if one has ended, or with arguments that were changed since."""
+        if self._has_trained:
+            self._given["model"] = self._current_model()
+            self.state, self._beta, self._has_trained = self._new_state(), self.args.beta, False
+            self._metrics["train"].clear()
+            self._build(self._output.new_run())
+        elif not self.state.global_step and self._arguments() != self._built_from:
+            self._drop_unused_run()
+            self._build(self._output.new_run())
+        if not self.state.global_step:
+            self._set_aside(())
+
+    def _current_model(self) -> dict[str, Any]:
+        """Save the current weights, and return the section of a run that starts from them."""
+        trainer = self._built()
+        folder = Path(trainer.config.run.dir) / "last"
+        trainer.save(folder)
+        section = trainer.config.model
+        if section.adapter is None:
+            return {**self._given["model"], "path": str(folder)}
+        adapter = {**section.adapter.model_dump(exclude_unset=True), "path": str(folder)}
+        return {**self._given["model"], "path": section.path, "adapter": adapter}
+
+    def _new_state(self) -> TrainerState:
+        state = TrainerState()
+        state.is_world_process_zero = self.is_world_process_zero()
+        state.is_local_process_zero = self.is_local_process_zero()
+        return state
+
+    def _forget_steps_after(self, steps_done: int, schedule: RunSchedule) -> None:
+        """Set `state` back to the checkpoint that a failed run goes on from."""
+        if self.state.global_step > (step := steps_done * self.args.num_iterations):
+            self.state.global_step, self.state.epoch = step, steps_done / schedule.steps_per_epoch
+            self.state.log_history = [entry for entry in self.state.log_history if entry["step"] <= step]
+
     def _resume(self, wanted: str | bool) -> None:
         """Open the run of a checkpoint, or a copy that ends there, and restore `state`.
 
@@ -512,33 +506,16 @@ class GRPOTrainer:
             found.prepare(run_dir, self._built().config)
         self._build(run_dir)
         state.best_model_checkpoint = self._output.best_model(found, state)
+        fresh = self._new_state()
         state.is_world_process_zero, state.is_local_process_zero = (
-            self.state.is_world_process_zero,
-            self.state.is_local_process_zero,
+            fresh.is_world_process_zero,
+            fresh.is_local_process_zero,
         )
-        self.state, self._is_trained = state, False
+        self.state, self._has_trained = state, False
         if self.args.beta:
             self._beta = self._built().beta()
         if self.args.restore_callback_states_from_checkpoint:
-            self._restore_callbacks()
-
-    def _note_callbacks(self) -> None:
-        """Put the states of callbacks into `state`."""
-        callbacks = [c for c in (*self.callback_handler.callbacks, self.control) if isinstance(c, ExportableState)]
-        self.state.stateful_callbacks = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
-
-    def _restore_callbacks(self) -> None:
-        """Replace callbacks by new ones with the states of the checkpoint, as transformers does."""
-        callbacks = self.callback_handler.callbacks
-        saved = {
-            name: iter(states if isinstance(states, list) else [states])
-            for name, states in dict(self.state.stateful_callbacks or {}).items()
-        }
-        for place, callback in enumerate(callbacks):
-            if isinstance(callback, ExportableState) and (
-                found := next(saved.get(type(callback).__name__, iter(())), None)
-            ):
-                callbacks[place] = type(callback).from_state({"args": {}, "attributes": {}, **found})
+            restore_states(self.state, self.callback_handler)
 
     def _drop_unused_run(self) -> None:
         """Delete the folder of the run that was opened before it was known that another one is resumed."""
@@ -556,9 +533,9 @@ class GRPOTrainer:
             if moved:
                 print(f"{', '.join(p.name for p in moved)} of an earlier run: now in {moved[0].parent}")
 
-    def _save_checkpoint(self) -> None:
+    def _write_checkpoint(self) -> None:
         step = self._built().save_checkpoint()
-        self._note_callbacks()
+        note_states(self.state, self.callback_handler, self.control)
         if self.state.best_metric is not None and self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(self._output.path / f"checkpoint-{self.state.global_step}")
         if self.is_world_process_zero():
@@ -576,7 +553,7 @@ class GRPOTrainer:
                 steps = int(step.name.rpartition("-")[2]) * self.args.num_iterations
                 if not (self._output.path / f"checkpoint-{steps}").exists():
                     self.state.global_step = steps
-                    self._note_callbacks()
+                    note_states(self.state, self.callback_handler, self.control)
                     self._output.write(step, self.state)
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
@@ -589,37 +566,6 @@ class GRPOTrainer:
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save |= self.args.save_strategy == "best"
-
-    def _accelerator(self) -> Any:
-        """Return what scripts read of `accelerator`."""
-        args = self.args
-        return SimpleNamespace(
-            is_main_process=args.process_index == 0,
-            is_local_main_process=args.local_process_index == 0,
-            process_index=args.process_index,
-            num_processes=args.world_size,
-            device=args.device,
-            unwrap_model=lambda model: model,
-            wait_for_everyone=lambda: self._built().on_any_rank([False]),
-            print=print if args.process_index == 0 else _silent,
-        )
-
-
-def _silent(*_: object) -> None:
-    """Print nothing."""
-
-
-def _short_name(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-    return str(name).rstrip("/").rpartition("/")[2]
-
-
-def _try_config(path: str) -> Any:
-    """Return the configuration of a model, None where it cannot be read: an error for later."""
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
 
 
 def _as_list(value: Any) -> list[Any]:
