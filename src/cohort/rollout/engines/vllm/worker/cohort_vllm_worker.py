@@ -245,7 +245,7 @@ def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bo
     num_layers, tied = config.num_hidden_layers, getattr(config, "tie_word_embeddings", False)
     mtp = ("mtp.", *(f"model.layers.{n}." for n in range(num_layers, num_layers + 8)))
 
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for file in sorted(names):
         with safe_open(folder / file, framework="pt") as tensors:
             shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
