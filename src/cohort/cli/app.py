@@ -101,8 +101,8 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Run a vLLM server for a training run on another machine, which lists it in rollout.urls."""
-    # rollout.urls is for the run, which reads the same file; this server has one of these addresses.
-    settings = load_config(config, overrides or (), without=["rollout.urls"])
+    # for the run, which reads the same file; this server has one of these addresses
+    settings = load_config(config, overrides or (), without=["rollout.urls", "rollout.api_key_env"])
     print_loading_notice()
     from cohort.launch.serve import as_shell, serve_command
     from cohort.launch.serve import serve as run_server

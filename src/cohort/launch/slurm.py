@@ -93,7 +93,7 @@ def _beside_ranks(config: Config, rollout: ServersConfig, nodes: int, gpus_per_n
         )
     if hardware.rollout_gpus == "auto" and hardware.processes in ("auto", gpus_per_node):
         raise UserError(
-            f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {rollout.engine}, since the "
+            f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {config.rollout.engine}, since the "
             f"ranks use all GPUs of the training nodes; use --rollout-nodes 1, hardware.rollout_gpus=1 (of every "
             f"node), rollout.urls, or --nodes 1, which splits the node's GPUs"
         )
