@@ -473,9 +473,7 @@ def test_a_server_without_the_endpoints_for_weights_says_how_to_start_it():
     server = ThreadServer(make=Plain)
     server.start()
     try:
-        with pytest.raises(
-            ServerError, match="/pause: HTTP 404: Not Found; start the server with `cohort serve`"
-        ):
+        with pytest.raises(ServerError, match="/pause: HTTP 404: Not Found; start the server with `cohort serve`"):
             VllmApi(server.url, secret=Secret(SECRET), timeout_s=PATIENCE_S).pause()
     finally:
         server.stop()
