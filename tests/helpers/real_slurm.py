@@ -15,7 +15,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
 
 # `high` preempts `low`, whose jobs then have GRACE_S to end by themselves.
-GRACE_S = 60
+GRACE_S = 120
 _CONF = """
 ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
@@ -104,12 +104,12 @@ def real_slurm(folder: Path) -> Iterator[Cluster]:
         cluster.run("munged", "--force", f"--socket={folder}/munge.socket", *munge)
         cluster.run("slurmctld")
         cluster.run("slurmd")
-        until(lambda: "idle" in cluster.run("sinfo", "--noheader", "--format=%T"), every_s=0.2)
+        until(lambda: "idle" in cluster.run("sinfo", "--noheader", "--format=%T"), timeout_s=60, every_s=0.2)
         try:
             yield cluster
         finally:
             cluster.run("scancel", "--user=root")
-            until(lambda: not cluster.run("squeue", "--noheader"), every_s=0.2)
+            until(lambda: not cluster.run("squeue", "--noheader"), timeout_s=60, every_s=0.2)
     finally:
         for name in ("slurmd", "slurmctld", "munge"):
             with suppress(OSError, ValueError):

@@ -43,7 +43,7 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_an_uninterrupted_r
     monkeypatch.chdir(tmp_path)
     config = changed(
         make_inputs(tmp_path),
-        hardware={"device": "cpu", "processes": 2, "grace_s": 30},
+        hardware={"device": "cpu", "processes": 2},
         rollout={"engine": "local"},
         train={"steps": NUM_STEPS},
         run={"checkpoint_every": 1000, "record_tokens": True},
@@ -71,7 +71,7 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_an_uninterrupted_r
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     until(lambda: num_lines(steps) >= stopped + 2)
     hours, minutes, _ = map(int, slurm.job(number)["RunTime"].split(":"))
-    slurm.run("scontrol", "update", f"JobId={number}", f"TimeLimit={60 * hours + minutes + 2}")
+    slurm.run("scontrol", "update", f"JobId={number}", f"TimeLimit={60 * hours + minutes + 3}")
     slurm.run("scancel", "--signal=USR1", number)  # as Slurm does before the limit, which it looks at twice a minute
     until(lambda: slurm.state(number) == "PENDING" and slurm.job(number)["Restarts"] == "2", every_s=0.2)
     stopped = num_lines(steps)
