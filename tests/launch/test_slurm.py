@@ -202,6 +202,15 @@ def test_options_of_sbatch_come_last():
     assert directives(script(sbatch=["--qos", "high", "--constraint=a|b"]))[-1] == "--qos high '--constraint=a|b'"
 
 
+def test_words_after_two_dashes_are_options_of_sbatch(tmp_path, cohort):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    command = ("launch", "slurm", tmp_path / "run.yaml", "train.steps=7", "--container", "a.sif", "--mount", "/data")
+    ended = cohort(*command, "--", "--qos", "high", "--gres=gpu:a100:8")
+    assert ended.code == 0 and directives(ended.out)[-1] == "--qos high --gres=gpu:a100:8"
+    assert 'train "$config" train.steps=7 hardware.max_restarts=3' in ended.out and ",/data:/data " in ended.out
+    assert "No such option: --qos" in cohort(*command, "--qos", "high").err
+
+
 def test_a_setup_file_comes_first(tmp_path):
     (tmp_path / "modules.sh").write_text("module load cuda\nconda activate $unset\n")
     lines = script(setup=tmp_path / "modules.sh").splitlines()

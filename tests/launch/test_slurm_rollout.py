@@ -141,6 +141,8 @@ def test_the_engine_is_said_to_servers_and_ranks():
     assert text.count("rollout.engine=vllm") == 2
     assert "torchrun" not in script("rollout.engine=auto", nodes=1)
     assert "rollout.engine=local)" in script("rollout.engine=auto", nodes=2)
+    beside = script("rollout.engine=auto", "hardware.rollout_gpus=1", nodes=2)
+    assert beside.count("rollout.engine=vllm") == 2
     assert "torchrun" in script("rollout.engine=local", nodes=1)
 
 

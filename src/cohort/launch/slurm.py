@@ -183,7 +183,8 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     gpus, arguments = _gpus_per_node(config, options), list(overrides)
     if config.rollout.engine == "auto" and (options.nodes > 1 or options.rollout_nodes > 0):
         # fixed here, so that it does not depend on the nodes of a start
-        engine = AutoRolloutConfig.prefers if options.rollout_nodes > 0 else "local"
+        has_servers = options.rollout_nodes > 0 or config.hardware.rollout_gpus != "auto"
+        engine = AutoRolloutConfig.prefers if has_servers else "local"
         config = set_engine(config, engine)
         arguments.append(f"rollout.engine={engine}")
     rollout, server_words, training_words = None, arguments, arguments
