@@ -1,6 +1,7 @@
 """The batch script for Slurm: what it says, what is refused, and that it starts the ranks, with fakes of Slurm."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -209,6 +210,42 @@ def test_words_after_two_dashes_are_options_of_sbatch(tmp_path, cohort):
     assert ended.code == 0 and directives(ended.out)[-1] == "--qos high --gres=gpu:a100:8"
     assert 'train "$config" train.steps=7 hardware.max_restarts=3' in ended.out and ",/data:/data " in ended.out
     assert "No such option: --qos" in cohort(*command, "--qos", "high").err
+
+
+DOCUMENTED = re.findall(
+    r"^\| .* \| `(.*)` \|$", (Path(__file__).parents[2] / "docs" / "launching.md").read_text(), re.M
+)
+
+
+def test_documented_layouts(tmp_path, cohort):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    layouts = []
+    for words in DOCUMENTED:
+        ended = cohort("launch", "slurm", tmp_path / "run.yaml", *shlex.split(words))
+        assert ended.code == 0, ended
+        layouts.append(
+            [line for line in ended.out.splitlines() if re.match("# (Nodes|Training nodes|Rollout nodes)", line)]
+        )
+    split = "which `cohort train` splits between training and servers."
+    trains = "# Training nodes: 4, with 8 GPUs and"
+    assert layouts == [
+        [f"# Nodes: 1, with 4 GPUs, {split}"],
+        [f"# Nodes: 1, with 8 GPUs, {split}"],
+        [f"# Nodes: 1, with 8 GPUs, {split}"],
+        [f"{trains} 8 ranks each: 32 ranks.", "# Rollout nodes: 2, with 8 GPUs and 8 vLLM servers each: 16 servers."],
+        [
+            f"{trains} 6 ranks each: 24 ranks.",
+            "# Rollout nodes: 0. 2 vLLM servers on the last GPUs of each training node: 8 servers.",
+        ],
+        [
+            f"{trains} 8 ranks each: 32 ranks.",
+            "# Rollout nodes: 0. The training nodes sample the completions themselves (rollout.engine: local).",
+        ],
+        [
+            f"{trains} 8 ranks each: 32 ranks.",
+            "# Rollout nodes: 0. The servers of rollout.urls sample the completions.",
+        ],
+    ]
 
 
 def test_a_setup_file_comes_first(tmp_path):
