@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,24 +62,37 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_an_uninterrupted_r
     slurm.environment["PYTHONPATH"] = str(tmp_path)
 
     number = slurm.submit(script)
-    until(lambda: num_lines(steps) >= 2)
+
+    def wait(condition: Callable[[], object]) -> None:
+        def holds() -> object:
+            assert slurm.state(number) not in ("FAILED", "TIMEOUT", "CANCELLED"), log.read_text()
+            return condition()
+
+        until(holds, every_s=0.3)
+
+    def is_requeued(times: int) -> bool:
+        return slurm.state(number) == "PENDING" and slurm.job(number)["Restarts"] == str(times)
+
+    # a node refuses a job that starts again in the second in which it ended; Slurm itself waits for two minutes
+    start_soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+4")
+    wait(lambda: num_lines(steps) >= 2)
     slurm.submit("--partition=high", "--exclusive", "--output=/dev/null", "--wrap=true")
-    until(lambda: slurm.state(number) == "PENDING" and slurm.job(number)["Restarts"] == "1", every_s=0.2)
+    wait(lambda: is_requeued(1))
     stopped = num_lines(steps)
     assert f"stopped by SIGTERM after step {stopped}: saved" in log.read_text()
 
-    slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
-    until(lambda: num_lines(steps) >= stopped + 2)
+    slurm.run(*start_soon)
+    wait(lambda: num_lines(steps) >= stopped + 2)
     hours, minutes, _ = map(int, slurm.job(number)["RunTime"].split(":"))
     slurm.run("scontrol", "update", f"JobId={number}", f"TimeLimit={60 * hours + minutes + 3}")
     slurm.run("scancel", "--signal=USR1", number)  # as Slurm does before the limit, which it looks at twice a minute
-    until(lambda: slurm.state(number) == "PENDING" and slurm.job(number)["Restarts"] == "2", every_s=0.2)
+    wait(lambda: is_requeued(2))
     stopped = num_lines(steps)
     assert f"stopped by SIGUSR1 after step {stopped}: saved" in log.read_text()
 
     (tmp_path / "hurry").touch()
-    slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")
-    until(lambda: slurm.state(number) == "COMPLETED", every_s=0.2)
+    slurm.run(*start_soon, "TimeLimit=60")
+    wait(lambda: slurm.state(number) == "COMPLETED")
     assert [json.loads(line)["step"] for line in steps.read_text().splitlines()] == list(range(1, NUM_STEPS + 1))
     assert "Traceback" not in log.read_text()
     cohort.train(config)
