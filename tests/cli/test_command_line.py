@@ -78,7 +78,7 @@ FRESH = {
     "algorithms": (["grpo"], "arXiv:2402.03300"),
     "check": (["trl.yaml"], "trl.yaml"),
     "convert": (["trl.yaml"], "num_generations: 8"),
-    "plan": (["run.yaml"], "Memory of one training process"),
+    "plan": (["run.yaml"], "start it: cohort train run.yaml"),
     "launch": (["slurm", "run.yaml", "hardware.device=cpu"], "#SBATCH --nodes="),
     "eval": (["model", "--data", "data.jsonl", "--prompt", "question", "--reward", "exact"], "accuracy"),
     "rollout": (["run.yaml", "--rows", "1"], "turn 1, "),

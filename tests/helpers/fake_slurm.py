@@ -10,6 +10,8 @@ import pytest
 from waiting import PATIENCE_S
 
 FAKE_SCONTROL = """#!/bin/bash
+[ "$1 $2" = "show job" ] && exec echo "${JOB:-}"
+[ "$1" = requeue ] && exec touch "$PROBE_DIR/requeued"
 [ "$1 $2" = "show hostnames" ] || exit 1
 case $3 in
     node[[]1-2]) printf 'localhost\\nnode2\\n' ;;

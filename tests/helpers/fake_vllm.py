@@ -57,7 +57,7 @@ class FakeVllm:
         self.text_of = text_of  # of a token: where stop strings are looked for
         self.version = "default"  # of the weights
         self.vllm_version, self.num_workers = "0.32.0", 1
-        self.secret = SECRET
+        self.secret, self.refuses_with = SECRET, 401
         self.meeting: dict[str, Any] = {}  # what it was told of the last one for weights
         self.asleep = False
         self.calls: Counter[str] = Counter()
@@ -236,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Authorization"] == f"Bearer {self.fake.secret}":
             return True
         self.fake.calls["without the secret"] += 1
-        self.reply({"error": "no secret"}, 401)
+        self.reply({"error": "no secret"}, self.fake.refuses_with)
         return False
 
     def do_GET(self) -> None:

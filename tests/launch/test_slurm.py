@@ -1,16 +1,21 @@
 """The batch script for Slurm: what it says, what is refused, and that it starts the ranks, with fakes of Slurm."""
 
 import json
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
+from cohort.launch import torchrun
 from cohort.launch.slurm import SlurmOptions, slurm_script
 from cohort.run.folder import config_changes
 from fake_slurm import make_cluster, run_script
@@ -84,7 +89,7 @@ def test_time_to_save():
 def test_the_launcher():
     assert """
 launcher=(
-    torchrun
+    python3 -m cohort.launch.torchrun
     --nnodes 8:8
     --nproc-per-node 8
     --rdzv-backend c10d
@@ -140,8 +145,9 @@ def test_fewer_nodes_may_go_on_or_all_are_needed():
     assert "    --nnodes 6:8\n" in text
     assert ",last_call_timeout=60 " in text
     assert "--no-kill" in directives(text)
-    assert '\nsrun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none "${launcher[@]}" "${training[@]}"\n' in text
-    assert '\nsrun --kill-on-bad-exit=1 --cpu-bind=none "${launcher[@]}" "${training[@]}"\n' in script()
+    command = '"${launcher[@]}" "${training[@]}" || status=$?\n'
+    assert f'\n"${{step[@]}}" --no-kill --kill-on-bad-exit=0 --wait=0 {command}' in text
+    assert f'\n"${{step[@]}}" --kill-on-bad-exit=1 {command}' in script()
 
 
 def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):
@@ -177,10 +183,99 @@ def test_ranks_per_node(overrides, options, ranks):
 
 
 def test_gpus_that_no_rank_trains_on_are_there_for_servers():
-    """Where ranks take all of them, none is left."""
-    vllm = ("rollout.engine=vllm", "hardware.processes=7")
-    assert "# Rollout nodes: 0. vLLM servers on the first node sample" in script(*vllm)
-    assert message(vllm[0]).startswith("--rollout-nodes: 0 leaves no GPUs for the servers of")
+    """On every node: their numbers are per node."""
+    for overrides, ranks, servers, first in (
+        (("hardware.processes=7",), 7, 1, 7),
+        (("hardware.rollout_gpus=4", "rollout.tensor_parallel=2"), 4, 2, 4),
+        (("hardware.processes=2", "hardware.rollout_gpus=3"), 2, 3, 2),
+    ):
+        text = script(VLLM, *overrides)
+        assert f"8 GPUs and {ranks} ranks each: {8 * ranks} ranks." in text and f"--nproc-per-node {ranks}\n" in text
+        assert f" {servers} vLLM servers on the last GPUs of each training node: {8 * servers} servers." in text
+        assert f"first_gpu=$(( {first} + i *" in text and "--nodes=8" in directives(text)
+        assert "\nstep=(srun --cpu-bind=none --overlap)\n" in text
+        training = next(line for line in text.splitlines() if line.startswith("training="))
+        words = shlex.split(training.removeprefix("training=(").removesuffix(")"))[4:]
+        config_with(*words[:-1], "rollout.urls=[http://node-1:8000]")  # no key without effect
+
+
+def test_options_of_sbatch_come_last():
+    assert directives(script(sbatch=["--qos", "high", "--constraint=a|b"]))[-1] == "--qos high '--constraint=a|b'"
+
+
+def test_words_after_two_dashes_are_options_of_sbatch(tmp_path, cohort):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    command = ("launch", "slurm", tmp_path / "run.yaml", "train.steps=7", "--container", "a.sif", "--mount", "/data")
+    ended = cohort(*command, "--", "--qos", "high", "--gres=gpu:a100:8")
+    assert ended.code == 0 and directives(ended.out)[-1] == "--qos high --gres=gpu:a100:8"
+    assert 'train "$config" train.steps=7 hardware.max_restarts=3' in ended.out and ",/data:/data " in ended.out
+    assert "No such option: --qos" in cohort(*command, "--qos", "high").err
+
+
+DOCUMENTED = re.findall(
+    r"^\| .* \| `(.*)` \|$", (Path(__file__).parents[2] / "docs" / "launching.md").read_text(), re.M
+)
+
+
+def test_documented_layouts(tmp_path, cohort):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    layouts = []
+    for words in DOCUMENTED:
+        ended = cohort("launch", "slurm", tmp_path / "run.yaml", *shlex.split(words))
+        assert ended.code == 0, ended
+        layouts.append(
+            [line for line in ended.out.splitlines() if re.match("# (Nodes|Training nodes|Rollout nodes)", line)]
+        )
+    split = "which `cohort train` splits between training and servers."
+    trains = "# Training nodes: 4, with 8 GPUs and"
+    assert layouts == [
+        [f"# Nodes: 1, with 4 GPUs, {split}"],
+        [f"# Nodes: 1, with 8 GPUs, {split}"],
+        [f"# Nodes: 1, with 8 GPUs, {split}"],
+        [f"{trains} 8 ranks each: 32 ranks.", "# Rollout nodes: 2, with 8 GPUs and 8 vLLM servers each: 16 servers."],
+        [
+            f"{trains} 6 ranks each: 24 ranks.",
+            "# Rollout nodes: 0. 2 vLLM servers on the last GPUs of each training node: 8 servers.",
+        ],
+        [
+            f"{trains} 8 ranks each: 32 ranks.",
+            "# Rollout nodes: 0. The training nodes sample the completions themselves (rollout.engine: local).",
+        ],
+        [
+            f"{trains} 8 ranks each: 32 ranks.",
+            "# Rollout nodes: 0. The servers of rollout.urls sample the completions.",
+        ],
+    ]
+
+
+def test_a_setup_file_comes_first(tmp_path):
+    (tmp_path / "modules.sh").write_text("module load cuda\nconda activate $unset\n")
+    lines = script(setup=tmp_path / "modules.sh").splitlines()
+    assert lines[lines.index("set -euo pipefail") + 2 :][2:5] == ["module load cuda", "conda activate $unset", "set -u"]
+    assert message(setup=tmp_path / "none") == f"--setup: '{tmp_path}/none' cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (
+            "nvcr.io#a:1",
+            "step=(srun --cpu-bind=none --container-image='nvcr.io#a:1' --container-mounts={mounts} "
+            '--container-workdir="$PWD")',
+        ),
+        ("/images/a b.sif", "inside=(apptainer exec --nv --bind {mounts} --pwd \"$PWD\" '/images/a b.sif')"),
+        ("docker://a:1", 'inside=(apptainer exec --nv --bind {mounts} --pwd "$PWD" docker://a:1)'),
+    ],
+)
+def test_containers(image, expected):
+    """Each step but the one that looks at run.dir runs in it, by the Python of the image."""
+    here = Path.cwd()
+    mounts = f"{here}:{here},/configs:/configs,/runs/a:/runs/a,/data:/d,/hub:/hub"
+    text = script(VLLM, rollout_nodes=1, container=image, mounts=["/data:/d", "/hub"])
+    assert expected.format(mounts=mounts) in text.splitlines()
+    assert text.count('"${inside[@]}" ') == (0 if "#" in image else 2)
+    assert text.count('"${step[@]}" ') == 2 and "export PATH" not in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"min_nodes": 1}, {"partition": "p", "account": "a"}, {"rollout_nodes": 2}])
@@ -242,7 +337,20 @@ def test_bash_reads_it(options):
             (VLLM,),
             {},
             "--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: vllm, since the ranks use all GPUs "
-            "of the training nodes; use --rollout-nodes 1, rollout.urls, or --nodes 1, which splits the node's GPUs",
+            "of the training nodes; use --rollout-nodes 1, hardware.rollout_gpus=1 (of every node), rollout.urls, or "
+            "--nodes 1, which splits the node's GPUs",
+        ),
+        (
+            (VLLM, "hardware.rollout_gpus=shared"),
+            {},
+            "hardware.rollout_gpus: shared with --nodes: 8: servers can only share the GPUs of one node; use --nodes "
+            "1, --rollout-nodes 1, or hardware.rollout_gpus=1 (of every node)",
+        ),
+        (
+            (VLLM, "hardware.rollout_gpus=1"),
+            {"min_nodes": 6},
+            "--min-nodes: 6 with servers on the training nodes, which end with their node; use --min-nodes 8, or "
+            "--rollout-nodes 1",
         ),
         (
             (VLLM, "rollout.urls=[http://a:1]"),
@@ -365,3 +473,51 @@ def test_it_refuses_a_run_folder_that_nodes_do_not_share(cluster, monkeypatch):
     assert "run.dir /nowhere/a is not writable here, or is not the folder that the first node sees" in result.stdout
     assert list((cluster / "runs/a").iterdir()) == []
     assert list((cluster / "found").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "job", "requeued"),
+    [
+        (143, "PreemptTime=2026-01-01T00:00:00", True),
+        (138, "EndTime=$(date -d '+100 seconds' +%FT%T) PreemptTime=None", True),
+        (143, "EndTime=$(date -d '+1 hour' +%FT%T) PreemptTime=None", False),  # `scancel --signal`
+        (143, "EndTime=Unknown PreemptTime=None", False),
+        (1, "PreemptTime=2026-01-01T00:00:00", False),
+    ],
+)
+def test_a_job_that_slurm_stops_is_requeued(cluster, monkeypatch, code, job, requeued):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("JOB", subprocess.check_output(["bash", "-c", f'echo -n "{job}"'], text=True))
+    text = script(VLLM, "run.dir=runs/a", "hardware.rollout_gpus=1", nodes=1, gpus_per_node=4)
+    result = run_script(text.replace("python3 -m cohort train", f"bash -c 'exit {code}'"))
+    assert result.returncode == code
+    assert (cluster / "requeued").exists() == requeued == ("requeued; the job resumes" in result.stdout)
+
+
+def test_training_saves_after_a_signal_has_ended_the_servers(cluster):
+    text = script(VLLM, "run.dir=runs/a", "hardware.rollout_gpus=1", nodes=2)
+    text = text.replace("python3 -m cohort serve", "exit 143; :")
+    text = text.replace("python3 -m cohort.launch.torchrun", "bash -c 'sleep 1; touch saved; exit 138'")
+    result = run_script(text)
+    assert (cluster / "saved").exists() and result.returncode == 138, result.stdout
+
+
+def test_torchrun_ends_as_the_ranks_did(monkeypatch):
+    """Without a traceback."""
+
+    def code_after(error: Exception) -> object:
+        def run() -> None:
+            raise error
+
+        monkeypatch.setattr(torchrun, "torchrun", run)
+        with pytest.raises(SystemExit) as ended:
+            torchrun.main()
+        return ended.value.code
+
+    def failed(*codes: int) -> ChildFailedError:
+        failures = {r: ProcessFailure(local_rank=r, pid=r, exitcode=c, error_file="") for r, c in enumerate(codes)}
+        return ChildFailedError("cohort", failures)
+
+    assert code_after(SignalException("stopped", signal.SIGTERM)) == 143
+    assert code_after(failed(138, 138)) == 138
+    assert code_after(failed(143, 1)) == 1 and code_after(failed(2, -15)) == 2

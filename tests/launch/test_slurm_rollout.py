@@ -2,8 +2,6 @@
 
 import json
 import os
-import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,9 +56,11 @@ def rollout_script(cluster, monkeypatch) -> str:
     overrides = ("run.dir=runs/a", VLLM, "rollout.tensor_parallel=2", "data.system_prompt=it's")
     options = {"nodes": 2, "rollout_nodes": 2, "gpus_per_node": 4, "max_restarts": 0, "port": free_port()}
     text = script(*overrides, config_path="run.yaml", **options)
-    assert text.count("--nproc-per-node 4") == text.count("-m cohort train") == text.count("        cohort serve") == 1
+    assert (
+        text.count("--nproc-per-node 4") == text.count("-m cohort train") == text.count("python3 -m cohort serve") == 1
+    )
     text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace("-m cohort train", "-m probe")
-    text = text.replace("        cohort serve", f"        {cluster / 'tools' / 'cohort'} serve")
+    text = text.replace("python3 -m cohort serve", f"{cluster / 'tools' / 'cohort'} serve")
     return text.replace("sleep 10", "sleep 0.2")
 
 
@@ -128,8 +128,8 @@ def test_one_node_is_split_by_the_run_itself(cluster, monkeypatch, rollout_gpus,
     text = script(*overrides, config_path="run.yaml", nodes=1, gpus_per_node=4, max_restarts=2)
     assert "# Nodes: 1, with 4 GPUs, which `cohort train` splits between training and servers." in text
     assert {"--nodes=1", "--gpus-per-node=4", "--signal=USR1@120"} <= set(directives(text))
-    assert "torchrun" not in text and text.count(" cohort train ") == 1
-    result = run_script(text.replace(" cohort train ", f" {shlex.quote(sys.executable)} {cluster / 'split.py'} train "))
+    assert "torchrun" not in text and text.count("python3 -m cohort train ") == 1
+    result = run_script(text.replace("-m cohort train ", f"{cluster / 'split.py'} train "))
     assert result.returncode == 5, result.stdout  # which is told to Slurm
     found = json.loads((cluster / "found" / "split").read_text())
     assert found == {"train": train, "sample": sample, "restarts": 2}
@@ -141,6 +141,8 @@ def test_the_engine_is_said_to_servers_and_ranks():
     assert text.count("rollout.engine=vllm") == 2
     assert "torchrun" not in script("rollout.engine=auto", nodes=1)
     assert "rollout.engine=local)" in script("rollout.engine=auto", nodes=2)
+    beside = script("rollout.engine=auto", "hardware.rollout_gpus=1", nodes=2)
+    assert beside.count("rollout.engine=vllm") == 2
     assert "torchrun" in script("rollout.engine=local", nodes=1)
 
 

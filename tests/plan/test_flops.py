@@ -191,6 +191,6 @@ def test_bandwidths_of_gpus(name: str, tera: float):
 
 def test_what_has_no_known_peak():
     assert peak_flops("NVIDIA A10G", "bfloat16") is memory_bandwidth("NVIDIA A10G") is None  # not an A10
-    assert peak_flops("AMD Instinct MI300X", "bfloat16") is None
+    assert peak_flops("AMD Instinct MI250", "bfloat16") is None
     assert peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32", tf32=True) == 156e12

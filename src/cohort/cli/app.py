@@ -102,8 +102,8 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Run a vLLM server for a training run on another machine, which lists it in rollout.urls."""
-    # rollout.urls is for the run, which reads the same file; this server has one of these addresses.
-    settings = load_config(config, overrides or (), without=["rollout.urls"])
+    # for the run, which reads the same file; this server has one of these addresses
+    settings = load_config(config, overrides or (), without=["rollout.urls", "rollout.api_key_env"])
     print_loading_notice()
     from cohort.launch.serve import as_shell, serve_command
     from cohort.launch.serve import serve as run_server
@@ -156,15 +156,38 @@ def slurm(
     job_name: Annotated[str, typer.Option(help="Slurm job name.")] = "cohort",
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum restarts of the processes within the job.")] = 3,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Rendezvous port.")] = 29500,
+    setup: Annotated[
+        Path | None, typer.Option(help="File with bash that the script runs first, such as `module load cuda`.")
+    ] = None,
+    container: Annotated[
+        str | None,
+        typer.Option(
+            help="Image with Cohort, in which everything runs: a .sif file or an address with :// by apptainer, others "
+            "by Pyxis."
+        ),
+    ] = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder for the container, as /HERE or /HERE:/THERE; repeatable. The working directory and the "
+            "folders of CONFIG and run.dir are there."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Write the script to this file; -: print it.")] = Path("-"),
     debug: Debug = False,
 ) -> None:
-    """Write an sbatch script for a multi-node run."""
-    given = {name: value for name, value in locals().items() if name not in ("config", "overrides", "out", "debug")}
+    """Write an sbatch script for a run on one node or several. Words after -- are options of sbatch, such as --qos."""
+    given = dict(locals())
+    for name in ("config", "overrides", "mount", "out", "debug"):
+        del given[name]
     from cohort.launch.slurm import SlurmOptions, slurm_script
 
-    settings = load_config(config, overrides or ())
-    script = slurm_script(settings, config_path=config, overrides=overrides or (), options=SlurmOptions(**given))
+    words = overrides or []
+    first_option = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    overrides, sbatch = words[:first_option], words[first_option:]
+    settings = load_config(config, overrides)
+    options = SlurmOptions(**given, mounts=mount or (), sbatch=sbatch)
+    script = slurm_script(settings, config_path=config, overrides=overrides, options=options)
     if str(out) == "-":
         typer.echo(script, nl=False)
         return

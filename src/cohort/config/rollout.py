@@ -392,7 +392,7 @@ class ServersConfig(SamplingConfig):
     may_change: ClassVar[tuple[str, ...]] = (
         *SamplingConfig.may_change,
         # a restarted job has its servers on other machines
-        *("urls", "urls.", "secret_file", "servers", "tensor_parallel", "gpu_memory_utilization"),
+        *("urls", "urls.", "secret_file", "api_key_env", "servers", "tensor_parallel", "gpu_memory_utilization"),
         *("start_timeout_s", "request_timeout_s", "max_server_failures", "parity_every", "parity_tolerance"),
     )
     # Keys of servers that the run starts. They have no effect with `urls`; `cohort serve` has options for them.
@@ -408,6 +408,12 @@ class ServersConfig(SamplingConfig):
         description="File with the secret that servers demand of every request. `cohort serve`, and a run that starts "
         "its own servers, create it if it is missing, readable only by you; with `urls` the run reads it. Default: own "
         "servers get a new secret, which is kept in memory; servers of `urls` are sent none.",
+    )
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="Instead of `secret_file`, for servers of `urls`: environment variable with the key that they "
+        "demand of every request, such as a platform's token.",
     )
     servers: Annotated[
         int | Literal["auto"],
@@ -482,6 +488,10 @@ class ServersConfig(SamplingConfig):
         for key in self.managed_server_keys if self.urls else ():
             elsewhere = "" if key == "servers" else " (set it with `cohort serve`)"
             self.refuse(key, f"urls, whose servers are already running{elsewhere}")
+        if not self.urls:
+            self.refuse("api_key_env", "servers that the run starts", "list urls, or use secret_file")
+        if self.secret_file is not None:
+            self.refuse("api_key_env", "secret_file")
         if self.parity_every == 0:
             self.refuse("parity_tolerance", "parity_every: 0")
         if self.max_staleness == 0:

@@ -23,11 +23,12 @@ _TEMPLATE = Path(__file__).parent / "slurm.sh.j2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutNodes:
-    """The last nodes of an allocation, which only run rollout servers."""
+    """The last nodes of an allocation, which run rollout servers."""
 
     num_nodes: int
     servers_per_node: int
     gpus_per_server: int
+    first_gpu: int = 0  # number of GPUs of these nodes that train; 0: they only run servers
 
     @property
     def num_servers(self) -> int:
@@ -35,40 +36,36 @@ class RolloutNodes:
         return self.num_nodes * self.servers_per_node
 
 
-def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gpus_left: int) -> RolloutNodes | None:
-    """Plan the servers of `--rollout-nodes`; None without such nodes.
+def plan_rollout_nodes(config: Config, *, nodes: int, rollout_nodes: int, gpus_per_node: int) -> RolloutNodes | None:
+    """Plan the servers of `--rollout-nodes`, or without such nodes those beside the ranks; None if there are none.
 
     Args:
         config: configuration of the run.
-        num_nodes: number of rollout nodes.
+        nodes: number of training nodes.
+        rollout_nodes: number of rollout nodes.
         gpus_per_node: GPUs of every node.
-        gpus_left: GPUs of a training node without a rank.
 
     Raises:
         UserError: it contradicts the configuration, or leaves the run without servers.
     """
     rollout = config.rollout
     if not rollout.uses_servers:
-        if num_nodes > 0:
+        if rollout_nodes > 0:
             raise UserError(
-                f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}, which samples on the training "
-                f"nodes; use 0, or rollout.engine={AutoRolloutConfig.prefers}"
+                f"--rollout-nodes: {rollout_nodes} with rollout.engine: {rollout.engine}, which samples on the "
+                f"training nodes; use 0, or rollout.engine={AutoRolloutConfig.prefers}"
             )
         return None
-    if num_nodes == 0:
-        if gpus_per_node and not gpus_left and not rollout.urls:
-            raise UserError(
-                f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {rollout.engine}, since the "
-                f"ranks use all GPUs of the training nodes; use --rollout-nodes 1, rollout.urls, or --nodes 1, which "
-                f"splits the node's GPUs"
-            )
+    if rollout_nodes == 0 and (rollout.urls or not gpus_per_node):
         return None
     if not rollout.has_serve_command:
         raise UserError(
-            f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine} is not supported, since `cohort "
-            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine="
+            f"--rollout-nodes: {rollout_nodes} with rollout.engine: {rollout.engine} is not supported, since `cohort "
+            f"serve` cannot start a {rollout.server_name}; use rollout.urls, or rollout.engine="
             f"{AutoRolloutConfig.prefers}"
         )
+    if rollout_nodes == 0:
+        return _beside_ranks(config, rollout, nodes, gpus_per_node)
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
         ("rollout.secret_file", rollout.secret_file, None),
@@ -76,9 +73,37 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     ):
         if value != default:
             raise UserError(
-                f"{field}: {value} conflicts with --rollout-nodes: {num_nodes}, whose servers the run uses; remove one"
+                f"{field}: {value} conflicts with --rollout-nodes: {rollout_nodes}, whose servers the run uses; remove "
+                f"one"
             )
-    return _servers_of(rollout, num_nodes, gpus_per_node)
+    return _servers_of(rollout, rollout_nodes, gpus_per_node)
+
+
+def _beside_ranks(config: Config, rollout: ServersConfig, nodes: int, gpus_per_node: int) -> RolloutNodes:
+    """Plan servers on the GPUs of every training node that have no rank.
+
+    Raises:
+        UserError: there are none, or servers and ranks would share them.
+    """
+    hardware = config.hardware
+    if hardware.rollout_gpus == "shared":
+        raise UserError(
+            f"hardware.rollout_gpus: shared with --nodes: {nodes}: servers can only share the GPUs of one node; use "
+            f"--nodes 1, --rollout-nodes 1, or hardware.rollout_gpus=1 (of every node)"
+        )
+    if hardware.rollout_gpus == "auto" and hardware.processes in ("auto", gpus_per_node):
+        raise UserError(
+            f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {config.rollout.engine}, since the "
+            f"ranks use all GPUs of the training nodes; use --rollout-nodes 1, hardware.rollout_gpus=1 (of every "
+            f"node), rollout.urls, or --nodes 1, which splits the node's GPUs"
+        )
+    split = split_gpus(config, num_gpus=gpus_per_node, shape=None, hardware=None)
+    return RolloutNodes(
+        num_nodes=nodes,
+        servers_per_node=len(split.server_gpus),
+        gpus_per_server=rollout.tensor_parallel,
+        first_gpu=split.num_processes,
+    )
 
 
 def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> RolloutNodes:
@@ -112,7 +137,8 @@ def _reset_servers(config: Config) -> list[str]:
     fields = type(rollout).model_fields
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in rollout.managed_server_keys}
     changed = {key: default for key, default in defaults.items() if getattr(rollout, key) != default}
-    return [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
+    overrides = [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
+    return [*overrides, *(["hardware.rollout_gpus=auto"] if config.hardware.rollout_gpus != "auto" else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +155,10 @@ class SlurmOptions:
     min_nodes: int | None = None  # None: all nodes; fewer: a restart continues without lost nodes
     rollout_nodes: int = 0  # nodes for servers, in addition to `nodes`
     port: int = 29500
+    setup: Path | None = None  # bash to run first
+    container: str | None = None  # image in which everything runs
+    mounts: Sequence[str] = ()  # of the container, besides the folders of the run
+    sbatch: Sequence[str] = ()  # more options of sbatch, which come last and win
 
     @property
     def least_nodes(self) -> int:
@@ -153,10 +183,10 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     gpus, arguments = _gpus_per_node(config, options), list(overrides)
     if config.rollout.engine == "auto" and (options.nodes > 1 or options.rollout_nodes > 0):
         # fixed here, so that it does not depend on the nodes of a start
-        engine = AutoRolloutConfig.prefers if options.rollout_nodes > 0 else "local"
+        has_servers = options.rollout_nodes > 0 or config.hardware.rollout_gpus != "auto"
+        engine = AutoRolloutConfig.prefers if has_servers else "local"
         config = set_engine(config, engine)
         arguments.append(f"rollout.engine={engine}")
-    _check_restarts(config, options)
     rollout, server_words, training_words = None, arguments, arguments
     if is_split := _splits_its_gpus(config, options, gpus):
         _check_split(config, gpus)
@@ -164,12 +194,15 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     else:
         ranks_per_node = count_processes(config, gpus)
         rollout = plan_rollout_nodes(
-            config, num_nodes=options.rollout_nodes, gpus_per_node=gpus, gpus_left=gpus - ranks_per_node
+            config, nodes=options.nodes, rollout_nodes=options.rollout_nodes, gpus_per_node=gpus
         )
+    _check_restarts(config, options, beside_servers=rollout is not None and rollout.first_gpu > 0)
     if rollout is not None:
+        ranks_per_node = rollout.first_gpu or ranks_per_node
         secret = f"rollout.secret_file={json.dumps(str(Path(config.run.dir).absolute() / SECRET_FILE))}"
         server_words = [*arguments, secret]
         training_words = [*arguments, *_reset_servers(config), secret]
+    folders = [Path.cwd(), config_path.absolute().parent, Path(config.run.dir).absolute()]
     return _template().render(
         config=config,
         options=options,
@@ -183,10 +216,24 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         config_path=config_path.absolute(),
         bin=Path(sys.executable).parent,
         cwd=Path.cwd(),
+        setup=None if options.setup is None else _read_setup(options.setup),
+        mounts=[m if ":" in m else f"{m}:{m}" for m in (*dict.fromkeys(map(str, folders)), *options.mounts)],
         secret_file=SECRET_FILE,
         launcher_grace_s=LAUNCHER_GRACE_S,
         signals=[number.name for number in SIGNALS],
     )
+
+
+def _read_setup(file: Path) -> str:
+    """Return the text of `--setup`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--setup: {str(file)!r} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def _template() -> jinja2.Template:
@@ -246,8 +293,13 @@ def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
     return gpus
 
 
-def _check_restarts(config: Config, options: SlurmOptions) -> None:
+def _check_restarts(config: Config, options: SlurmOptions, *, beside_servers: bool) -> None:
     """Reject restarts without checkpoints, and a minimum of nodes that never holds."""
+    if beside_servers and options.least_nodes < options.nodes:
+        raise UserError(
+            f"--min-nodes: {options.min_nodes} with servers on the training nodes, which end with their node; use "
+            f"--min-nodes {options.nodes}, or --rollout-nodes 1"
+        )
     if options.least_nodes > options.nodes:
         raise UserError(f"--min-nodes: {options.min_nodes} exceeds --nodes: {options.nodes}; use {options.nodes}")
     if options.max_restarts > 0 and config.run.checkpoint_every == 0:

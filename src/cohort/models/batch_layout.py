@@ -22,8 +22,8 @@ from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
 from cohort.models.dropout import dropout_rates
-from cohort.models.forward import PrefixState, forward, packed_inputs
-from cohort.models.mixers import LAYER_TYPES, find_mixers, is_attention_free
+from cohort.models.forward import PrefixState, forward, is_attention_free, packed_inputs
+from cohort.models.mixers import LAYER_TYPES, find_mixers
 from cohort.packing.batch import MicroBatch
 from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.packing.to_device import to_device

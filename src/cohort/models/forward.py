@@ -23,7 +23,7 @@ from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logpro
 from cohort.models.lm_head.softmax import LogitTransform
 from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.lm_head.tiled_softmax import check_triton
-from cohort.models.mixers import LAYER_TYPES, MASK_ARGUMENT, is_attention_free
+from cohort.models.mixers import LAYER_TYPES, MASK_ARGUMENT
 from cohort.models.packed_weights import PackedWeight
 from cohort.packing.batch import MicroBatch
 
@@ -145,6 +145,12 @@ def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) ->
     if shares_keys and "logits_to_keep" in inspect.signature(module.forward).parameters:
         inputs["logits_to_keep"] = slice(None)  # a number, as the default 0, would slice the mask, which loses metadata
     return inputs
+
+
+def is_attention_free(config: Any) -> bool:
+    """Whether all layers of a model have a recurrent state and no attention."""
+    types = getattr(config.get_text_config(), "layer_types", None)
+    return types is not None and set(types) == {"linear_attention"}
 
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:

@@ -42,12 +42,6 @@ def find_mixers(model: Any) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith(_CLASSES) and _cache_argument(type(m)) is not None]
 
 
-def is_attention_free(config: Any) -> bool:
-    """Whether all layers of a model have a recurrent state and no attention."""
-    types = getattr(config.get_text_config(), "layer_types", None)
-    return types is not None and set(types) == {"linear_attention"}
-
-
 def support_segments(model: Any) -> None:
     """Let the mixers of a model compute packed rows. Without attention metadata they compute as before."""
     for mixer_class in {type(m) for m in find_mixers(model)} - _segmented:

@@ -152,10 +152,9 @@ class TrainingLoop:
             parity = publish_weights(self.components, step + 1)
         self._write_completions(step + 1, collected, sequences, outputs)
         values = value_metrics(sequences, outputs.values)
-        performance = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
-        metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
-        metrics = self.inputs.rewards.take_logged(metrics)
-        self._log(step + 1, metrics)
+        speed = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
+        own = {**collected.metrics, **parity, **updates.metrics, **values, **speed}
+        self._log(step + 1, metrics := self.inputs.rewards.take_logged(own))
         self.checkpointer.finish_step(self._state(step + 1))
         self.steps_done = step + 1
         report = StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups, updates=updates.each)

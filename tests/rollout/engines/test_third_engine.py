@@ -244,9 +244,9 @@ def test_its_servers_are_not_started_as_vllm():
     config = config_from_dict(stub(hardware={"device": "cpu"}))
     with pytest.raises(UserError, match=r"rollout\.engine: stub: `cohort serve` cannot start a stub server; use vllm"):
         serve_command(config, host="127.0.0.1", port=8000)
-    plan_rollout_nodes(config, num_nodes=0, gpus_per_node=0, gpus_left=0)
+    plan_rollout_nodes(config, nodes=2, rollout_nodes=0, gpus_per_node=0)
     with pytest.raises(UserError, match=r"--rollout-nodes: 1 with rollout\.engine: stub .* cannot start a stub server"):
-        plan_rollout_nodes(config, num_nodes=1, gpus_per_node=0, gpus_left=0)
+        plan_rollout_nodes(config, nodes=2, rollout_nodes=1, gpus_per_node=0)
 
 
 def test_a_run_resumes_with_what_servers_may_change():

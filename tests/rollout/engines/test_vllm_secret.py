@@ -4,7 +4,10 @@ import asyncio
 import dataclasses
 import importlib
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ import pytest
 from cohort.config import config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.rollout.engines.servers.handles import RemoteServer, ServerError
+from cohort.rollout.engines.servers.http_api import trusted_certificates
 from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import (
     SECRET_VARIABLE,
@@ -33,7 +37,7 @@ from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, Ser
 from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.trainer.inputs import build_inputs
 from cohort.trainer.setup import open_engine
-from fake_vllm import SECRET, Impostor, ThreadServer
+from fake_vllm import SECRET, FakeVllm, Impostor, ThreadServer
 from runs import changed, make_inputs
 from vllm_runs import assert_right, make_client, run_with
 from waiting import PATIENCE_S, until
@@ -365,10 +369,27 @@ def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert created == dataclasses.replace(read_secret(file), mutual=True)
     assert secret_of(**elsewhere, secret_file=file) == read_secret(file)
     assert first.mutual and not read_secret(file).mutual  # servers elsewhere may be behind a proxy
+    monkeypatch.setenv("ROLLOUT_KEY", "sk-1")
+    assert secret_of(**elsewhere, api_key_env="ROLLOUT_KEY") == Secret("sk-1")
+    for value, said in {"": "is not set; export it", "two words": "must hold one word of ASCII characters"}.items():
+        monkeypatch.setenv("ROLLOUT_KEY", value)
+        with pytest.raises(UserError, match=f"rollout.api_key_env: the environment variable 'ROLLOUT_KEY' {said}"):
+            secret_of(**elsewhere, api_key_env="ROLLOUT_KEY")
+    for other in ({}, {**elsewhere, "secret_file": file}):
+        with pytest.raises(UserError, match="api_key_env: ROLLOUT_KEY has no effect with"):
+            secret_of(**other, api_key_env="ROLLOUT_KEY")
 
 
-def test_another_secret_ends_the_run_and_says_which_key_to_set():
-    handle = ThreadServer()
+class RefusingServer(ThreadServer):
+    """As a gateway refuses."""
+
+    def start(self, port: int = 0) -> None:
+        super().start(port)
+        self.fakes[0].refuses_with = 403
+
+
+@pytest.mark.parametrize(("handle", "code"), [(ThreadServer(), 401), (RefusingServer(), 403)])
+def test_another_secret_ends_the_run_and_says_which_key_to_set(handle: ThreadServer, code: int):
     handle.start()
     (fake,) = handle.fakes
     fake.secret = "another"
@@ -377,7 +398,8 @@ def test_another_secret_ends_the_run_and_says_which_key_to_set():
             run.generate(1)
     finally:
         handle.stop()
-    assert f"{handle.url}/health: the server demands another secret (HTTP 401); rollout.secret_file" in str(error.value)
+    said = f"{handle.url}/health: the server demands another secret (HTTP {code}); rollout.secret_file"
+    assert said in str(error.value) and "or rollout.api_key_env a variable" in str(error.value)
     assert SECRET not in f"{error.value} {run.notes}"
     assert fake.calls.keys() == {"without the secret"}
 
@@ -391,3 +413,67 @@ def test_every_request_has_the_secret():
         assert calls["/health"] and calls["/v1/models"] and not calls["without the secret"]
     assert sum(server.fakes[0].calls["/inference/v1/generate"] for server in servers) == 4
     assert request_headers(None) == {}
+
+
+# TLS
+
+
+class TlsServer(ThreadServer):
+    """With a certificate of its own for this address."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.certificate, self._key = folder / "certificate.pem", folder / "key.pem"
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+                *("-days", "2", "-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1"),
+                *("-keyout", str(self._key), "-out", str(self.certificate)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+
+    def start(self, port: int = 0) -> None:
+        super().start(port)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self._key)
+        assert self._server is not None
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = self.url.replace("http:", "https:")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server = TlsServer(tmp_path)
+    server.start()
+    try:
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with run_with(RemoteServer(server.url)) as run, pytest.raises(TrainingError) as error:
+            run.generate(1)
+        assert f"{server.url}: [SSL: CERTIFICATE_VERIFY_FAILED]" in str(error.value)
+        assert "set SSL_CERT_FILE to the file with its certificate" in str(error.value)
+        assert not server.fakes[0].calls
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.certificate))
+        with run_with(RemoteServer(server.url)) as run:
+            assert_right(run.generate(4))
+            assert VllmApi(server.url, secret=Secret(SECRET), timeout_s=PATIENCE_S).version() == "0.32.0"
+    finally:
+        server.stop()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"SSL_CERT_FILE: .* holds no certificates that can be read"):
+        trusted_certificates()
+
+
+def test_a_server_without_the_endpoints_for_weights_says_how_to_start_it():
+    class Plain(FakeVllm):
+        def do(self, path: str, body: Any) -> tuple[Any, int]:
+            return {"detail": "Not Found"}, 404
+
+    server = ThreadServer(make=Plain)
+    server.start()
+    try:
+        with pytest.raises(ServerError, match="/pause: HTTP 404: Not Found; start the server with `cohort serve`"):
+            VllmApi(server.url, secret=Secret(SECRET), timeout_s=PATIENCE_S).pause()
+    finally:
+        server.stop()

@@ -4,14 +4,18 @@ Stateless and without retries. On each new connection a server first proves who 
 """
 
 import asyncio
+import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Self
 
 import httpx2
 
+from cohort.errors import UserError
 from cohort.rollout.engines.servers.handles import BusyError, ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.servers.server_proof import CONNECTED, check_server, check_server_async
@@ -20,7 +24,9 @@ QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
 _CONNECT_TIMEOUT_S = 10.0
 _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
-_UNAUTHORIZED = 401
+_UNAUTHORIZED = (401, 403)
+_NOT_FOUND = 404
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"  # in OpenSSL's messages
 
 
 class ServerApi:
@@ -64,7 +70,10 @@ class ServerApi:
         except httpx2.HTTPError as error:
             raise self._error(endpoint, f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise self._error(endpoint, f"HTTP {response.status_code}: {_error_text(response)}")
+            what = f"HTTP {response.status_code}: {_error_text(response)}"
+            if response.status_code == _NOT_FOUND:
+                what += "; start the server with `cohort serve`, or as `cohort serve --print-only` says"
+            raise self._error(endpoint, what)
         try:
             return response.json()
         except ValueError:
@@ -116,7 +125,7 @@ class HttpClient:
         """
         self._secret = secret
         self._timeout_s = timeout_s
-        self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
+        self._http: dict[ssl.SSLContext | bool, httpx2.AsyncClient] = {}  # by the trusted certificates; False: no TLS
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,12 +138,16 @@ class HttpClient:
         """Whether `/health` of the server answers with success.
 
         Raises:
-            ServerError: it demands another secret, or is not the run's server.
+            ServerError: it demands another secret, is not the run's server, or has a certificate that is not trusted.
         """
         try:
             async with asyncio.timeout(QUICK_TIMEOUT_S):
                 response = await self._send(url, "GET", "/health")
-        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
+            if _UNTRUSTED in str(error):
+                raise ServerError(
+                    f"{url}: {error}; for an authority of your own, set SSL_CERT_FILE to the file with its certificate"
+                ) from error
             return False
         _check_secret(response)
         return response.status_code == 200
@@ -186,20 +199,42 @@ def _client_options(url: str, secret: Secret | None) -> dict[str, Any]:
 
     Servers close idle connections after some seconds, and all after some errors; a request on such a connection would
     look like a crashed server. They are on the local network, so proxies from the environment are ignored.
+
+    Raises:
+        UserError: SSL_CERT_FILE cannot be read.
     """
     return {
         "headers": request_headers(secret),
-        "verify": url.startswith("https:"),  # loading certificates takes longer than most calls
+        "verify": url.startswith("https:") and trusted_certificates(),
         "trust_env": False,
         "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
     }
 
 
+def trusted_certificates() -> ssl.SSLContext:
+    """Return the certificates of authorities in the file SSL_CERT_FILE, by default certifi's.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    return _load_certificates(os.environ.get("SSL_CERT_FILE"))
+
+
+@cache  # takes longer than most calls
+def _load_certificates(file: str | None) -> ssl.SSLContext:
+    if file is None:
+        return httpx2.create_ssl_context(trust_env=False)
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:  # or an ssl.SSLError
+        raise UserError(f"SSL_CERT_FILE: {file!r} holds no certificates that can be read: {error}") from error
+
+
 def _check_secret(response: httpx2.Response) -> None:
-    if response.status_code == _UNAUTHORIZED:
+    if response.status_code in _UNAUTHORIZED:
         raise ServerError(
-            f"{response.url}: the server demands another secret (HTTP {_UNAUTHORIZED}); rollout.secret_file must be "
-            f"the file with which it was started"
+            f"{response.url}: the server demands another secret (HTTP {response.status_code}); rollout.secret_file "
+            f"must be the file with which it was started, or rollout.api_key_env a variable with its key"
         )
 
 

@@ -17,6 +17,7 @@ SECRET_VARIABLE = (
 _NUM_BYTES = 16  # of a new secret
 _MAX_CHARACTERS = 4096
 _KEY = "rollout.secret_file"
+_WORD, _RULE = re.compile(r"[!-~]+"), "must hold one word of ASCII characters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,22 @@ def read_secret(file: str) -> Secret:
         raise UserError(f"{_KEY}: {file!r} cannot be read: {error.strerror}") from None
     if mode & 0o007:
         raise UserError(f"{_KEY}: {file!r} is open to all users (mode {mode:04o}); use `chmod 600`")
-    if not re.fullmatch(r"[!-~]+", text):
-        raise UserError(f"{_KEY}: {file!r} must hold one word of ASCII characters")
+    if not _WORD.fullmatch(text):
+        raise UserError(f"{_KEY}: {file!r} {_RULE}")
+    return Secret(text)
+
+
+def read_key(variable: str) -> Secret:
+    """Read the secret from an environment variable, whose name is `rollout.api_key_env`.
+
+    Raises:
+        UserError: it is not set, or its content is not a secret.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        raise UserError(f"rollout.api_key_env: the environment variable {variable!r} is not set; export it")
+    if not _WORD.fullmatch(text):
+        raise UserError(f"rollout.api_key_env: the environment variable {variable!r} {_RULE}")
     return Secret(text)
 
 

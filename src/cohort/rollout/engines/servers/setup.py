@@ -16,8 +16,9 @@ from cohort.plan.shape import RequestedAdapter
 from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteServer, ServerHandle
+from cohort.rollout.engines.servers.http_api import trusted_certificates
 from cohort.rollout.engines.servers.placement import server_placement
-from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret
+from cohort.rollout.engines.servers.secret import Secret, read_key, read_or_create_secret, read_secret
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.rollout.engines.setup import EngineInputs, StartedEngine, TrainingProcesses
 from cohort.run.folder import LOGS
@@ -57,6 +58,8 @@ class ServersSetup(ABC):
                 )
         self.dtype: torch.dtype = getattr(torch, serving_dtype(config, on_gpu=on_gpu))
         self.secret = _secret(rollout)
+        if any(url.startswith("https:") for url in rollout.urls):
+            trusted_certificates()
         if self.placement is not None:
             self.find_program(config)
 
@@ -193,8 +196,10 @@ def _secret(rollout: ServersConfig) -> Secret | None:
     """Return the secret of the run's servers; None for servers elsewhere that have none.
 
     Raises:
-        UserError: `rollout.secret_file` cannot be read or created.
+        UserError: `rollout.secret_file` cannot be read or created, or `rollout.api_key_env` is not set.
     """
+    if rollout.api_key_env is not None:
+        return read_key(rollout.api_key_env)
     if rollout.urls:  # may be behind a proxy, which cannot prove anything
         return None if rollout.secret_file is None else read_secret(rollout.secret_file)
     secret = Secret.new() if rollout.secret_file is None else read_or_create_secret(rollout.secret_file)
