@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from waiting import free_port, is_running, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -101,10 +103,13 @@ def real_slurm(folder: Path) -> Iterator[Cluster]:
     cluster = Cluster(folder)
     munge = [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed", "key")]
     try:
-        cluster.run("munged", "--force", f"--socket={folder}/munge.socket", *munge)
-        cluster.run("slurmctld")
-        cluster.run("slurmd")
-        until(lambda: "idle" in cluster.run("sinfo", "--noheader", "--format=%T"), timeout_s=60, every_s=0.2)
+        try:
+            cluster.run("munged", "--force", f"--socket={folder}/munge.socket", *munge)
+            cluster.run("slurmctld")
+            cluster.run("slurmd")
+            until(lambda: "idle" in cluster.run("sinfo", "--noheader", "--format=%T"), timeout_s=60, every_s=0.2)
+        except (subprocess.CalledProcessError, AssertionError) as error:
+            pytest.skip(f"Slurm is installed but does not start here: {error} {getattr(error, 'stderr', '')}")
         try:
             yield cluster
         finally:
