@@ -43,10 +43,15 @@ def _object(name: str, value: Any) -> str:
     if is_dataclass(value) and value is not cohort.trl.GRPOConfig:
         hints = inspect.get_annotations(value)
         parts.append("".join(f"- `{field}: {_type(hint)}`\n" for field, hint in hints.items()))
-    for member, found in vars(value).items():
+    members = {name: found for kind in reversed(value.__mro__) if _is_ours(kind) for name, found in vars(kind).items()}
+    for member, found in members.items():
         if not member.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
             parts.append(_member(name.rpartition(".")[2], member, found))
     return "\n".join(parts)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("cohort")
 
 
 def _member(owner: str, name: str, found: Any) -> str:
