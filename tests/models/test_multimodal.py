@@ -80,6 +80,9 @@ def save_multimodal_folder(path: Path, kind: str) -> Path:
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     (path / "preprocessor_config.json").write_text(PROCESSOR)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 7]}))  # as in files of Gemma 3
     return path
 
 

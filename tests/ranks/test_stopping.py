@@ -265,6 +265,15 @@ def test_a_second_signal_in_a_program_that_has_more_to_do_is_an_interrupt():
             raise KeyboardInterrupt("within") from None
 
 
+def test_a_rank_acts_later_on_a_signal_that_came_after_the_last_check():
+    stop = StopSignals("rank")
+    with stop:
+        stop.can_save = True
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StopRequested, match="SIGTERM"), stop:
+        stop.check()
+
+
 SIGNALS_AT_ANY_TIME = """
 import os, signal, threading, time
 from cohort.errors import StopRequested

@@ -13,6 +13,7 @@ from cohort.models.adapters.lora import Adapter, adapter_init
 from cohort.models.batch_layout import depends_on_length, rope_settings, rope_type
 from cohort.models.dropout import dropout_rates
 from cohort.models.loading.meta_device import meta_model
+from cohort.models.loading.multimodal import multimodal_of
 from cohort.models.policy import Policy
 from cohort.models.routers import find_routers
 from cohort.records import Prompt
@@ -105,9 +106,10 @@ def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
     Raises:
         UserError: there is none.
     """
-    config = policy.model.config
+    config, multimodal = policy.model.config, multimodal_of(policy.model)
+    sources = [tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)]
     ids: set[int] = set()
-    for source in (tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)):
+    for source in sources if multimodal is None else [*sources, multimodal.model.config]:
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     if not ids:

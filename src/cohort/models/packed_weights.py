@@ -18,7 +18,7 @@ from cohort.processes.this_process import available_memory_bytes
 _LEAST_NUMEL = 2**16  # smaller weights, such as those of adapters, are left alone
 _ROWS = 8  # for which the layout is chosen, and the measurement made
 _MEASURED_BYTES = 2**29
-_MARGIN = 1.1  # the layout must be slower by this, so that noise does not change the choice between runs
+_MARGIN = 1.1  # the layout must be slower by this factor, so that noise does not change the choice between runs
 
 
 class PackedWeight:
@@ -37,7 +37,7 @@ class PackedWeight:
 
 
 class PackedLayers:
-    """Linear layers that multiply by packed copies of their weights, until `remove`."""
+    """Linear layers that multiply by packed copies of their weights between `install` and `remove`."""
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype):
         """Pack the weights of layers.
@@ -49,7 +49,10 @@ class PackedLayers:
         self._layers = layers
         self._dtype = dtype
         self._packed = [PackedWeight(layer.weight, layer.bias, dtype) for layer in layers]
-        for layer, packed in zip(layers, self._packed, strict=True):
+
+    def install(self) -> None:
+        """Let the layers multiply by the copies."""
+        for layer, packed in zip(self._layers, self._packed, strict=True):
             vars(layer)["forward"] = packed
 
     def remove(self) -> None:

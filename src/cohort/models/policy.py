@@ -247,14 +247,13 @@ class Policy:
                 parameter.requires_grad_(False)
 
     def pack_weights(self) -> None:
-        """Within `sampling`, multiply by packed copies of the weights from now on, where products are on a CPU.
+        """Use packed copies of the weights until `sampling` ends (CPU only).
 
-        The first call measures whether that is slower here; then neither it nor later ones do anything.
+        The first call measures; if packing is slower, this and later calls do nothing.
         """
         if self._packs is False or self._packed is not None:
             return
-        dtype = self.compute_dtype if self._casts_weights and self.compute_dtype is not None else self.dtype
-        head = self._head
+        dtype, head = self.compute_dtype or self.dtype, self._head
         layers = packable_layers(self.model, dtype)
         if head is not None:
             layers = [layer for layer in layers if layer is not head.linear]
@@ -266,10 +265,9 @@ class Policy:
         if self._packs is None:
             self._packs = packed.are_faster()
         if self._packs:
-            self._packed = packed
+            self._packed = packed  # before anything is replaced: a signal may raise at any time
+            packed.install()
             self._head = None if head is None else head.packed()
-        else:
-            packed.remove()
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None

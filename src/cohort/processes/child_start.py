@@ -6,21 +6,30 @@ everything else that a child imports.
 
 import importlib
 import sys
+import threading
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
 _PACKAGES = ("cohort.config", "cohort.rewards", "cohort.rollout")
+_lock = threading.RLock()
+_executing: set[str] = set()
 
 
 class _Package(ModuleType):
     """A package whose `__init__` runs when a name is not found."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        with _lock:  # user code may have threads
+            if self.__name__ in _executing:  # by this thread
+                raise AttributeError(name)
+            if type(self) is _Package:
+                _executing.add(self.__name__)
+                self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+                _executing.remove(self.__name__)
+                self.__class__ = ModuleType  # type: ignore[assignment]
         return getattr(self, name)
 
 

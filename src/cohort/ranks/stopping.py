@@ -86,10 +86,12 @@ class StopSignals:
         if _watching is not None or threading.current_thread() is not threading.main_thread():
             self._depth += 1
             return self
-        self._reset()
+        if self._role != "rank":  # which acts in its next context on a signal that came after the last check
+            self._reset()
+        self._raises = False
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         self._handlers = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in defaults}
-        for number in self._handlers if self._role != "launcher" else ():  # first, as the others may raise
+        for number in self._handlers if self._role != "launcher" else ():  # first, as the handlers of before may raise
             signal.signal(number, self._on_interrupt)
         self._depth += 1
         self._reading, self._writing = os.pipe()

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -559,6 +560,18 @@ def test_packing_that_is_slower_is_not_used(monkeypatch: pytest.MonkeyPatch):
             policy.pack_weights()
             assert policy._packs is expected
             assert any("forward" in vars(module) for module in policy.model.modules()) is expected
+
+
+def test_an_interrupt_while_packing_is_measured_leaves_the_layers_alone(monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy()
+    monkeypatch.setattr(defaults, "PACKED_WEIGHTS_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(
+        packed_weights.PackedLayers, "are_faster", mock.Mock(side_effect=KeyboardInterrupt("measuring"))
+    )
+    with pytest.raises(KeyboardInterrupt, match="measuring"), policy.sampling():
+        policy.pack_weights()
+    assert not any("forward" in vars(module) for module in policy.model.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

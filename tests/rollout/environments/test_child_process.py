@@ -73,11 +73,11 @@ class Box:
     def modules(self): return [name for name in ("torch", "transformers") if name in sys.modules]
     def packages(self):
         before = "cohort.config.schema" in sys.modules
-        from cohort.rewards import build_rewards
+        exec("from cohort.rewards import *", names := {})
         from cohort.config import Config
         import cohort.rollout
-        names = [Config.__module__, cohort.rollout.RolloutCollector.__name__, sys.argv[0]]
-        return [before, callable(build_rewards), *names]
+        found = [Config.__module__, cohort.rollout.RolloutCollector.__name__, sys.argv[0]]
+        return [before, callable(names["build_rewards"]), *found]
     def close(self):
         open("closed", "w").close()
 

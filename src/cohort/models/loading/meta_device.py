@@ -45,8 +45,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def meta_model(config: ModelConfig) -> Any:
-    """Build a model with parameters on the meta device and buffers in host memory. Of a multimodal model, the language
-    model.
+    """Build a model with parameters on the meta device and buffers in host memory.
+
+    For a multimodal model, build its language model only.
 
     Buffers, such as rotary frequencies, are computed by the constructor from the config.
 

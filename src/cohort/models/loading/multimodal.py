@@ -11,7 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

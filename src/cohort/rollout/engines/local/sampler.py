@@ -135,7 +135,7 @@ def _last_kept(ordered_NK: Tensor, log_total_N1: Tensor, top_p: float) -> tuple[
 _DROP_WHEN_ENDED = 0.15
 # Completions that start together share attention calls, so wait until this fraction of the batch is free.
 _JOIN_WHEN_FREE = 0.25
-# Packing the weights takes as long as this many steps save, about, and nobody knows how many will come.
+# Packing costs about as much as it saves over this many steps, and the number of remaining steps is unknown.
 _PACK_AFTER = 8
 
 
