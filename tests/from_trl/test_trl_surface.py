@@ -12,9 +12,15 @@ import pytest
 import torch
 from datasets import IterableDataset
 from huggingface_hub import HfApi, ModelCard
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
 
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
@@ -22,6 +28,7 @@ from cohort.trl.rewards import RewardModel
 from reward_models import MESSAGES, naive_scores, save_reward_model
 from runs import assert_same_weights, metric
 from scripted import digits, rows, settings
+from test_multimodal import save_multimodal_folder
 from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -335,3 +342,21 @@ def test_what_is_changed_before_training(tmp_path: Path, base: str):
 def test_a_best_model_by_a_loss(tmp_path: Path):
     with pytest.raises(UserError, match=r"metric_for_best_model: 'loss' is not measured; use eval_reward"):
         GRPOConfig(str(tmp_path), eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)
+
+
+def test_merging_the_adapter_of_a_multimodal_model(tmp_path: Path):
+    base, adapter = str(save_multimodal_folder(tmp_path / "base", "gemma3")), LoraConfig(r=4, target_modules=["q_proj"])
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "out"), rows(), peft_config=adapter)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    trainer.save_model(str(tmp_path / "adapter"))
+    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+    merged = trainer.model.merge_and_unload()
+    assert type(merged) is type(plain) and not (tmp_path / "out" / "cohort" / "merged").exists()
+    torch.testing.assert_close(merged.float().state_dict(), expected, rtol=1e-2, atol=1e-3)
+    unmerged = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).state_dict()
+    (name, *_) = [name for name in expected if "language_model" in name and "q_proj" in name]
+    assert (expected[name] - unmerged[name]).abs().max() > 0.1
