@@ -19,7 +19,6 @@ from cohort.display import Display
 from cohort.errors import UserError
 from cohort.launch.python_trainer import Trainer
 from cohort.learner.train_engine import UpdateEvent
-from cohort.plan import RunSchedule
 from cohort.ranks.join import started_by_torchrun
 from cohort.ranks.stopping import RunStopped
 from cohort.run.files import checkpoints, has_progress
@@ -160,7 +159,7 @@ class GRPOTrainer(TrainerAttributes):
         """Run the steps, on every rank, and do what callbacks ask for on any of them."""
         args, handler, (schedule, steps_done) = self.args, self.callback_handler, trainer.progress()
         handler.model, handler.processing_class = trainer.model, trainer.tokenizer
-        self._forget_steps_after(steps_done, schedule)
+        self._forget_steps_after(steps_done, epochs=trainer.epochs())
         self.state.max_steps = schedule.num_steps * args.num_iterations
         self.state.num_train_epochs = math.ceil(schedule.num_steps / schedule.steps_per_epoch)
         self.state.compute_steps(args, self.state.max_steps)
@@ -184,12 +183,12 @@ class GRPOTrainer(TrainerAttributes):
             steps_done = report.steps_done
             self._finish_step(report, steps_per_epoch=schedule.steps_per_epoch, skipped_epochs=skipped)
             is_new_epoch, epochs_done = self._epochs_done() > epochs_done, self._epochs_done()
-            ends_early = self.control.should_epoch_stop and not is_new_epoch
+            self._obey(can_skip=not is_new_epoch)
+            ends_early = not is_new_epoch and self._asks("should_epoch_stop")
             if is_new_epoch or ends_early or steps_done == schedule.num_steps or self.control.should_training_stop:
                 self.control = handler.on_epoch_end(args, self.state, self.control)
-                self._obey()
+                self._obey(can_skip=not is_new_epoch)
             if ends_early:
-                trainer.skip_epoch()
                 is_new_epoch, epochs_done = True, epochs_done + 1
                 skipped += epochs_done - (self.state.epoch or 0.0)
         engine.on_event = None  # else trainer and engine keep each other in memory
@@ -210,7 +209,7 @@ class GRPOTrainer(TrainerAttributes):
         self.state.global_step += event == "optimizer_step"
 
     def _finish_step(self, report: StepReport, *, steps_per_epoch: float, skipped_epochs: float) -> None:
-        """Notify callbacks of the step's updates, and log, evaluate and save if they say so."""
+        """Notify callbacks of the step's updates, and log if they say so."""
         handler, num_updates = self.callback_handler, self.args.num_iterations
         should_evaluate = should_save = False
         for number, update in enumerate(report.updates, start=1):
@@ -226,7 +225,6 @@ class GRPOTrainer(TrainerAttributes):
             should_evaluate |= self.control.should_evaluate
             should_save |= self.control.should_save
         self.control.should_evaluate, self.control.should_save = should_evaluate, should_save
-        self._obey()
 
     def _asks(self, flag: str) -> bool:
         """Whether a callback asks for something on any rank."""
@@ -243,12 +241,15 @@ class GRPOTrainer(TrainerAttributes):
             self.control.should_log = False
             self.log(self._take_means("train", only=_FIRST))
 
-    def _obey(self) -> None:
+    def _obey(self, *, can_skip: bool) -> None:
+        """Log, evaluate, skip the rest of the epoch if that `can_skip`, and save, as callbacks say."""
         self._combine_flags()
         self._log_if_asked()
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             self._note_best(self.evaluate())
+        if can_skip and self._asks("should_epoch_stop"):
+            self._built().skip_epoch()  # before the checkpoint, from which a run goes on with the next epoch
         if self._asks("should_save"):
             self.control.should_save = False
             self._write_checkpoint()
@@ -485,10 +486,11 @@ class GRPOTrainer(TrainerAttributes):
         state.is_local_process_zero = self.is_local_process_zero()
         return state
 
-    def _forget_steps_after(self, steps_done: int, schedule: RunSchedule) -> None:
-        """Set `state` back to the checkpoint that a failed run goes on from."""
+    def _forget_steps_after(self, steps_done: int, *, epochs: float) -> None:
+        """Set `state` to where the run goes on: a failed one, from its last checkpoint."""
+        self.state.epoch = epochs
         if self.state.global_step > (step := steps_done * self.args.num_iterations):
-            self.state.global_step, self.state.epoch = step, steps_done / schedule.steps_per_epoch
+            self.state.global_step = step
             self.state.log_history = [entry for entry in self.state.log_history if entry["step"] <= step]
 
     def _resume(self, wanted: str | bool) -> None:
