@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
@@ -161,6 +161,20 @@ def test_several_evaluation_sets(tmp_path: Path, base: str):
     assert (metrics["eval_easy_num_prompts"], metrics["eval_hard_num_prompts"]) == (2, 3)
     assert trainer.evaluate("hard")["eval_hard_reward"] == metrics["eval_hard_reward"]
     assert trainer.evaluate(rows(3), metric_key_prefix="test")["test_reward"] == metrics["eval_hard_reward"]
+
+
+@pytest.mark.parametrize("trains_on_text", [True, False])
+def test_held_out_prompts_in_another_form(tmp_path: Path, base: str, trains_on_text: bool):
+    messages = Dataset.from_list([{"prompt": MESSAGES}] * 2)
+    trained, held_out = (rows(2), messages) if trains_on_text else (messages, rows(2))
+    message = "eval_dataset: its prompts are text, those of train_dataset messages; use one form for both"
+    if trains_on_text:
+        message = "eval_dataset: its prompts are messages, those of train_dataset text; use one form for both"
+    for given in (held_out, {"same": trained, "other": held_out.to_iterable_dataset()}):
+        with pytest.raises(UserError, match=message):
+            GRPOTrainer(base, digits, settings(tmp_path), trained, given)
+    with pytest.raises(UserError, match=message):
+        GRPOTrainer(base, digits, settings(tmp_path), trained, trained).evaluate(held_out)
 
 
 def test_streams(tmp_path: Path, base: str):

@@ -106,6 +106,7 @@ class GRPOTrainer(TrainerAttributes):
         self.accelerator = accelerator(self.args, lambda: self._built().on_any_rank([False]))
         self._output = OutputFolder(Path(str(self.args.output_dir)))
         self._stream: tuple[Any, list[Any]] = (None, [])  # and the rows that were read from it
+        self._is_text: bool | None = None  # what the training prompts are, if that matters
         self._beta = self.args.beta
         self._trainer: Trainer | None = None
         self._has_trained = False
@@ -291,6 +292,7 @@ class GRPOTrainer(TrainerAttributes):
         if isinstance(data, Mapping):
             every = [self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}") for name, rows in data.items()]
             return {name: value for metrics in every for name, value in metrics.items()}
+        self._check_form(data)
         start = time.perf_counter()
         section = {**self._sampling(), "path": data} if data is not None else None
         is_own = data is self._own_evaluation() and self._sampling() == self._built_sampling
@@ -413,6 +415,7 @@ class GRPOTrainer(TrainerAttributes):
             **given,
             **rest,
         )
+        self._check_form(self.eval_dataset)
         self._trainer.on_any_rank([False])  # before rank 0 writes: the others have looked for a free folder too
         _open[str(run_dir)] = self._trainer
 
@@ -431,8 +434,22 @@ class GRPOTrainer(TrainerAttributes):
 
     def _template_of(self, rows: Any) -> dict[str, bool]:
         """Return whether prompts get the chat template: those that are text do not, as in TRL."""
-        is_text = len(rows) > 0 and isinstance(rows[0].get("prompt"), str)
-        return {"apply_chat_template": False} if is_text and not (self.tools or self._given["environment"]) else {}
+        chats = self.tools or self._given["environment"]
+        self._is_text = None if chats else _is_text(rows)
+        return {"apply_chat_template": False} if self._is_text else {}
+
+    def _check_form(self, rows: Any) -> None:
+        """Refuse held-out prompts in another form than the training prompts: the template is used for all or none.
+
+        Raises:
+            UserError: one is text, the other messages.
+        """
+        for each in rows.values() if isinstance(rows, Mapping) else (rows,):
+            if None not in (found := (_is_text(each), self._is_text)) and found[0] != found[1]:
+                held_out, trained = ("text" if is_text else "messages" for is_text in found)
+                raise UserError(
+                    f"eval_dataset: its prompts are {held_out}, those of train_dataset {trained}; use one form for both"
+                )
 
     def _own_evaluation(self) -> Any:
         """Return the held-out rows if they are one set; several are evaluated one by one."""
@@ -568,6 +585,15 @@ class GRPOTrainer(TrainerAttributes):
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save |= self.args.save_strategy == "best"
+
+
+def _is_text(rows: Any) -> bool | None:
+    """Return whether the first prompt is text; None if there is none, or if rows can be read only once."""
+    first = rows[0] if hasattr(rows, "__len__") and len(rows) else None
+    if not hasattr(rows, "__len__") and hasattr(rows, "__iter__") and iter(rows) is not rows:
+        first = next(iter(rows), None)
+    prompt = first.get("prompt") if isinstance(first, Mapping) else None
+    return None if prompt is None else isinstance(prompt, str)
 
 
 def _as_list(value: Any) -> list[Any]:
