@@ -353,6 +353,17 @@ def test_what_is_changed_before_training(tmp_path: Path, base: str):
     assert trainer.train().global_step == 1 and metric(tmp_path / "cohort", "reward") != []
 
 
+def test_beta_before_training(tmp_path: Path, base: str):
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "set", max_steps=1, beta=0.1), rows())
+    trainer.beta, trainer.args.learning_rate = 0.05, 1e-3
+    trainer.train()
+    assert trainer.beta == 0.05 == logged(trainer)[0]["kl_coef"]
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "argument", max_steps=1, beta=0.1), rows())
+    trainer.args.beta = 0.5
+    trainer.train()
+    assert trainer.beta == 0.5 == logged(trainer)[0]["kl_coef"]
+
+
 def test_a_best_model_by_a_loss(tmp_path: Path):
     with pytest.raises(UserError, match=r"metric_for_best_model: 'loss' is not measured; use eval_reward"):
         GRPOConfig(str(tmp_path), eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)

@@ -481,8 +481,13 @@ class GRPOTrainer(TrainerAttributes):
             self._metrics["train"].clear()
             self._build(self._output.new_run())
         elif not self.state.global_step and self._arguments() != self._built_from:
+            is_new_beta = self.args.beta != self._built().config.algorithm.beta
             self._drop_unused_run()
             self._build(self._output.new_run())
+            if is_new_beta:
+                self._beta = self.args.beta
+            elif self._beta != self.args.beta:  # it was set on the trainer
+                self._built().set_beta(self._beta)
         if not self.state.global_step:
             self._set_aside(())
 
@@ -531,8 +536,7 @@ class GRPOTrainer(TrainerAttributes):
             fresh.is_local_process_zero,
         )
         self.state, self._has_trained = state, False
-        if self.args.beta:
-            self._beta = self._built().beta()
+        self._beta = self._built().beta() if self.args.beta else 0.0
         if self.args.restore_callback_states_from_checkpoint:
             restore_states(self.state, self.callback_handler)
 
