@@ -10,6 +10,7 @@ from transformers.trainer_callback import ExportableState
 
 from cohort.errors import UserError
 from cohort.trl import GRPOTrainer
+from runs import metric
 from scripted import digits, rows, settings
 from tiny import save_model_folder
 
@@ -188,6 +189,24 @@ def test_an_evaluation_with_another_prefix_leaves_the_metrics_of_training(tmp_pa
     trainer.train()
     tested, trained = trainer.state.log_history[:2]
     assert "test_reward" in tested and "reward" not in tested and {"reward", "loss"} <= trained.keys()
+
+
+def test_a_step_after_which_a_callback_fails_is_in_the_log(tmp_path: Path, base: str):
+    class FailOnce(TrainerCallback):
+        failed = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and not self.failed:
+                self.failed = True
+                raise ValueError("once")
+
+    trainer = GRPOTrainer(base, digits, settings(tmp_path, max_steps=3), rows(), callbacks=[FailOnce()])
+    with pytest.raises(ValueError, match="once"):
+        trainer.train()
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2, 3]
+    assert [entry["reward"] for entry in logs] == metric(tmp_path / "cohort", "reward")
 
 
 def test_a_loss_that_is_not_a_number_is_no_part_of_the_mean(tmp_path: Path, base: str):

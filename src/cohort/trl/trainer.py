@@ -164,6 +164,7 @@ class GRPOTrainer(TrainerAttributes):
         self.state.max_steps = schedule.num_steps * args.num_iterations
         self.state.num_train_epochs = math.ceil(schedule.num_steps / schedule.steps_per_epoch)
         self.state.compute_steps(args, self.state.max_steps)
+        self._log_if_asked()  # of a step after which a callback failed
         engine = trainer._worker().engine
         engine.on_event = self._on_event
         self.control = handler.on_train_begin(args, self.state, self.control)
