@@ -346,7 +346,9 @@ def test_what_is_changed_before_training(tmp_path: Path, base: str):
     trainer = GRPOTrainer(base, digits, settings(tmp_path), rows())
     trainer.args.max_steps, trainer.train_dataset = 1, rows(2)
     assert trainer.num_generations == 4 and trainer.epsilon_low == 0.2
-    with pytest.raises(UserError, match=r"epsilon_high: has no effect on a trainer; set args\.epsilon_high"):
+    with pytest.raises(
+        UserError, match=r"epsilon_high: cannot be changed on the trainer; set args\.epsilon_high before train"
+    ):
         trainer.epsilon_high = 0.3
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'optimizer'"):
         _ = trainer.optimizer

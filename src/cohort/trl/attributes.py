@@ -38,7 +38,7 @@ class TrainerAttributes:
         if name not in _FIELDS or "args" not in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif getattr(self, name) != value:
-            raise UserError(f"{name}: has no effect on a trainer; set args.{_FIELDS[name]} before it trains")
+            raise UserError(f"{name}: cannot be changed on the trainer; set args.{_FIELDS[name]} before train()")
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, given as a class or an instance."""

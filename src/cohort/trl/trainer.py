@@ -112,7 +112,7 @@ class GRPOTrainer(TrainerAttributes):
         self._has_trained = False
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], None, None, None, None)
-        self.state = self._new_state()
+        self.state = self._of_this_rank(TrainerState())
         self._mode = "train"  # or "eval", whose metrics `log` adds
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._build(self._output.new_run())  # says now what is wrong
@@ -471,14 +471,14 @@ class GRPOTrainer(TrainerAttributes):
         return self._trainer
 
     def _arguments(self) -> tuple[Any, ...]:
-        """Return what a run is built from that scripts change before they train."""
+        """Return the arguments that scripts may change before training."""
         return sections(self.args, world_size=self.args.world_size), id(self.train_dataset), id(self.eval_dataset)
 
     def _begin(self) -> None:
         """Open another run from the current weights if one has ended, or with arguments that were changed since."""
         if self._has_trained:
             self._given["model"] = self._current_model()
-            self.state, self._beta, self._has_trained = self._new_state(), self.args.beta, False
+            self.state, self._beta, self._has_trained = self._of_this_rank(TrainerState()), self.args.beta, False
             self._metrics["train"].clear()
             self._build(self._output.new_run())
         elif not self.state.global_step and self._arguments() != self._built_from:
@@ -503,8 +503,7 @@ class GRPOTrainer(TrainerAttributes):
         adapter = {**section.adapter.model_dump(exclude_unset=True), "path": str(folder)}
         return {**self._given["model"], "path": section.path, "adapter": adapter}
 
-    def _new_state(self) -> TrainerState:
-        state = TrainerState()
+    def _of_this_rank(self, state: TrainerState) -> TrainerState:
         state.is_world_process_zero = self.is_world_process_zero()
         state.is_local_process_zero = self.is_local_process_zero()
         return state
@@ -531,12 +530,7 @@ class GRPOTrainer(TrainerAttributes):
             found.prepare(run_dir, self._built().config)
         self._build(run_dir)
         state.best_model_checkpoint = self._output.best_model(found, state)
-        fresh = self._new_state()
-        state.is_world_process_zero, state.is_local_process_zero = (
-            fresh.is_world_process_zero,
-            fresh.is_local_process_zero,
-        )
-        self.state, self._has_trained = state, False
+        self.state, self._has_trained = self._of_this_rank(state), False
         self._beta = self._built().beta() if self.args.beta else 0.0
         if self.args.restore_callback_states_from_checkpoint:
             restore_states(self.state, self.callback_handler)
