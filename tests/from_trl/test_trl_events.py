@@ -8,7 +8,9 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from cohort.errors import UserError
 from cohort.trl import GRPOTrainer
+from runs import metric
 from scripted import digits, rows, settings
 from tiny import save_model_folder
 
@@ -102,8 +104,33 @@ def test_an_epoch_that_a_callback_ends(tmp_path: Path, base: str):
     epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
     assert epochs == pytest.approx([1 / 3, 4 / 3, 5 / 3, 2, 7 / 3])
     again = GRPOTrainer(base, reward, args, rows(6))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert asked[5:] == [names[:2], names[2:4], names[4:]] and again.state.epoch == pytest.approx(3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert asked[5:] == [names[:2], names[2:4], names[4:]] * 2 and again.state.epoch == pytest.approx(3)
+
+
+def test_a_failed_run_goes_on_after_an_epoch_that_a_callback_ended(tmp_path: Path, base: str):
+    asked: list[list[str]] = []
+
+    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        asked.append(prompts[::4])
+        assert len(asked) != 4, "breaks once"
+        return digits(completions)
+
+    class End(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 1
+
+    args = settings(
+        tmp_path, max_steps=-1, num_train_epochs=2, shuffle_dataset=False, save_strategy="steps", save_steps=2
+    )
+    trainer = GRPOTrainer(base, reward, args, rows(6), callbacks=[End()])
+    with pytest.raises(UserError, match="breaks once"):
+        trainer.train()
+    assert trainer.train().global_step == 4
+    names = [row["prompt"] for row in rows(6)]
+    assert asked[4:] == [names[2:4], names[4:]]
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert epochs == pytest.approx([1 / 3, 4 / 3, 5 / 3, 2])
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -139,9 +166,8 @@ def test_states_of_callbacks_and_losses_of_a_resumed_run(tmp_path: Path, base: s
 
 def test_beta_after_resuming_is_that_of_the_checkpoint(tmp_path: Path, base: str):
     class Anneal(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if trainer.state.global_step == 0:
-                trainer.beta = 0.5
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.beta = 0.5
 
     args = settings(tmp_path, beta=0.1, max_steps=2, save_strategy="steps", save_steps=1)
     trainer = GRPOTrainer(base, digits, args, rows(), callbacks=[Anneal()])
@@ -163,6 +189,24 @@ def test_an_evaluation_with_another_prefix_leaves_the_metrics_of_training(tmp_pa
     trainer.train()
     tested, trained = trainer.state.log_history[:2]
     assert "test_reward" in tested and "reward" not in tested and {"reward", "loss"} <= trained.keys()
+
+
+def test_a_step_after_which_a_callback_fails_is_in_the_log(tmp_path: Path, base: str):
+    class FailOnce(TrainerCallback):
+        failed = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and not self.failed:
+                self.failed = True
+                raise ValueError("once")
+
+    trainer = GRPOTrainer(base, digits, settings(tmp_path, max_steps=3), rows(), callbacks=[FailOnce()])
+    with pytest.raises(ValueError, match="once"):
+        trainer.train()
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2, 3]
+    assert [entry["reward"] for entry in logs] == metric(tmp_path / "cohort", "reward")
 
 
 def test_a_loss_that_is_not_a_number_is_no_part_of_the_mean(tmp_path: Path, base: str):

@@ -10,11 +10,17 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi, ModelCard
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
 
 from cohort.errors import UserError
 from cohort.trl import GRPOConfig, GRPOTrainer
@@ -22,6 +28,7 @@ from cohort.trl.rewards import RewardModel
 from reward_models import MESSAGES, naive_scores, save_reward_model
 from runs import assert_same_weights, metric
 from scripted import digits, rows, settings
+from test_multimodal import save_multimodal_folder
 from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -154,6 +161,20 @@ def test_several_evaluation_sets(tmp_path: Path, base: str):
     assert (metrics["eval_easy_num_prompts"], metrics["eval_hard_num_prompts"]) == (2, 3)
     assert trainer.evaluate("hard")["eval_hard_reward"] == metrics["eval_hard_reward"]
     assert trainer.evaluate(rows(3), metric_key_prefix="test")["test_reward"] == metrics["eval_hard_reward"]
+
+
+@pytest.mark.parametrize("trains_on_text", [True, False])
+def test_held_out_prompts_in_another_form(tmp_path: Path, base: str, trains_on_text: bool):
+    messages = Dataset.from_list([{"prompt": MESSAGES}] * 2)
+    trained, held_out = (rows(2), messages) if trains_on_text else (messages, rows(2))
+    message = "eval_dataset: its prompts are text, those of train_dataset messages; use one form for both"
+    if trains_on_text:
+        message = "eval_dataset: its prompts are messages, those of train_dataset text; use one form for both"
+    for given in (held_out, {"same": trained, "other": held_out.to_iterable_dataset()}):
+        with pytest.raises(UserError, match=message):
+            GRPOTrainer(base, digits, settings(tmp_path), trained, given)
+    with pytest.raises(UserError, match=message):
+        GRPOTrainer(base, digits, settings(tmp_path), trained, trained).evaluate(held_out)
 
 
 def test_streams(tmp_path: Path, base: str):
@@ -325,13 +346,44 @@ def test_what_is_changed_before_training(tmp_path: Path, base: str):
     trainer = GRPOTrainer(base, digits, settings(tmp_path), rows())
     trainer.args.max_steps, trainer.train_dataset = 1, rows(2)
     assert trainer.num_generations == 4 and trainer.epsilon_low == 0.2
-    with pytest.raises(UserError, match=r"epsilon_high: has no effect on a trainer; set args\.epsilon_high"):
+    with pytest.raises(
+        UserError, match=r"epsilon_high: cannot be changed on the trainer; set args\.epsilon_high before train"
+    ):
         trainer.epsilon_high = 0.3
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'optimizer'"):
         _ = trainer.optimizer
     assert trainer.train().global_step == 1 and metric(tmp_path / "cohort", "reward") != []
 
 
+def test_beta_before_training(tmp_path: Path, base: str):
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "set", max_steps=1, beta=0.1), rows())
+    trainer.beta, trainer.args.learning_rate = 0.05, 1e-3
+    trainer.train()
+    assert trainer.beta == 0.05 == logged(trainer)[0]["kl_coef"]
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "argument", max_steps=1, beta=0.1), rows())
+    trainer.args.beta = 0.5
+    trainer.train()
+    assert trainer.beta == 0.5 == logged(trainer)[0]["kl_coef"]
+
+
 def test_a_best_model_by_a_loss(tmp_path: Path):
     with pytest.raises(UserError, match=r"metric_for_best_model: 'loss' is not measured; use eval_reward"):
         GRPOConfig(str(tmp_path), eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)
+
+
+def test_merging_the_adapter_of_a_multimodal_model(tmp_path: Path):
+    base, adapter = str(save_multimodal_folder(tmp_path / "base", "gemma3")), LoraConfig(r=4, target_modules=["q_proj"])
+    trainer = GRPOTrainer(base, digits, settings(tmp_path / "out"), rows(), peft_config=adapter)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    trainer.save_model(str(tmp_path / "adapter"))
+    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+    merged = trainer.model.merge_and_unload()
+    assert type(merged) is type(plain) and not (tmp_path / "out" / "cohort" / "merged").exists()
+    torch.testing.assert_close(merged.float().state_dict(), expected, rtol=1e-2, atol=1e-3)
+    unmerged = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).state_dict()
+    (name, *_) = [name for name in expected if "language_model" in name and "q_proj" in name]
+    assert (expected[name] - unmerged[name]).abs().max() > 0.1

@@ -177,3 +177,31 @@ def test_a_signal_saves_and_the_run_resumes(script: Path, tmp_path: Path):
     lines = launch(script, out, 9, out / f"checkpoint-{last}")
     assert said(lines, "done") == [["0", "4"], ["1", "4"]]
     assert len(metric(out / "cohort", "reward")) == 4
+
+
+MERGING = """
+import os
+import sys
+
+from peft import LoraConfig
+
+from cohort.trl import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig(output_dir=sys.argv[1], max_steps=1, max_completion_length=8, report_to=[], disable_tqdm=True)
+rows = [{"prompt": "1"}]
+trainer = GRPOTrainer(BASE, lambda completions, **_: [0.0] * len(completions), args, rows, peft_config=LoraConfig(r=4))
+for _ in range(2):
+    merged = trainer.model.merge_and_unload()
+    print(f"merged {os.environ['RANK']} {type(merged).__name__}\\n", end="", flush=True)
+if trainer.is_world_process_zero():
+    trainer.model.merge_and_unload().save_pretrained(sys.argv[1] + "/alone")
+"""
+
+
+@slow("test_trl_surface.py merges in one process")
+def test_every_rank_or_the_first_alone_merges_an_adapter(tmp_path: Path):
+    base = save_model_folder(tmp_path / "base", "qwen3")
+    (tmp_path / "script.py").write_text(MERGING.replace("BASE", repr(str(base))))
+    lines = launch(tmp_path / "script.py", tmp_path / "out")
+    assert said(lines, "merged") == [[rank, "Qwen3ForCausalLM"] for rank in "0011"]
+    assert_same_weights(tmp_path / "out" / "alone", base)

@@ -5,7 +5,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -248,7 +248,15 @@ class Trainer:
     @_on_every_rank
     def skip_epoch(self) -> None:
         """Go on with the next epoch of the data."""
-        self._open()[1].components.data.skip_epoch()
+        loop = self._open()[1]
+        loop.components.data.skip_epoch()
+        loop.checkpointer.amend(data=loop.components.data.state())
+
+    @_on_every_rank
+    def epochs(self) -> float:
+        """Return how many epochs of the data are done or skipped."""
+        position = self._open()[1].components.data.state()
+        return float(position["epoch"] + position["position"] / position["num_prompts"])
 
     @_on_every_rank
     def load(self, path: str | Path) -> None:
@@ -274,8 +282,10 @@ class Trainer:
             raise UserError(
                 "beta: is 0 at the start, so there is no reference model; start with a small one, such as 1e-6"
             )
-        updater = self._open()[1].updater
+        loop = self._open()[1]
+        updater = loop.updater
         updater.coefficient_state = replace(updater.coefficient_state, kl=beta)
+        loop.checkpointer.amend(control=asdict(updater.coefficient_state))
 
     @_on_every_rank
     def save(self, path: str | Path) -> None:

@@ -4,8 +4,9 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cohort.config import RunConfig
 from cohort.display import Display
@@ -129,6 +130,11 @@ class Checkpointer:
         """Store the state after a step. It can be saved until weights change again."""
         self._state, self._is_updating = state, False
         self._stop.can_save = True
+
+    def amend(self, **changes: Any) -> None:
+        """Change what the next checkpoint of the last finished step says."""
+        if self._state is not None:
+            self._state = replace(self._state, **changes)
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step.

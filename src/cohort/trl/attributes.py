@@ -1,6 +1,6 @@
 """Attributes of TRL's trainer that scripts and subclasses read, besides those that training needs."""
 
-import tempfile
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, TrainerCallback
+import transformers
+from transformers import AutoConfig, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from cohort.errors import UserError
 from cohort.launch.python_trainer import Trainer
+from cohort.models import merge
 from cohort.ranks.join import rank_of_launcher
 from cohort.trl.config import GRPOConfig
 
@@ -37,7 +38,7 @@ class TrainerAttributes:
         if name not in _FIELDS or "args" not in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif getattr(self, name) != value:
-            raise UserError(f"{name}: has no effect on a trainer; set args.{_FIELDS[name]} before it trains")
+            raise UserError(f"{name}: cannot be changed on the trainer; set args.{_FIELDS[name]} before train()")
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, given as a class or an instance."""
@@ -68,10 +69,20 @@ def as_peft(trainer: Trainer) -> Any:
         weak.save(save_directory)
 
     def merge_and_unload(**_: Any) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            weak.save(folder)
-            base = AutoModelForCausalLM.from_pretrained(str(weak.config.model.path), dtype="auto")
-            return PeftModel.from_pretrained(base, folder).merge_and_unload()
+        folder = (
+            Path(weak.config.run.dir) / "merged"
+        )  # every rank calls this, or rank 0 alone, and all see the run folder
+        weak.save(folder / "adapter")
+        if rank_of_launcher() == 0:
+            (folder / "model").mkdir(exist_ok=True)
+            merge(folder / "adapter", folder / "model")
+        weak.on_any_rank([False])  # it is merged
+        (architecture,) = AutoConfig.from_pretrained(folder / "model").architectures
+        merged = getattr(transformers, architecture).from_pretrained(folder / "model", dtype="auto")
+        weak.on_any_rank([False])  # all have loaded it
+        if rank_of_launcher() == 0:
+            shutil.rmtree(folder)
+        return merged
 
     model.save_pretrained, model.merge_and_unload = save_pretrained, merge_and_unload
     return model

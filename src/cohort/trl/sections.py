@@ -189,7 +189,7 @@ def _model(args: GRPOConfig, model: dict[str, Any]) -> None:
 
 
 def model_section(model: Any, peft_config: Any, quantization_config: Any) -> dict[str, Any]:
-    """Return what `model` says of a model, its adapter and its quantization.
+    """Return the `model` section for a model, its adapter and its quantization.
 
     Raises:
         UserError: the adapter or the quantization has no equivalent.

@@ -19,7 +19,6 @@ from cohort.display import Display
 from cohort.errors import UserError
 from cohort.launch.python_trainer import Trainer
 from cohort.learner.train_engine import UpdateEvent
-from cohort.plan import RunSchedule
 from cohort.ranks.join import started_by_torchrun
 from cohort.ranks.stopping import RunStopped
 from cohort.run.files import checkpoints, has_progress
@@ -107,12 +106,13 @@ class GRPOTrainer(TrainerAttributes):
         self.accelerator = accelerator(self.args, lambda: self._built().on_any_rank([False]))
         self._output = OutputFolder(Path(str(self.args.output_dir)))
         self._stream: tuple[Any, list[Any]] = (None, [])  # and the rows that were read from it
+        self._is_text: bool | None = None  # what the training prompts are, if that matters
         self._beta = self.args.beta
         self._trainer: Trainer | None = None
         self._has_trained = False
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], None, None, None, None)
-        self.state = self._new_state()
+        self.state = self._of_this_rank(TrainerState())
         self._mode = "train"  # or "eval", whose metrics `log` adds
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._build(self._output.new_run())  # says now what is wrong
@@ -160,10 +160,11 @@ class GRPOTrainer(TrainerAttributes):
         """Run the steps, on every rank, and do what callbacks ask for on any of them."""
         args, handler, (schedule, steps_done) = self.args, self.callback_handler, trainer.progress()
         handler.model, handler.processing_class = trainer.model, trainer.tokenizer
-        self._forget_steps_after(steps_done, schedule)
+        self._forget_steps_after(steps_done, epochs=trainer.epochs())
         self.state.max_steps = schedule.num_steps * args.num_iterations
         self.state.num_train_epochs = math.ceil(schedule.num_steps / schedule.steps_per_epoch)
         self.state.compute_steps(args, self.state.max_steps)
+        self._log_if_asked()  # of a step after which a callback failed
         engine = trainer._worker().engine
         engine.on_event = self._on_event
         self.control = handler.on_train_begin(args, self.state, self.control)
@@ -184,12 +185,12 @@ class GRPOTrainer(TrainerAttributes):
             steps_done = report.steps_done
             self._finish_step(report, steps_per_epoch=schedule.steps_per_epoch, skipped_epochs=skipped)
             is_new_epoch, epochs_done = self._epochs_done() > epochs_done, self._epochs_done()
-            ends_early = self.control.should_epoch_stop and not is_new_epoch
+            self._obey(can_skip=not is_new_epoch)
+            ends_early = not is_new_epoch and self._asks("should_epoch_stop")
             if is_new_epoch or ends_early or steps_done == schedule.num_steps or self.control.should_training_stop:
                 self.control = handler.on_epoch_end(args, self.state, self.control)
-                self._obey()
+                self._obey(can_skip=not is_new_epoch)
             if ends_early:
-                trainer.skip_epoch()
                 is_new_epoch, epochs_done = True, epochs_done + 1
                 skipped += epochs_done - (self.state.epoch or 0.0)
         engine.on_event = None  # else trainer and engine keep each other in memory
@@ -210,7 +211,7 @@ class GRPOTrainer(TrainerAttributes):
         self.state.global_step += event == "optimizer_step"
 
     def _finish_step(self, report: StepReport, *, steps_per_epoch: float, skipped_epochs: float) -> None:
-        """Notify callbacks of the step's updates, and log, evaluate and save if they say so."""
+        """Notify callbacks of the step's updates, and log if they say so."""
         handler, num_updates = self.callback_handler, self.args.num_iterations
         should_evaluate = should_save = False
         for number, update in enumerate(report.updates, start=1):
@@ -226,7 +227,6 @@ class GRPOTrainer(TrainerAttributes):
             should_evaluate |= self.control.should_evaluate
             should_save |= self.control.should_save
         self.control.should_evaluate, self.control.should_save = should_evaluate, should_save
-        self._obey()
 
     def _asks(self, flag: str) -> bool:
         """Whether a callback asks for something on any rank."""
@@ -243,12 +243,15 @@ class GRPOTrainer(TrainerAttributes):
             self.control.should_log = False
             self.log(self._take_means("train", only=_FIRST))
 
-    def _obey(self) -> None:
+    def _obey(self, *, can_skip: bool) -> None:
+        """Log, evaluate, skip the rest of the epoch if that `can_skip`, and save, as callbacks say."""
         self._combine_flags()
         self._log_if_asked()
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             self._note_best(self.evaluate())
+        if can_skip and self._asks("should_epoch_stop"):
+            self._built().skip_epoch()  # before the checkpoint, from which a run goes on with the next epoch
         if self._asks("should_save"):
             self.control.should_save = False
             self._write_checkpoint()
@@ -290,6 +293,7 @@ class GRPOTrainer(TrainerAttributes):
         if isinstance(data, Mapping):
             every = [self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}") for name, rows in data.items()]
             return {name: value for metrics in every for name, value in metrics.items()}
+        self._check_form(data)
         start = time.perf_counter()
         section = {**self._sampling(), "path": data} if data is not None else None
         is_own = data is self._own_evaluation() and self._sampling() == self._built_sampling
@@ -412,6 +416,7 @@ class GRPOTrainer(TrainerAttributes):
             **given,
             **rest,
         )
+        self._check_form(self.eval_dataset)
         self._trainer.on_any_rank([False])  # before rank 0 writes: the others have looked for a free folder too
         _open[str(run_dir)] = self._trainer
 
@@ -430,8 +435,22 @@ class GRPOTrainer(TrainerAttributes):
 
     def _template_of(self, rows: Any) -> dict[str, bool]:
         """Return whether prompts get the chat template: those that are text do not, as in TRL."""
-        is_text = len(rows) > 0 and isinstance(rows[0].get("prompt"), str)
-        return {"apply_chat_template": False} if is_text and not (self.tools or self._given["environment"]) else {}
+        chats = self.tools or self._given["environment"]
+        self._is_text = None if chats else _is_text(rows)
+        return {"apply_chat_template": False} if self._is_text else {}
+
+    def _check_form(self, rows: Any) -> None:
+        """Refuse held-out prompts in another form than the training prompts: the template is used for all or none.
+
+        Raises:
+            UserError: one is text, the other messages.
+        """
+        for each in rows.values() if isinstance(rows, Mapping) else (rows,):
+            if None not in (found := (_is_text(each), self._is_text)) and found[0] != found[1]:
+                held_out, trained = ("text" if is_text else "messages" for is_text in found)
+                raise UserError(
+                    f"eval_dataset: its prompts are {held_out}, those of train_dataset {trained}; use one form for both"
+                )
 
     def _own_evaluation(self) -> Any:
         """Return the held-out rows if they are one set; several are evaluated one by one."""
@@ -452,19 +471,24 @@ class GRPOTrainer(TrainerAttributes):
         return self._trainer
 
     def _arguments(self) -> tuple[Any, ...]:
-        """Return what a run is built from that scripts change before they train."""
+        """Return the arguments that scripts may change before training."""
         return sections(self.args, world_size=self.args.world_size), id(self.train_dataset), id(self.eval_dataset)
 
     def _begin(self) -> None:
         """Open another run from the current weights if one has ended, or with arguments that were changed since."""
         if self._has_trained:
             self._given["model"] = self._current_model()
-            self.state, self._beta, self._has_trained = self._new_state(), self.args.beta, False
+            self.state, self._beta, self._has_trained = self._of_this_rank(TrainerState()), self.args.beta, False
             self._metrics["train"].clear()
             self._build(self._output.new_run())
         elif not self.state.global_step and self._arguments() != self._built_from:
+            is_new_beta = self.args.beta != self._built().config.algorithm.beta
             self._drop_unused_run()
             self._build(self._output.new_run())
+            if is_new_beta:
+                self._beta = self.args.beta
+            elif self._beta != self.args.beta:  # it was set on the trainer
+                self._built().set_beta(self._beta)
         if not self.state.global_step:
             self._set_aside(())
 
@@ -479,16 +503,16 @@ class GRPOTrainer(TrainerAttributes):
         adapter = {**section.adapter.model_dump(exclude_unset=True), "path": str(folder)}
         return {**self._given["model"], "path": section.path, "adapter": adapter}
 
-    def _new_state(self) -> TrainerState:
-        state = TrainerState()
+    def _of_this_rank(self, state: TrainerState) -> TrainerState:
         state.is_world_process_zero = self.is_world_process_zero()
         state.is_local_process_zero = self.is_local_process_zero()
         return state
 
-    def _forget_steps_after(self, steps_done: int, schedule: RunSchedule) -> None:
-        """Set `state` back to the checkpoint that a failed run goes on from."""
+    def _forget_steps_after(self, steps_done: int, *, epochs: float) -> None:
+        """Set `state` to where the run goes on: a failed one, from its last checkpoint."""
+        self.state.epoch = epochs
         if self.state.global_step > (step := steps_done * self.args.num_iterations):
-            self.state.global_step, self.state.epoch = step, steps_done / schedule.steps_per_epoch
+            self.state.global_step = step
             self.state.log_history = [entry for entry in self.state.log_history if entry["step"] <= step]
 
     def _resume(self, wanted: str | bool) -> None:
@@ -506,14 +530,8 @@ class GRPOTrainer(TrainerAttributes):
             found.prepare(run_dir, self._built().config)
         self._build(run_dir)
         state.best_model_checkpoint = self._output.best_model(found, state)
-        fresh = self._new_state()
-        state.is_world_process_zero, state.is_local_process_zero = (
-            fresh.is_world_process_zero,
-            fresh.is_local_process_zero,
-        )
-        self.state, self._has_trained = state, False
-        if self.args.beta:
-            self._beta = self._built().beta()
+        self.state, self._has_trained = self._of_this_rank(state), False
+        self._beta = self._built().beta() if self.args.beta else 0.0
         if self.args.restore_callback_states_from_checkpoint:
             restore_states(self.state, self.callback_handler)
 
@@ -566,6 +584,15 @@ class GRPOTrainer(TrainerAttributes):
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save |= self.args.save_strategy == "best"
+
+
+def _is_text(rows: Any) -> bool | None:
+    """Return whether the first prompt is text; None if there is none, or if rows can be read only once."""
+    first = rows[0] if hasattr(rows, "__len__") and len(rows) else None
+    if not hasattr(rows, "__len__") and hasattr(rows, "__iter__") and iter(rows) is not rows:
+        first = next(iter(rows), None)
+    prompt = first.get("prompt") if isinstance(first, Mapping) else None
+    return None if prompt is None else isinstance(prompt, str)
 
 
 def _as_list(value: Any) -> list[Any]:

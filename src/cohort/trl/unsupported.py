@@ -1,4 +1,4 @@
-"""What of TRL's trainer has no equivalent, and what to use instead."""
+"""Parts of TRL's trainer that have no equivalent, and their replacements."""
 
 from collections.abc import Sequence
 from typing import Any
