@@ -210,7 +210,7 @@ def no_sandbox(planted: Planted) -> None:
         (old_vllm, "vLLM", "warn", "has vLLM 0.11.0, but Cohort needs 0.32", "pip install vllm"),
         (other_nccl, "NCCL", "warn", "2.28.9, but 2.27.5 beside vLLM", "same version of torch"),
         (small_shared_memory, "/dev/shm", "fail", "66 MB free", "--shm-size"),
-        (few_files, "open files", "fail", "800 at a time; a run may need 1024", "ulimit -n"),
+        (few_files, "open files", "fail", "limit of 800 (ulimit -n); a run may need 1024", "ulimit -n"),
         (local_folder, "shared by nodes", "fail", "no: ext4, on this node only", "Set run.dir"),
         (full_disk, "disk space", "fail", "315 MB free", "Free some space"),
         (taken_port, "ports", "warn", "the default of `cohort serve`", "ss -ltnp"),
@@ -249,13 +249,24 @@ def test_a_good_machine_has_no_findings(planted: Planted):
     findings = {finding.name: finding for finding in examine(planted.config, names)}
     assert {finding.status for finding in findings.values()} == {"ok"}, findings
     assert findings["GPU links"].found == "NVLink (NV18)"
-    assert findings["vLLM's environment"].found == "can hold Cohort, too (torch 2.13.0, transformers 5.19.0)"
+    assert findings["vLLM's environment"].found == "Cohort could be installed in it (torch 2.13.0, transformers 5.19.0)"
 
 
 def test_an_environment_that_cannot_hold_cohort(planted: Planted):
     planted.patch.setenv("COHORT_VLLM_PYTHON", str(planted.environment(vllm="0.32.0", transformers="4.57.1")))
     (finding,) = examine(planted.config, ["vLLM's environment"])
     assert "cannot hold Cohort, which needs newer ones of transformers 4.57.1" in finding.found
+
+
+def test_nccl_is_not_needed_without_a_gpu(planted: Planted):
+    no_gpus(planted)
+    (finding,) = examine(planted.config, ["NCCL"])
+    assert (finding.status, finding.found) == ("ok", "not needed without a GPU")
+
+
+def test_overrides_need_a_file(cohort: Any):
+    ended = cohort("doctor", "train.steps=3")
+    assert ended.code == 2 and "overrides need a configuration file before them" in ended.err
 
 
 def test_a_check_that_fails_itself_hides_no_other(planted: Planted):
@@ -277,7 +288,7 @@ def test_the_command_lists_every_check(planted: Planted, tmp_path: Path, cohort:
     assert (ended.code, ended.err) == (1, "")
     assert [line[6:24].strip() for line in lines if line[:4].strip() in ("ok", "warn", "fail")] == list(CHECKS)
     at = next(i for i, line in enumerate(lines) if line.startswith("fail"))
-    assert lines[at] == "fail  open files          800 at a time; a run may need 1024"
+    assert lines[at] == "fail  open files          limit of 800 (ulimit -n); a run may need 1024"
     assert lines[at + 1].startswith(f"{'':26}fix: ulimit -n ")
     assert lines[-1].startswith(f"{len(CHECKS)} checks: 1 failed, ")
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -296,7 +307,7 @@ def test_a_run_that_fails_to_start_adds_what_fails(planted: Planted, tmp_path: P
     assert error.startswith("error: ") and "missing.jsonl" in error
     assert added[:2] == [
         "`cohort doctor` finds on this machine:",
-        "fail  open files          800 at a time; a run may need 1024",
+        "fail  open files          limit of 800 (ulimit -n); a run may need 1024",
     ]
     assert len(added) == 3 and "fix: ulimit -n" in added[2]
     assert "cohort doctor" not in cohort("plan", config).err  # starts no run

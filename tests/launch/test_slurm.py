@@ -212,6 +212,33 @@ def test_words_after_two_dashes_are_options_of_sbatch(tmp_path, cohort):
     assert "No such option: --qos" in cohort(*command, "--qos", "high").err
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sbatch": ["--qos=high", "train.steps=3"]}, "options of sbatch: 'train.steps=3' is an override of the"),
+        ({"sbatch": ["--comment=a\nscancel -u me"]}, "options of sbatch: '--comment=a\\nscancel -u me' contains"),
+        ({"job_name": "a\nrm -rf x"}, "--job-name: 'a\\nrm -rf x' contains a newline"),
+        ({"setup": Path("a\nb.sh")}, "--setup: 'a\\nb.sh' contains a newline"),
+        ({"mounts": ["relative"]}, "--mount: 'relative' is invalid; use /HERE or /HERE:/THERE, absolute"),
+        ({"mounts": ["/a:b"]}, "--mount: '/a:b' is invalid"),
+        ({"mounts": ["/a,b"]}, "--mount: '/a,b' is invalid"),
+        ({"mounts": ["/a\nb"]}, "--mount: '/a\\nb' is invalid"),
+    ],
+)
+def test_words_that_would_break_the_script_are_refused(options, expected):
+    assert message(**options).startswith(expected)
+
+
+def test_a_value_of_an_sbatch_option_is_no_override():
+    assert directives(script(sbatch=["--export", "a.b=c", "--qos=high"]))[-1] == "--export a.b=c --qos=high"
+
+
+def test_the_command_to_submit_is_quoted(tmp_path, cohort):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    ended = cohort("launch", "slurm", tmp_path / "run.yaml", "--out", tmp_path / "j b.sh")
+    assert f"sbatch '{tmp_path}/j b.sh'" in ended.out
+
+
 DOCUMENTED = re.findall(
     r"^\| .* \| `(.*)` \|$", (Path(__file__).parents[2] / "docs" / "launching.md").read_text(), re.M
 )

@@ -1,6 +1,7 @@
 """The `cohort` command and its subcommands train, serve, launch and demo."""
 
 import faulthandler
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -195,7 +196,7 @@ def slurm(
         out.write_text(script, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {str(out)!r} cannot be written: {error.strerror}") from error
-    typer.echo(f"written; submit with: sbatch {out}")
+    typer.echo(f"written; submit with: sbatch {shlex.quote(str(out))}")
 
 
 @app.command()

@@ -9,6 +9,7 @@ import typer
 
 from cohort.cli.command import Debug, Overrides
 from cohort.config import load_config
+from cohort.errors import UserError
 
 if TYPE_CHECKING:
     from cohort.doctor import Finding
@@ -28,6 +29,8 @@ def doctor(
 
     Exit codes: 0 nothing fails, 1 something does.
     """
+    if config is not None and "=" in str(config) and not config.exists():
+        raise UserError(f"{config}: overrides need a configuration file before them: cohort doctor run.yaml {config}")
     settings = load_config(config, overrides or ()) if config is not None else None
     from cohort.doctor import examine
 

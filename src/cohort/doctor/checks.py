@@ -173,9 +173,11 @@ def _gpu_links(machine: Machine) -> Found:
 
 
 def _nccl(machine: Machine) -> Found:
+    if not machine.gpus:
+        return _ok("not needed without a GPU")
     names = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     ours, beside = (sorted(found[n] for n in names if n in found) for found in (_installed(names), machine.beside_vllm))
-    if not machine.gpus or not beside:
+    if not beside:
         return _ok(f"{', '.join(ours) or 'none'}; no other to compare with")
     if ours != beside:
         found = f"{', '.join(ours) or 'none'}, but {', '.join(beside)} beside vLLM: weights go through host memory"
@@ -238,7 +240,9 @@ def _vllm_environment(machine: Machine) -> Found:
     old = [f"{name} {beside[name]}" for name in _too_old(beside)]
     if release(beside["python"]) < release(TESTED["python"][0]):
         old.append(f"Python {beside['python']}")
-    what = f"cannot hold Cohort, which needs newer ones of {', '.join(old)}" if old else "can hold Cohort, too"
+    what = (
+        f"cannot hold Cohort, which needs newer ones of {', '.join(old)}" if old else "Cohort could be installed in it"
+    )
     return _ok(f"{what} (torch {beside.get('torch')}, transformers {beside.get('transformers')})")
 
 
@@ -258,12 +262,12 @@ def _open_files(machine: Machine) -> Found:
         return _ok("unlimited")
     needed = max(1024, 512 + (machine.rollout.max_num_seqs if machine.rollout else 0))  # one per completion in flight
     if soft >= needed:
-        return _ok(f"{soft} at a time")
+        return _ok(f"limit of {soft}")
     if hard == resource.RLIM_INFINITY or hard >= needed:
         fix = f"ulimit -n {hard if hard != resource.RLIM_INFINITY else 65536}"
     else:
         fix = "docker run --ulimit nofile=65536, or raise the hard limit in limits.conf(5)"
-    return "fail", f"{soft} at a time; a run may need {needed}", fix
+    return "fail", f"limit of {soft} (ulimit -n); a run may need {needed}", fix
 
 
 def _run_dir(machine: Machine) -> Found:

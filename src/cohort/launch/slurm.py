@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import jinja2
@@ -180,6 +182,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     Raises:
         UserError: an option is invalid, by itself or with the configuration.
     """
+    _check_words(options)
     gpus, arguments = _gpus_per_node(config, options), list(overrides)
     if config.rollout.engine == "auto" and (options.nodes > 1 or options.rollout_nodes > 0):
         # fixed here, so that it does not depend on the nodes of a start
@@ -222,6 +225,29 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         launcher_grace_s=LAUNCHER_GRACE_S,
         signals=[number.name for number in SIGNALS],
     )
+
+
+def _check_words(options: SlurmOptions) -> None:
+    """Check the options that go into comments and lists of the script, where quoting does not help.
+
+    Raises:
+        UserError: one contains a character that would end its line or its entry, or is an override.
+    """
+    named = {name: getattr(options, name) for name in ("time", "partition", "account", "job_name", "setup")}
+    in_comments = [(f"--{name.replace('_', '-')}", str(value)) for name, value in named.items()]
+    for option, value in (*in_comments, *(("options of sbatch", word) for word in options.sbatch)):
+        if "\n" in value or "\r" in value:
+            raise UserError(
+                f"{option}: {value!r} contains a newline, which would end its line of the script; remove it"
+            )
+    for before, word in pairwise(options.sbatch):
+        if re.match(r"--[^=]+=", before) and re.match(r"[A-Za-z_]\w*(\.\w+)+=", word):
+            raise UserError(f"options of sbatch: {word!r} is an override of the configuration; put it before --")
+    for mount in options.mounts:
+        if not all(path.startswith("/") for path in mount.split(":")[:2]) or re.search(r"[,\n\r]", mount):
+            raise UserError(
+                f"--mount: {mount!r} is invalid; use /HERE or /HERE:/THERE, absolute and without commas or newlines"
+            )
 
 
 def _read_setup(file: Path) -> str:
