@@ -153,5 +153,12 @@ def test_a_sweep_plans_every_value(run_file: Path) -> None:
         assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
     told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
     assert "model.gradient_checkpointing fits GPUs s per step" in told and "must be true, false or selective" in told
+    for sweep, problem in (
+        ("gpus=2,x", "gpus=x is not a number of GPUs"),
+        ("gpus=3..12", "gpus=12 is"),
+        ("a.b=1,2", "a: "),
+    ):
+        refused = CliRunner().invoke(app, ["plan", *command, "--sweep", sweep])
+        assert refused.exit_code == 2 and problem in refused.output
     refused = CliRunner().invoke(app, ["plan", *command, "--sweep", "gpus=64..1"])
     assert refused.exit_code == 2 and "--sweep: 'gpus=64..1' is neither a list" in refused.output

@@ -49,7 +49,7 @@ def test_what_is_not_known_is_refused(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
     with pytest.raises(UserError, match="hidden_size"):
         read_shape(str(tmp_path))
-    with pytest.raises(UserError, match="--model: '9t' is unknown"):
+    with pytest.raises(UserError, match="--model: '9t' is neither a preset"):
         preset_shape("9t")
 
 

@@ -58,6 +58,18 @@ def test_a_proposal_trains_with_data_and_reward(tmp_path: Path) -> None:
     assert (result.run_dir / "metrics.jsonl").exists()
 
 
+def test_a_proposal_keeps_the_keys_that_are_given(tmp_path: Path) -> None:
+    model = save_model_folder(tmp_path / "it's: o #d", "qwen2", tie=False)
+    given = ["data.path=mine.jsonl", "rollout={num_generations: 4}", "train.learning_rate=3.0e-5"]
+    text = proposal("--model", str(model), "--gpus", "2", "--gpu", "l40s", *given)
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    assert config.model.path == str(model) and config.rollout.num_generations == 4
+    assert config.data.path == "mine.jsonl" and config.train.learning_rate == 3e-5
+    seven = proposal("--model", "7b", "--gpus", "1", "--gpu", "l40s", "train.learning_rate=5.0e-5")
+    assert "learning_rate: 5.0e-05" in seven and "quantization: nf4" in seven
+
+
 def test_every_preset_has_an_id_of_its_shape() -> None:
     assert HUB_IDS.keys() == PRESETS.keys()
     assert [name for name, model_id in HUB_IDS.items() if read_shape(model_id).name != name] == []

@@ -18,13 +18,13 @@ from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep
+from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep, replan
 from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
-from cohort.plan.proposal import propose
+from cohort.plan.proposal import path_of, propose
 from cohort.plan.shape import PRESETS, find_shape, read_shape
 
 _LABELS = {
@@ -86,8 +86,8 @@ def plan(
         typer.Option(
             "--model",
             "--model-shape",
-            help=f"Model instead of model.path: a preset ({', '.join(PRESETS)}), a size such as 7b, a Hugging Face id "
-            "or a folder.",
+            help=f"Model instead of model.path: a preset ({', '.join(PRESETS)}), a size such as 7b, a known Hugging "
+            "Face id or a folder.",
         ),
     ] = None,
     max_: Annotated[
@@ -152,16 +152,16 @@ def plan(
     if json_:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        command = _command(predicted, shlex.join([str(file), *arguments]))
-        _print_plan(predicted, advice, answer, command, Console(), why=why)
+        other = [] if model is None else [f"model.path={path_of(model)}"]
+        typed = shlex.join([str(file), *arguments, *other])
+        _print_plan(predicted, advice, answer, typed, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
 
 
 def _print_proposal(plan: Plan, text: str) -> None:
     """Print a configuration, with the verdict as comments. Exit code 1: nothing fits."""
-    command = _command(plan, "run.yaml")
-    verdict = list(_verdict(plan, [], {}, command))[: 2 if plan.fits else 1]
+    verdict = list(_verdict(plan, [], {}, "run.yaml"))[: 2 if plan.fits else 1]
     for line in (*verdict, f"GPUs: {plan.layout.in_words} ({plan.layout.reason})"):
         typer.echo(f"# {Text.from_markup(line).plain}")
     typer.echo(text, nl=False)
@@ -248,6 +248,7 @@ def _print_sweep(
     """Print step time and cost for several values of `gpus` or a key."""
     key, values = parse_sweep(text)
     rows: list[dict[str, Any]] = []
+    errors: list[UserError] = []
     for value in values:
         row: dict[str, Any] = {"value": value, "fits": False, "layout": "", "step_s": None, "problem": None}
         try:
@@ -262,8 +263,11 @@ def _print_sweep(
                 row |= {"step_s": step_s, "gpu_s": step_s * found.layout.num_used}
                 row |= {} if price is None else {"cost_per_step": price * row["gpu_s"] / 3600}
         except UserError as error:
+            errors.append(error)
             row["problem"] = str(error)
         rows.append(row)
+    if len(errors) == len(rows):
+        raise errors[0]
     if as_json:
         typer.echo(json.dumps({"sweep": rows, "key": key}, indent=2))
         return
@@ -327,7 +331,7 @@ def _command(plan: Plan, arguments: str) -> str:
 
 
 def _print_plan(
-    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str, console: Console, *, why: bool
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], arguments: str, console: Console, *, why: bool
 ) -> None:
     """Print a plan: verdict, table, suggested changes and notes.
 
@@ -335,7 +339,7 @@ def _print_plan(
         plan: the plan.
         advice: suggested changes.
         answer: the plan as JSON, with the answers to further options.
-        command: command that starts the run.
+        arguments: the file and the overrides, as they are typed.
         console: where to print.
         why: also print where the numbers come from, and the memory by part.
     """
@@ -344,7 +348,7 @@ def _print_plan(
         for line in lines:
             console.print(line, highlight=False, soft_wrap=True)
 
-    show(_verdict(plan, advice, answer, command))
+    show(_verdict(plan, advice, answer, arguments))
     layout = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(plan, why=why):
         layout.add_row(name, value)
@@ -362,7 +366,7 @@ def _print_plan(
         show(["[dim]--why: the origin of every number, and memory by part[/dim]"])
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], command: str) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], arguments: str) -> Iterator[str]:
     peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
     if plan.fits:
         told = [f"{_digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
@@ -371,14 +375,14 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], comma
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
         yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
-        yield escape(f"start it: {command}")
+        yield escape(f"start it: {_command(plan, arguments)}")
     else:
         too_much = f"peak {peak}, {_gb(-plan.headroom_bytes)} too much"
         if plan.headroom_bytes >= 0:
             too_much = f"peak {peak}, and servers do not fit alongside it"
         yield f"[red]does not fit[/red]: {too_much}"
         if advice:
-            yield escape(_way_out(plan, advice[0], command))
+            yield escape(_way_out(plan, advice[0], arguments))
         else:
             also = "" if plan.config.rollout.uses_servers else f", or rollout.engine: {AutoRolloutConfig.prefers}"
             yield f"no known change makes it fit; try other GPUs or a smaller model{also}"
@@ -389,16 +393,16 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], comma
     )
 
 
-def _way_out(plan: Plan, advice: Advice, command: str) -> str:
+def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
     """Command of a run that fits, with its time relative to what the plan would take if it fitted."""
     changes = [text for text in advice.arguments if not text.startswith("--")]
-    more_gpus = [text for text in advice.arguments if text.startswith("--")]
+    command = _command(replan(plan, advice.changes), " ".join([arguments, *map(shlex.quote, changes)]))
     time = ""
     if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
         difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
         time = f", {_digits(advice.step_s, 3)} s per step ({difference})"
-    place = f" on {' '.join(more_gpus)}" if more_gpus else ""
-    return f"fits with: {' '.join([command, *map(shlex.quote, changes)])}{place}{time}"
+    place = f" on {advice.changes['--gpus']} GPUs" if "--gpus" in advice.changes else ""
+    return f"fits{place} with: {command}{time}"
 
 
 def _line(advice: Advice) -> str:

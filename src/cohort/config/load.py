@@ -152,7 +152,7 @@ def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, b
     """
     merged = _plain_copy(raw)
     for override in overrides:
-        _apply_override(merged, override)
+        apply_override(merged, override)
     try:
         return Config.model_validate(merged, context=(base_dir or Path.cwd(), Path.cwd()))
     except ValidationError as error:
@@ -188,7 +188,7 @@ def _plain_copy(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in place; list entries are addressed by index (`rewards.0.weight=0.5`)."""
     key, equals, text = override.partition("=")
     if not equals or not key:

@@ -283,13 +283,22 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Parse `--sweep`: KEY=a,b,c or KEY=a..b, which doubles a up to b.
 
     Raises:
-        UserError: neither.
+        UserError: neither, or no such number of GPUs.
     """
     key, _, values = text.partition("=")
+    chosen = values.split(",")
     if ends := re.fullmatch(r"(\d+)\.\.(\d+)", values):
         low, high = int(ends[1]), int(ends[2])
-        if 0 < low <= high <= _MAX_VALUE:
-            return key, [str(low << n) for n in range(high.bit_length()) if low << n <= high]
-    elif key and values:
-        return key, values.split(",")
-    raise UserError(f"--sweep: {text!r} is neither a list such as gpus=2,4,6 nor a range such as gpus=1..64")
+        is_range = 0 < low <= high <= _MAX_VALUE
+        chosen = [str(low << n) for n in range(high.bit_length()) if low << n <= high] if is_range else []
+    if not key or not values or not chosen:
+        raise UserError(f"--sweep: {text!r} is neither a list such as gpus=2,4,6 nor a range such as gpus=1..64")
+    if key == "gpus" and (wrong := [value for value in chosen if not _is_number_of_gpus(value)]):
+        raise UserError(
+            f"--sweep: gpus={wrong[0]} is not a number of GPUs; use 1 to {NODE_GPUS}, or a multiple of {NODE_GPUS}"
+        )
+    return key, chosen
+
+
+def _is_number_of_gpus(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0 and (int(text) <= NODE_GPUS or int(text) % NODE_GPUS == 0)

@@ -1,6 +1,6 @@
 """Propose a whole configuration for a model and GPUs (`cohort plan --model` without a file)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cohort.config import config_from_dict
-from cohort.config.load import read_yaml
+from cohort.config.load import apply_override, read_yaml
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, advise, replan
 from cohort.plan.hardware import Hardware
@@ -32,43 +32,71 @@ def propose(model: str, machines: Hardware, overrides: Sequence[str]) -> tuple[P
         UserError: an unknown model, or overrides that contradict the template or the GPUs.
     """
     shape = find_shape(model)
-    path = str(Path(model).resolve()) if Path(model).is_dir() else model if "/" in model else HUB_IDS[shape.name]
-    text = _TEMPLATE.substitute(path=path, dir=f"runs/{shape.name}")
-    config = config_from_dict(read_yaml(text), overrides)
+    text = _TEMPLATE.substitute(path=_flow(path_of(model)), dir=_flow(f"runs/{shape.name}"))
+    raw = read_yaml(text)
+    for override in overrides:
+        apply_override(raw, override)
+    config = config_from_dict(raw)
     if config.hardware.device == "cpu":
         raise UserError("hardware.device: cpu: configurations are proposed for GPUs; plan a file for a CPU")
     plan = predict_wanted(config, shape, machines)
-    best = _choose(plan)
-    changes: dict[str, Any] = {} if best is None else {**best.changes}
-    if "model.adapter" in changes or "model.dtype" in changes:
+    best = _choose(plan, {override.partition("=")[0] for override in overrides})
+    if best is None:
+        return plan, _written(text, raw)
+    changes = dict(best.changes)
+    if changes.keys() & {"model.adapter", "model.dtype"} and raw["train"] == read_yaml(text)["train"]:
         changes["train.learning_rate"] = _RAISED_RATE
-    if changes:
-        plan = replan(plan, changes)
-    given: dict[str, Any] = {
-        key: read_yaml(value) for key, _, value in (override.partition("=") for override in overrides)
-    }
-    costs = "" if best is None else f"# gives up {best.costs}\n"
-    return plan, costs + _with_keys(text, {**given, **changes})
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        raw.setdefault(section, {})[name] = value
+    costs = "" if best.costs.startswith("nothing") else f"# gives up {best.costs}\n"
+    return replan(plan, changes), costs + _written(text, raw)
 
 
-def _choose(plan: Plan) -> Advice | None:
-    """The first change for these GPUs that updates on them, if there is one; none if the run fits as fast without."""
-    lines = [line for line in advise(plan) if not any(key.startswith("--") for key in line.changes)]
+def path_of(model: str) -> str:
+    """Return `model.path` for a preset, size, Hugging Face id or folder."""
+    if Path(model).is_dir():
+        return str(Path(model).resolve())
+    return model if "/" in model else HUB_IDS[find_shape(model).name]
+
+
+def _choose(plan: Plan, given: Set[str]) -> Advice | None:
+    """The first change for these GPUs that updates on them, if there is one; none if the run fits as fast without.
+
+    Changes of keys that are `given` are left out.
+    """
+    lines = [line for line in advise(plan) if not any(_is_out(key, given) for key in line.changes)]
     if plan.fits:
         return next((line for line in lines if line.costs.startswith("nothing")), None)
     return next((line for line in lines if not _ON_HOST & line.changes.keys()), lines[0] if lines else None)
 
 
-def _with_keys(text: str, changes: Mapping[str, Any]) -> str:
-    """Set keys of a YAML text with one key per line, and keep its comments."""
-    lines = text.splitlines()
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        written = f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=1000).partition('...')[0].strip()}"
-        if f"{section}:" not in lines:
-            lines.append(f"{section}:")
-        start = lines.index(f"{section}:") + 1
-        end = next((i for i in range(start, len(lines)) if not lines[i].startswith(" ")), len(lines))
-        place = next((i for i in range(start, end) if lines[i].startswith(f"  {name}:")), None)
-        lines[slice(end, end) if place is None else slice(place, place + 1)] = [f"  {written}"]
-    return "\n".join(lines) + "\n"
+def _is_out(key: str, given: Set[str]) -> bool:
+    return key.startswith("--") or any(f"{key}.".startswith(f"{g}.") or g.startswith(f"{key}.") for g in given)
+
+
+def _written(text: str, raw: Mapping[str, Any]) -> str:
+    """Write the values of `raw` as `text` has its own, with its comments."""
+    before, lines, section = read_yaml(text), {}, ""
+    for line in text.splitlines():
+        name = line.partition(":")[0]
+        section = section if line.startswith(" ") else name
+        lines[f"{section}.{name.strip()}" if line.startswith(" ") else name] = line
+    written = []
+    for section, value in raw.items():
+        is_block = isinstance(value, dict) and lines.get(section, ":").endswith(":")
+        if is_block:
+            written.append(f"{section}:")
+        for key, entry in {f"{section}.{k}": v for k, v in value.items()}.items() if is_block else [(section, value)]:
+            name = key.rpartition(".")[2]
+            own = before.get(section, {}).get(name) if is_block else before.get(section)
+            line = lines.get(key, "")
+            if not line or entry != own:
+                line = f"{'  ' * is_block}{name}: {_flow(entry)}" + "".join(line.partition("  # ")[1:])
+            written.append(line)
+    return "\n".join(written) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """Write a value in one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).partition("\n...")[0].strip()

@@ -198,7 +198,8 @@ def preset_shape(name: str) -> ModelShape:
     known = ALIASES.get(name.lower(), name.lower())
     if known not in PRESETS:
         raise UserError(
-            f"--model: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
+            f"--model: {name!r} is neither a preset, a known Hugging Face id nor a folder with config.json; give its "
+            f"folder, or use a similar preset: {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
         )
     return shape_from_config(PRESETS[known], name=known)
 
