@@ -73,6 +73,7 @@ def test_the_command_on_a_cpu():
     assert long["--max-num-batched-tokens"] == "5000"  # a prompt is computed at once
     assert environment["OMP_NUM_THREADS"] == "1" and environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["PYTHONPATH"] == f"{SERVER_SIDE}:{WORKER_FOLDER}"
+    assert environment["PYTHONSAFEPATH"] == "1", "or a script vllm.py in the working directory is imported"
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 

@@ -73,6 +73,7 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
         "VLLM_API_KEY": "",  # a key of the user's environment would be demanded in place of the secret
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "PYTHONSAFEPATH": "1",  # a script vllm.py in the working directory would be imported as vLLM
         "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{WORKER_FOLDER}",
         "PYTHONUNBUFFERED": "1",
     }
