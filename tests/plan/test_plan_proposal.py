@@ -68,6 +68,7 @@ def test_a_proposal_keeps_the_keys_that_are_given(tmp_path: Path) -> None:
     assert config.data.path == "mine.jsonl" and config.train.learning_rate == 3e-5
     seven = proposal("--model", "7b", "--gpus", "1", "--gpu", "l40s", "train.learning_rate=5.0e-5")
     assert "learning_rate: 5.0e-05" in seven and "quantization: nf4" in seven
+    assert "learning_rate: 1.0e-05" in proposal("--model", "7b", "--gpus", "1", "--gpu", "l40s", "train.steps=50")
 
 
 def test_every_preset_has_an_id_of_its_shape() -> None:

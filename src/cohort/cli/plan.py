@@ -422,8 +422,8 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     sampling = "the same" if layout.shared else str(layout.num_sampling or "external")
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
     if (lengths := plan.hardware.lengths) is not None:
-        longest = "" if lengths.longest is None else f", at most {lengths.longest}"
-        yield "expected tokens after a prompt", f"{lengths.mean} in the mean{longest} (--length)"
+        longest = "" if lengths.longest is None else f", longest {lengths.longest}"
+        yield "expected tokens after a prompt", f"mean {lengths.mean}{longest} (--length)"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if plan.config.rollout.num_generations == 1:

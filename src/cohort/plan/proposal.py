@@ -40,11 +40,12 @@ def propose(model: str, machines: Hardware, overrides: Sequence[str]) -> tuple[P
     if config.hardware.device == "cpu":
         raise UserError("hardware.device: cpu: configurations are proposed for GPUs; plan a file for a CPU")
     plan = predict_wanted(config, shape, machines)
-    best = _choose(plan, {override.partition("=")[0] for override in overrides})
+    given = {override.partition("=")[0] for override in overrides}
+    best = _choose(plan, given)
     if best is None:
         return plan, _written(text, raw)
     changes = dict(best.changes)
-    if changes.keys() & {"model.adapter", "model.dtype"} and raw["train"] == read_yaml(text)["train"]:
+    if changes.keys() & {"model.adapter", "model.dtype"} and not _is_out("train.learning_rate", given):
         changes["train.learning_rate"] = _RAISED_RATE
     for key, value in changes.items():
         section, _, name = key.partition(".")
