@@ -44,7 +44,7 @@ PHRASES = (
 )
 
 
-class StubEngine:
+class _StubEngine:
     """Has every completion at once."""
 
     def __init__(self, completions: list[SampledCompletion]):
@@ -100,7 +100,7 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
         received = [pickle.loads(share) for share in shares]
     completions = [received[n % ranks][n // ranks] for n in range(len(sampled))]
     params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    collector = RolloutCollector(StubEngine(completions), tokenizer)
+    collector = RolloutCollector(_StubEngine(completions), tokenizer)
     with timed(seconds, "collect groups, decode"):
         groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
     collector.close()
