@@ -31,6 +31,7 @@ SCRIPTS = {
     "run_records.py": "| tokens: writing | ",
     "sampler.py": "largest difference of a logprob",
     "sandbox.py": "| bubblewrap | ",
+    "scale.py": "| rank 0 |",
     "scaling.py": "| strong | 2 |",
     "stalls.py": "| results | ",
     "training_step.py": "| shared | ",

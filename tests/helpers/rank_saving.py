@@ -57,7 +57,7 @@ def run_saving(ranks: Ranks, folder: str, shard_bytes: int, *paths: str) -> dict
 
 
 def run_saving_fails(ranks: Ranks, folder: str, path: str) -> dict[str, Any]:
-    """The disk is full in the third file; then there is room again."""
+    """The disk is full in the third file; then there is room; then rank 1 does not see the folder."""
     policy, _ = counted_load(ranks, path, "float32")
     real = Path.open
 
@@ -72,13 +72,22 @@ def run_saving_fails(ranks: Ranks, folder: str, path: str) -> dict[str, Any]:
             save(policy, path, Path(folder) / "full", ranks, 20_000)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-    save(policy, path, Path(folder) / "room", ranks, 20_000)
-    return {"said": ranks.gather(said), "weights": dict(stream_weights(policy))}
+    files = {"room": save(policy, path, Path(folder) / "room", ranks, 20_000)}
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(Path, "exists", lambda *_: False)
+        files["apart"] = save(policy, path, Path(folder) / "apart", ranks, 20_000)
+    writers = {name: sorted(set(by_file.values())) for name, by_file in files.items()}
+    third = next(rank for file, rank in files["room"].items() if file.name.startswith("model-00003-of-"))
+    weights = dict(stream_weights(policy))
+    return {"said": ranks.gather(said), "third": third, "writers": writers, "weights": weights}
 
 
-def save(policy: Policy, path: str, folder: Path, ranks: Ranks, shard_bytes: int) -> None:
+def save(policy: Policy, path: str, folder: Path, ranks: Ranks, shard_bytes: int) -> dict[Path, int]:
     tokenizer = load_tokenizer(ModelConfig(path=path)) if ranks.is_rank0 else None
-    save_policy(policy, tokenizer, folder, ranks, SaveOptions(max_shard_bytes=shard_bytes))
+    return save_policy(
+        policy, tokenizer, folder, ranks, SaveOptions(max_shard_bytes=shard_bytes, min_shard_bytes=shard_bytes)
+    )
 
 
 JOBS = {"saving": run_saving, "saving_fails": run_saving_fails}

@@ -14,6 +14,7 @@ from cohort.cli.check import check, convert
 from cohort.cli.command import Commands, Debug, Overrides, is_rank, report_failures, set_run
 from cohort.cli.doctor import doctor
 from cohort.cli.evaluate import evaluate
+from cohort.cli.init import init
 from cohort.cli.merge import merge
 from cohort.cli.plan import plan
 from cohort.cli.reward import reward
@@ -219,6 +220,7 @@ def demo(
     run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
 
 
+app.command()(init)
 app.command()(algorithms)
 app.command()(plan)
 app.command()(rollout)

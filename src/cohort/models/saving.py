@@ -1,16 +1,13 @@
 """Save a policy as a model folder, and stream its full weights to rollout engines.
 
-Rank 0 writes everything. Ranks writing into a shared file at once is not safe on network file systems. Only one tensor
-is gathered at a time (or those that are saved as one), which is all the extra memory that saving takes.
+Only one tensor is gathered at a time (or those that are saved as one); `weight_files.py` writes them.
 """
 
 import math
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cohort.errors import TrainingError, UserError
+from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights, named_saved_tensors, quiet_transformers
 from cohort.models.loading.multimodal import processor_files
 from cohort.models.loading.safetensors_files import (
-    SHARD,
-    SINGLE,
     StoredTensor,
     TensorInfo,
     weight_conversions,
     weights_beside,
-    write_index,
-    write_tensors,
 )
 from cohort.models.policy import Policy
+from cohort.models.weight_files import MIN_SHARD_BYTES, on_rank0, plan_files, ranks_that_see, write_weights
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 
 if TYPE_CHECKING:
@@ -154,20 +148,24 @@ class SaveOptions:
     """Options of saving weights."""
 
     max_shard_bytes: int = 5 * 10**9  # of a file; larger tensors have a file of their own
+    min_shard_bytes: int = MIN_SHARD_BYTES  # of a rank that writes; smaller models are written by fewer ranks
     # called on rank 0 with bytes written and total
     on_progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def save_policy(
     policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = SINGLE_PROCESS, save_options: SaveOptions | None = None
-) -> None:
+) -> dict[Path, int]:
     """Save a policy and its tokenizer in the format of `AutoModelForCausalLM.from_pretrained`.
 
-    With an adapter, save the adapter only, in the format of `PeftModel.from_pretrained`. Call on every rank; rank 0
-    writes, and only its tokenizer is used.
+    With an adapter, save the adapter only, in the format of `PeftModel.from_pretrained`. Call on every rank; only
+    rank 0's tokenizer is used.
+
+    Returns:
+        The rank that wrote each file of weights; rank 0 wrote all others.
 
     Raises:
-        Exception: of any kind on rank 0, if writing failed.
+        Exception: of any kind on a rank that failed to write.
         TrainingError: on the other ranks then.
     """
     adapter = policy.adapter
@@ -189,79 +187,22 @@ def save_policy(
                         shutil.copy(file, folder)
             tokenizer.save_pretrained(folder)
 
-    _on_rank0(ranks, folder, save_configs)
-    if adapter is None:
-        _save_weights(policy, folder, ranks, save_options or SaveOptions())
+    on_rank0(ranks, folder, save_configs)
+    return {} if adapter is not None else _save_weights(policy, folder, ranks, save_options or SaveOptions())
 
 
-def plan_files(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> dict[str, list[TensorInfo]]:
-    """Assign tensors to files, in order, up to `max_shard_bytes` each.
-
-    Args:
-        tensors: all tensors to write.
-        max_shard_bytes: maximum size of a file's tensors; a larger tensor gets its own file.
-    """
-    files: list[list[TensorInfo]] = []
-    room = 0
-    for written in tensors:
-        if not files or written.num_bytes > room:
-            files.append([])
-            room = max_shard_bytes
-        files[-1].append(written)
-        room -= written.num_bytes
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    return {SHARD.format(n, len(files)): tensors for n, tensors in enumerate(files, start=1)}
-
-
-def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: SaveOptions) -> None:
-    """Save the weights, and an index if there are several files."""
+def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: SaveOptions) -> dict[Path, int]:
+    """Write the weights, and an index if there are several files; return the rank that wrote each file."""
     beside = ranks.run_on_rank0(lambda: _weights_beside(policy))
     infos = [TensorInfo.of(spec.name, spec.shape, spec.dtype) for spec in weight_specs(policy)]
     infos += [TensorInfo(name, t.stored_dtype, t.shape, t.num_bytes) for name, t in beside.items()]
-    files = plan_files(infos, save_options.max_shard_bytes)
-    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
-    done = 0
-
-    def with_progress(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        nonlocal done
-        for _, tensor in weights:
-            done += tensor.nbytes
-            yield tensor
-            del tensor  # free it before the next one is gathered
-            save_options.on_progress(done, total)
-
+    files = plan_files(
+        infos,
+        save_options.max_shard_bytes,
+        writers=ranks_that_see(folder / "config.json", ranks),
+        min_shard_bytes=save_options.min_shard_bytes,
+        on_rank0=beside,
+    )
     read = ((name, tensor.read_bytes()) for name, tensor in beside.items() if ranks.is_rank0)
-    stream = chain(stream_weights(policy), read)
-    for file, tensors in files.items():
-        part = islice(stream, len(tensors))
-        # all ranks gather the tensors of a file even if writing fails, then agree on whether to go on
-        write = partial(write_tensors, folder / file, tensors, with_progress(part))
-        _on_rank0(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
-    if len(files) > 1:
-        _on_rank0(ranks, folder, partial(write_index, folder, files))
-
-
-def _on_rank0(
-    ranks: Ranks, folder: Path, write: Callable[[], None], *, meanwhile: Callable[[], object] = lambda: None
-) -> None:
-    """Call `write` on rank 0. If it fails, raise on all ranks.
-
-    Args:
-        ranks: all of them call this.
-        folder: destination, for the error message.
-        write: writes the files; called on rank 0.
-        meanwhile: work of all ranks; on rank 0 after `write`, even if that failed.
-    """
-    problem: BaseException | None = None
-    try:
-        if ranks.is_rank0:
-            write()
-    except BaseException as error:
-        problem = error
-    meanwhile()
-    succeeded = ranks.all_reduce_min(problem is None)
-    if problem is not None:
-        raise problem
-    if not succeeded:
-        raise TrainingError(f"{folder}: rank 0 failed to write it")
+    write_weights(folder, files, chain(stream_weights(policy), read), ranks, save_options.on_progress)
+    return {folder / file.name: file.rank for file in files}

@@ -198,6 +198,6 @@ class Ranks:
 SINGLE_PROCESS = Ranks()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; the type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

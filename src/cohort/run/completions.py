@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
 from cohort.run.atomic import write_file_atomically
@@ -29,7 +30,20 @@ def write_completions_file(
     num_tokens = sum(len(call.token_ids) for g in groups for t in g.trajectories for call in t.calls)
     rows = max(1, table.num_rows * _ROW_GROUP_TOKENS // max(num_tokens, _ROW_GROUP_TOKENS))
     with write_file_atomically(file) as partial:
-        pq.write_table(table, partial, compression="zstd", row_group_size=rows)
+        # values of logprobs hardly repeat: collecting them into a dictionary takes longer than writing them
+        dictionaries = [_leaf(field) for field in table.schema if field.name != "sampling_logprobs"]
+        pq.write_table(table, partial, compression="zstd", row_group_size=rows, use_dictionary=dictionaries)
+
+
+def _leaf(field: pa.Field) -> str:
+    """Return the path of a column's values in a Parquet file."""
+    return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
+
+
+def _lists(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
+    """A column with an array in each row. `pa.array` would convert them element by element."""
+    offsets = np.cumsum([0, *map(len, arrays)])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(arrays).astype(dtype)))
 
 
 def prompt_text(content: str | Sequence[Message]) -> str:
@@ -41,6 +55,7 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     prompts = [groups[number].prompt for number in numbers]
     completions = [trajectory for group in groups for trajectory in group.trajectories]
+    sampled = [completion.sampled_token_ids for completion in completions]
     columns: dict[str, Any] = {
         "step": pa.array([step] * len(completions), pa.int64()),
         "group": pa.array(numbers, pa.int64()),
@@ -49,10 +64,10 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "prompt_is_chat": [not isinstance(p.content, str) for p in prompts],
         "answer": pa.array([groups[number].answer for number in numbers], pa.string()),
         "completion": [c.text for c in completions],
-        "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
-        "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),
-        "sampling_logprobs": pa.array([c.sampling_logprobs for c in completions], pa.list_(pa.float32())),
-        "num_tokens": pa.array([len(c.sampled_token_ids) for c in completions], pa.int64()),
+        "prompt_token_ids": _lists([p.token_ids for p in prompts], np.int32),
+        "completion_token_ids": _lists(sampled, np.int32),
+        "sampling_logprobs": _lists([c.sampling_logprobs for c in completions], np.float32),
+        "num_tokens": pa.array([len(token_ids) for token_ids in sampled], pa.int64()),
         "end": [c.end for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
@@ -132,5 +147,6 @@ def are_single_turn(groups: Sequence[ScoredGroup]) -> bool:
 
 def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
     """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
-    contexts = [call.context_ids.tolist() for call in trajectory.calls]
-    return contexts == [prompt.token_ids.tolist()] and trajectory.stats is None and not trajectory.is_broken
+    if len(trajectory.calls) != 1 or trajectory.stats is not None or trajectory.is_broken:
+        return False
+    return np.array_equal(trajectory.calls[0].context_ids, prompt.token_ids)

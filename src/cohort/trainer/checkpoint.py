@@ -73,12 +73,12 @@ def save_checkpoint(
     def write(folder: Path) -> None:
         with disk_errors(folder):
             _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
-            save_policy(policy, tokenizer, folder, ranks, save_options)
+            written = save_policy(policy, tokenizer, folder, ranks, save_options)
             if critic is not None:
-                save_policy(critic, tokenizer, folder / CRITIC, ranks, save_options)
+                written |= save_policy(critic, tokenizer, folder / CRITIC, ranks, save_options)
             if ranks.is_rank0:
                 (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-            checksums = ranks.gather(_flush_own_files(folder, ranks))
+            checksums = ranks.gather(_flush_own_files(folder, written, ranks))
             if checksums is not None:
                 write_manifest(folder, {name: found for own in checksums for name, found in own.items()})
 
@@ -185,12 +185,18 @@ def _checkpointing() -> Iterator[None]:
             raise error from wrapper
 
 
-def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
-    """Flush the files of a checkpoint that this rank has written, and return their checksums."""
+def _flush_own_files(folder: Path, weights: Mapping[Path, int], ranks: Ranks) -> Checksums:
+    """Flush the files of a checkpoint that this rank has written, and return their checksums.
+
+    Args:
+        folder: of the checkpoint.
+        weights: the rank that wrote each file of weights.
+        ranks: all of them call this.
+    """
     files = []
     for path in folder.rglob("*"):
-        shard = re.match(r"__(\d+)_", path.name)  # files of torch.distributed.checkpoint; rank 0 writes all others
-        if path.is_file() and ranks.rank == (int(shard[1]) if shard else 0):
+        shard = re.match(r"__(\d+)_", path.name)  # files of torch.distributed.checkpoint
+        if path.is_file() and ranks.rank == (int(shard[1]) if shard else weights.get(path, 0)):  # rank 0: all others
             files.append(path)
     with checksums_in_background(folder, files) as checksums:
         for file in files:

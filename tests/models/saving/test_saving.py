@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +16,7 @@ from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
 from cohort.models import LoadRequest, SaveOptions, load_policy, save_policy, stream_weights
 from cohort.models.loading.safetensors_files import INDEX, SINGLE, TensorInfo, stored_weights
-from cohort.models.saving import plan_files
+from cohort.models.weight_files import plan_files
 from cohort.packing import collate
 from cohort.run.atomic import write_folder_atomically
 from cohort.trainer.checkpoint import TrainerState, save_checkpoint
@@ -42,14 +44,40 @@ def info(name: str, num_bytes: int) -> TensorInfo:
 
 def test_a_file_has_as_many_tensors_as_fit():
     tensors = [info(name, size) for name, size in (("a", 40), ("b", 60), ("c", 4), ("d", 120), ("e", 96))]
-    files = {file: [t.name for t in own] for file, own in plan_files(tensors, 100).items()}
+    files = {file.name: [t.name for t in file.tensors] for file in plan_files(tensors, 100)}
     assert files == {
         "model-00001-of-00004.safetensors": ["a", "b"],
         "model-00002-of-00004.safetensors": ["c"],
         "model-00003-of-00004.safetensors": ["d"],  # by itself, as it fits nowhere
         "model-00004-of-00004.safetensors": ["e"],
     }
-    assert list(plan_files(tensors, 320)) == [SINGLE]
+    assert [file.name for file in plan_files(tensors, 320)] == [SINGLE]
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    st.lists(st.integers(1, 40), max_size=9, unique=True),
+    st.integers(1, 500),
+    st.integers(1, 2000),
+    st.integers(0, 40),
+)
+def test_ranks_share_the_tensors_evenly(numbers, others, max_shard, min_shard, num_of_rank0):
+    tensors = [info(f"t{i}", 4 * number) for i, number in enumerate(numbers)]
+    on_rank0, writers = {t.name for t in tensors[len(tensors) - num_of_rank0 :]}, [0, *sorted(others)]
+    files = plan_files(tensors, max_shard, writers=writers, min_shard_bytes=min_shard, on_rank0=on_rank0)
+    assert sorted(t.name for file in files for t in file.tensors) == sorted(t.name for t in tensors)
+    num_bytes = dict.fromkeys(writers, 0)
+    for file in files:
+        assert file.tensors and (len(file.tensors) == 1 or sum(t.num_bytes for t in file.tensors) <= max_shard)
+        assert file.rank == 0 or not on_rank0 & {t.name for t in file.tensors}
+        num_bytes[file.rank] += sum(t.num_bytes for t in file.tensors)
+    for rank in writers:  # in the order in which they are gathered, and one file after the other
+        own = [t.name for file in files if file.rank == rank for t in file.tensors]
+        assert own == sorted(own, key=lambda name: int(name[1:]))
+    largest, total = max(t.num_bytes for t in tensors), sum(num_bytes.values())
+    busy = max(1, min(len(writers), total // min_shard))
+    assert sum(map(bool, num_bytes.values())) <= busy
+    assert all(num_bytes[rank] <= total / busy + largest for rank in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -146,6 +146,15 @@ def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable
         described: header entries of the tensors.
         tensors: the tensors in the same order, on any device; raw bytes are allowed.
     """
+    with path.open("wb") as file:
+        write_header(file, described)
+        for whole in tensors:
+            write_tensor(file, whole)
+            del whole  # free it before the next one is made
+
+
+def write_header(file: BinaryIO, described: Sequence[TensorInfo]) -> None:
+    """Write the header of a safetensors file, which the tensors follow."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in described:
@@ -154,11 +163,12 @@ def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable
         end += tensor.num_bytes
     text = json.dumps(header).encode()
     text = text.ljust(len(text) + -len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for whole in tensors:
-            file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            del whole  # free it before the next one is gathered
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    """Write the next tensor of a safetensors file, from any device."""
+    file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[TensorInfo]]) -> None:

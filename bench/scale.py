@@ -1,0 +1,170 @@
+"""What rank 0 does alone in a step, by stage and by processor time, for as many completions as many ranks sample.
+
+    python bench/scale.py [--ranks 8 64] [--quick]
+
+Eight prompts per rank with 16 completions each of about 1,800 tokens (6,000 characters with a LaTeX answer), as in
+docs/scaling.md. A stub engine has the completions at once; everything else is what a run does, with the vocabulary of a
+tokenizer trained here. Seconds are of this process; "children" are those of the processes that grade answers.
+"""
+
+import argparse
+import pickle
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cohort.algorithms import assign_advantages, build_algorithm, build_sequences
+from cohort.config import AlgorithmConfig, RewardConfig
+from cohort.health.reward_health import reward_health_metrics
+from cohort.metrics.rollouts import rollout_metrics
+from cohort.packing import pack
+from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt
+from cohort.rewards import RewardRunner, build_rewards
+from cohort.rollout import RolloutCollector, SampledCompletion, SamplingParams, StepKey
+from cohort.run.completions import write_completions_file
+from harness import machine, markdown
+
+PROMPTS_PER_RANK, GENERATIONS, PROMPT_TOKENS, CHARACTERS, MAX_TOKENS = 8, 16, 256, 6_000, 8_192
+REWARDS = (RewardConfig(use="math"),)
+PHRASES = (
+    "We use the substitution $u = {a}x + {b}$, so that $du = {a}\\,dx$. ",
+    "Hence $\\frac{{{a}}}{{{b}}} + \\sqrt{{{c}}} = {c}$ and the sum telescopes. ",
+    "By the quadratic formula, $x = \\frac{{-{a} \\pm \\sqrt{{{b}}}}}{{{c}}}$. ",
+    "Wait, let me check the case $n \\equiv {a} \\pmod{{{c}}}$ again. ",
+    "\\[ \\sum_{{k=1}}^{{{b}}} k^{a} = {c} \\] ",
+)
+
+
+class _StubEngine:
+    """Has every completion at once."""
+
+    def __init__(self, completions: list[SampledCompletion]):
+        self._completions = iter(completions)
+
+    async def generate(self, token_ids, sampling, key) -> ModelCall:
+        return next(self._completions).model_call(token_ids, policy_version=0)
+
+    def advance(self) -> bool:
+        return False
+
+    def release_gpus(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks = [1]
+    rng = random.Random(0)
+    tokenizer = train_tokenizer([text(rng, 1) for _ in range(50)])
+    print(machine())
+    columns = [measure(ranks, tokenizer) for ranks in args.ranks]
+    rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
+    print(markdown(["seconds", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
+
+
+def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+    """Processor seconds by stage."""
+    rng = random.Random(ranks)
+    answers = [rng.randrange(2, 10_000) for _ in range(ranks * PROMPTS_PER_RANK)]
+    prompts = [
+        Prompt(
+            id=n,
+            epoch=0,
+            content="What is it?",
+            token_ids=np.arange(PROMPT_TOKENS) % 100,
+            columns={"answer": f"\\frac{{{answer}}}{{7}}"},
+        )
+        for n, answer in enumerate(answers)
+    ]
+    sampled = [sample(tokenizer, text(rng, answer)) for answer in answers for _ in range(GENERATIONS)]
+    shares = [pickle.dumps(sampled[rank::ranks]) for rank in range(ranks)]
+    functions = build_rewards(REWARDS, columns=["prompt", "answer"], max_completion_tokens=MAX_TOKENS)
+    rewards = RewardRunner(functions, columns=["prompt", "answer"], prompt_column="prompt")
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=MAX_TOKENS)
+    seconds: dict[str, float] = {}
+    with timed(seconds, "unpickle completions"):
+        received = [pickle.loads(share) for share in shares]
+    completions = [received[n % ranks][n // ranks] for n in range(len(sampled))]
+    params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
+    collector = RolloutCollector(_StubEngine(completions), tokenizer)
+    with timed(seconds, "collect groups, decode"):
+        groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
+    collector.close()
+    with timed(seconds, "rewards"):
+        scored = rewards.score(groups)
+    seconds["rewards, children"] = sum(
+        sum(psutil.Process(child.pid).cpu_times()[:2]) for child in psutil.Process().children(recursive=True)
+    )
+    with timed(seconds, "metrics"):
+        rollout_metrics(scored)
+        reward_health_metrics(scored)
+    with timed(seconds, "sequences, advantages"):
+        sequences = assign_advantages(
+            [replace(group, rewards=np.random.default_rng(0).random(GENERATIONS)) for group in scored],
+            algorithm,
+            build_sequences(scored),
+            ForwardOnlyOutputs(),
+            reward_weights=rewards.weights,
+            coefficients=algorithm.coefficients(algorithm.initial_coefficients),
+        )
+    with timed(seconds, "pack"):
+        batches = pack(sequences, micro_batch_tokens=8192, dp_size=ranks, share_prompts=True, padded=False)
+    with timed(seconds, "pickle sequences"):
+        for batch in batches:
+            pickle.dumps(batch)
+    with timed(seconds, "write completions"), tempfile.TemporaryDirectory() as folder:
+        write_completions_file(Path(folder) / "step.parquet", step=1, groups=scored, sequences=sequences)
+    own = {stage: value for stage, value in seconds.items() if not stage.endswith("children")}
+    return {**seconds, "rank 0": sum(own.values())}
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the processor time of this process, all threads included."""
+    start = time.process_time()
+    yield
+    seconds[stage] = time.process_time() - start
+
+
+def text(rng: random.Random, answer: int) -> str:
+    """A solution of about 6,000 characters with a LaTeX answer."""
+    parts, length = [], 0
+    while length < CHARACTERS:
+        numbers = {name: rng.randrange(2, 100) for name in "abc"}
+        parts.append(rng.choice(PHRASES).format(**numbers))
+        length += len(parts[-1])
+    return f"{''.join(parts)}The answer is $\\boxed{{\\frac{{{answer}}}{{{rng.choice((7, 7, 9))}}}}}$."
+
+
+def sample(tokenizer: PreTrainedTokenizerFast, solution: str) -> SampledCompletion:
+    token_ids = np.array(tokenizer.encode(solution), dtype=np.int64)
+    logprobs = -np.linspace(0.1, 2, len(token_ids), dtype=np.float32).astype(np.float64)
+    return SampledCompletion(token_ids=token_ids, sampling_logprobs=logprobs, finish_reason="stop")
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that needs about 3.4 characters a token, as those of models do."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1_000, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+if __name__ == "__main__":
+    main()
