@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cohort.cli.command import Debug, Overrides
+from cohort.cli.sweep import digits, run_sweep
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep, replan
+from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
 from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
@@ -40,7 +41,6 @@ _LABELS = {
     "gpu_hours": "run, GPU hours",
 }
 
-_BAR = 40  # characters
 _PHASE_TIMES = ("training_s", "sampling_s", "publish_s", "step_s")
 
 _LIMITS = {  # --max: label and unit
@@ -107,6 +107,9 @@ def plan(
             help="Plan several values of gpus or a key: a list such as gpus=2,4,6, or a..b by doubling.",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the sweep into a PNG, SVG or PDF file.")
+    ] = None,
     length: Annotated[
         str | None,
         typer.Option(
@@ -119,19 +122,32 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
-    if against is not None:
-        _print_comparison(compare_run(against), as_json=json_)
-        return
     arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
     file = config if config and "=" not in str(config) else None
+    on: dict[str, Any] = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpu-tflops": gpu_tflops}
+    on |= {"--gpus": gpus, "--nodes": None if nodes == 1 else nodes, "--gpu-bandwidth": gpu_bandwidth}
+    asked = {"--max": max_, "--why": why or None}
+    for_steps = {"--like": like, "--price": price, "--sweep": sweep}
+    if against is not None:
+        others = {"CONFIG": file, **dict.fromkeys(arguments, True), **on, **asked, **for_steps}
+        run = "with --against, which plans the configuration of RUN on the hardware it had; remove it"
+        _refuse({**others, "--model": model, "--length": length, "--plot": plot}, run)
+        _print_comparison(compare_run(against), as_json=json_)
+        return
+    if sweep is None:
+        _refuse({"--plot": plot}, "without --sweep, whose values it draws, such as --sweep gpus=1..64")
+    else:
+        _refuse(asked, "with --sweep, which prints a line per value; plan one value to see it")
+        if sweep.startswith("gpus="):
+            _refuse({"--gpus": on["--gpus"], "--nodes": on["--nodes"]}, "with --sweep gpus, which sets it; remove it")
     lengths = None if length is None else parse_lengths(length)
     given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
     if file is None:
         if model is None:
             raise UserError("give a configuration file, or --model to have one proposed")
-        others = {"--like": like, "--max": max_, "--price": price, "--sweep": sweep, "--why": why, "--json": json_}
-        if unused := [name for name, value in others.items() if value not in (None, False)]:
-            raise UserError(f"{unused[0]} needs a configuration file; write the proposed one to a file first")
+        for name, value in {**asked, **for_steps, "--json": json_ or None}.items():
+            if value is not None:
+                raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
         _print_proposal(*propose(model, machines, arguments))
         return
@@ -145,7 +161,13 @@ def plan(
         return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
 
     if sweep is not None:
-        _print_sweep(sweep, arguments, plan_with, price=price, as_json=json_)
+        run_sweep(
+            sweep,
+            lambda more, **machines: plan_with([*arguments, *more], **machines),
+            price=price,
+            as_json=json_,
+            picture=plot,
+        )
         return
     predicted, notes = plan_with(arguments)
     answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
@@ -157,6 +179,17 @@ def plan(
         _print_plan(predicted, advice, answer, typed, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    """Refuse options that are given and have no effect.
+
+    Raises:
+        UserError: one is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name} has no effect {why}")
 
 
 def _print_proposal(plan: Plan, text: str) -> None:
@@ -232,63 +265,8 @@ def _print_comparison(rows: Sequence[Comparison], *, as_json: bool) -> None:
         table.add_column(title, justify="right" if title else "left")
     for row in rows:
         ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
-        predicted = "" if row.predicted is None else _digits(row.predicted, 3)
-        table.add_row(f"{row.what}, {row.unit}", predicted, _digits(row.measured, 3), ratio)
-    Console().print(table)
-
-
-def _print_sweep(
-    text: str,
-    arguments: Sequence[str],
-    plan_with: Callable[..., tuple[Plan, list[str]]],
-    *,
-    price: float | None,
-    as_json: bool,
-) -> None:
-    """Print step time and cost for several values of `gpus` or a key."""
-    key, values = parse_sweep(text)
-    rows: list[dict[str, Any]] = []
-    errors: list[UserError] = []
-    for value in values:
-        row: dict[str, Any] = {"value": value, "fits": False, "layout": "", "step_s": None, "problem": None}
-        try:
-            if key != "gpus":
-                found, _ = plan_with([*arguments, f"{key}={value}"])
-            else:
-                nodes = max(1, -(-int(value) // NODE_GPUS))
-                found, _ = plan_with(arguments, gpus=int(value) // nodes, nodes=nodes)
-            row |= {"fits": found.fits, "layout": found.layout.in_words, "problem": found.layout.problem}
-            if found.timing:
-                step_s = found.timing["step_s"].value
-                row |= {"step_s": step_s, "gpu_s": step_s * found.layout.num_used}
-                row |= {} if price is None else {"cost_per_step": price * row["gpu_s"] / 3600}
-        except UserError as error:
-            errors.append(error)
-            row["problem"] = str(error)
-        rows.append(row)
-    if len(errors) == len(rows):
-        raise errors[0]
-    if as_json:
-        typer.echo(json.dumps({"sweep": rows, "key": key}, indent=2))
-        return
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        key,
-        "fits",
-        "GPUs",
-        "s per step",
-        "GPU s per step",
-        *(["cost per step"] if price is not None else []),
-    ):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    longest = max((row["step_s"] or 0.0 for row in rows if row["fits"]), default=0.0)
-    for row in rows:
-        numbers = [_digits(row[name], 3) if row.get(name) else "" for name in ("step_s", "gpu_s")]
-        cost = [f"{row.get('cost_per_step', 0.0):.3f}"] if price is not None else []
-        shown = "█" * round(_BAR * (row["step_s"] or 0.0) / longest) if row["fits"] and longest else ""
-        why = escape((row["problem"] or "").partition(";")[0])
-        table.add_row(row["value"], "yes" if row["fits"] else "no", row["layout"], *numbers, *cost, shown or why)
+        predicted = "" if row.predicted is None else digits(row.predicted, 3)
+        table.add_row(f"{row.what}, {row.unit}", predicted, digits(row.measured, 3), ratio)
     Console().print(table)
 
 
@@ -369,9 +347,9 @@ def _print_plan(
 def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], arguments: str) -> Iterator[str]:
     peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
     if plan.fits:
-        told = [f"{_digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
+        told = [f"{digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
         if "run_hours" in plan.timing:
-            hours, gpu_hours = (_digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
+            hours, gpu_hours = (digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
         yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
@@ -399,14 +377,14 @@ def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
     command = _command(replan(plan, advice.changes), " ".join([arguments, *map(shlex.quote, changes)]))
     time = ""
     if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
-        difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
-        time = f", {_digits(advice.step_s, 3)} s per step ({difference})"
+        difference = f"{digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
+        time = f", {digits(advice.step_s, 3)} s per step ({difference})"
     place = f" on {advice.changes['--gpus']} GPUs" if "--gpus" in advice.changes else ""
     return f"fits{place} with: {command}{time}"
 
 
 def _line(advice: Advice) -> str:
-    time = "time not predicted" if advice.step_s is None else f"{_digits(advice.step_s, 3)} s"
+    time = "time not predicted" if advice.step_s is None else f"{digits(advice.step_s, 3)} s"
     gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
     return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
 
@@ -448,7 +426,7 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     for name, number in plan.timing.items():
         if why or name in _PHASE_TIMES:
             origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
-            yield _LABELS[name], f"{_digits(number.value, 3)}{origin}"
+            yield _LABELS[name], f"{digits(number.value, 3)}{origin}"
     memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
     yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
     parts = memory.phases[memory.peak_phase]
@@ -488,11 +466,6 @@ def _memory_notes(plan: Plan) -> Iterator[str]:
 def _cell(size: int) -> str:
     """Format a cell of the table in GB."""
     return "" if size == 0 else "<0.1" if size < 50_000_000 else f"{size / 1e9:.1f}"
-
-
-def _digits(value: float, number: int) -> str:
-    """Format with `number` significant digits and no exponent."""
-    return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
 def _gb(size: int) -> str:
