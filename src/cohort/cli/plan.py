@@ -20,7 +20,7 @@ from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
-from cohort.plan.dataset import count_prompts, missing_files
+from cohort.plan.dataset import answer_lengths, count_prompts, missing_files
 from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
@@ -113,8 +113,9 @@ def plan(
     length: Annotated[
         str | None,
         typer.Option(
-            metavar="MEAN[:LONGEST]",
-            help="Expected tokens after the prompt, such as 800 or 800:4000, for the times. Default: the maximum.",
+            metavar="MEAN[:LONGEST]|COLUMN",
+            help="Expected tokens after the prompt, for the times: a number such as 800 or 800:4000, or a column of "
+            "the data with reference solutions. Default: those of --like, or the maximum.",
         ),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Print the origin of every number, and memory by part.")] = False,
@@ -140,7 +141,6 @@ def plan(
         _refuse(asked, "with --sweep, which prints a line per value; plan one value to see it")
         if sweep.startswith("gpus="):
             _refuse({"--gpus": on["--gpus"], "--nodes": on["--nodes"]}, "with --sweep gpus, which sets it; remove it")
-    lengths = None if length is None else parse_lengths(length)
     given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
     if file is None:
         if model is None:
@@ -148,16 +148,24 @@ def plan(
         for name, value in {**asked, **for_steps, "--json": json_ or None}.items():
             if value is not None:
                 raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
+        lengths = None if length is None else parse_lengths(length)
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
         _print_proposal(*propose(model, machines, arguments))
         return
     pace = None if like is None else read_pace(like)
-    if pace is not None and lengths is not None:
-        raise UserError("--length has no effect with --like, whose times are those of completions as they were")
+    if pace is not None and pace.lengths is None and length is not None:
+        raise UserError(
+            f"--length has no effect with --like: {like}, whose metrics do not give the lengths of its completions, so "
+            f"that its times are of completions as they were"
+        )
 
     def plan_with(overrides: Sequence[str], *, gpus: int | None = gpus, nodes: int = nodes) -> tuple[Plan, list[str]]:
         settings = load_config(file, overrides)
         machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **{**given, "nodes": nodes})
+        lengths = None if pace is None else pace.lengths
+        if length is not None:
+            is_column = length[:1].isalpha() or length.startswith("_")
+            lengths = answer_lengths(settings.data.path, length) if is_column else parse_lengths(length)
         return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
 
     if sweep is not None:
@@ -401,7 +409,7 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
     if (lengths := plan.hardware.lengths) is not None:
         longest = "" if lengths.longest is None else f", longest {lengths.longest}"
-        yield "expected tokens after a prompt", f"mean {lengths.mean}{longest} (--length)"
+        yield "expected tokens after a prompt", f"mean {lengths.mean}{longest} ({lengths.source})"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if plan.config.rollout.num_generations == 1:
@@ -427,11 +435,21 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
         if why or name in _PHASE_TIMES:
             origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
             yield _LABELS[name], f"{digits(number.value, 3)}{origin}"
+    if plan.timing:
+        yield "the longer phase", _longer_phase(plan)
     memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
     yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
     parts = memory.phases[memory.peak_phase]
     largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
     yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
+
+
+def _longer_phase(plan: Plan) -> str:
+    training, sampling, step = (plan.timing[name].value for name in ("training_s", "sampling_s", "step_s"))
+    name = "training" if training > sampling else "sampling"
+    return f"{name}, {max(training, sampling) / step:.0%} of the step" + (
+        "; the other overlaps" if plan.config.rollout.samples_ahead else ""
+    )
 
 
 def _memory_table(plan: Plan) -> Table:

@@ -85,7 +85,7 @@ def plan_timing(
     if config.rollout.shares_weights:
         sampler += "; the local engine is slower than that"
     if hardware.lengths is not None:
-        sampler += f"; completions of {hardware.lengths.mean} tokens in the mean (--length)"
+        sampler += f"; completions of {hardware.lengths.mean} tokens in the mean ({hardware.lengths.source})"
     bus = PlannedValue(value=BUS_BANDWIDTH * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
     numbers = {
         "products_tflops": _peak(computing, 1e-12),

@@ -25,6 +25,7 @@ class Pace:
     device: str
     engine: str
     reward_s: float = 0.0
+    lengths: "Lengths | None" = None  # of its completions; None: unknown, and part of the multiples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Lengths:
 
     mean: int
     longest: int | None = None  # None: as for an exponential distribution
+    source: str = "--length"  # in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,10 @@ def parse_lengths(text: str) -> Lengths:
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise UserError(f"--length: {text!r} is not a number of tokens such as 800, or mean:longest such as 800:4000")
+        raise UserError(
+            f"--length: {text!r} is not a number of tokens such as 800, mean:longest such as 800:4000, or with a "
+            f"configuration file a column of its data"
+        )
     return Lengths(mean=int(match[1]), longest=int(match[2]) if match[2] else None)
 
 
