@@ -258,7 +258,7 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str |
     if settings.rollout.engine == "auto" and machines.on_gpu:
         engine, reason = predicted.config.rollout.engine, predicted.engine_reason
         taken = f"{engine}, if it is installed" if reason is None else f"{engine}, since {reason}"
-        if reason is None and machines.nodes > 1:
+        if reason is None and predicted.layout.rollout_nodes:
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
     return predicted, notes
@@ -311,7 +311,7 @@ def _command(plan: Plan, arguments: str) -> str:
     nodes, per_node = plan.hardware.nodes, plan.hardware.gpus_per_node
     if nodes == 1:
         return f"cohort train {arguments}"
-    sampling = 0 if plan.layout.shared else plan.layout.num_sampling // per_node
+    sampling = plan.layout.rollout_nodes
     servers = f" --rollout-nodes {sampling}" if sampling else ""
     return f"cohort launch slurm {arguments} --nodes {nodes - sampling}{servers} --gpus-per-node {per_node} | sbatch"
 
