@@ -109,8 +109,7 @@ def test_rank_is_in_the_predicted_gain() -> None:
 
 
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
-    whole = plan_of("7b", *SHORT)
-    adapted = plan_of("7b", *SHORT, "model.adapter={rank: 1}")
+    whole, adapted = (plan_of("7b", *SHORT, *more, on=on_gpus()) for more in ((), ("model.adapter={rank: 1}",)))
     ratio = adapted.timing["training_s"].value / whole.timing["training_s"].value
     assert ratio == pytest.approx(4 / 6, rel=1e-3)
     assert "4 FLOPs" in adapted.timing["training_s"].how
@@ -124,7 +123,7 @@ def test_a_plan_with_a_critic() -> None:
     assert ppo.workload.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
     state = 3 * 4 * (494_032_768 + 897) // 8
     assert ppo.memory.peak_bytes - without.memory.peak_bytes == pytest.approx(state, rel=1e-3)
-    without, ppo = (plan_of("0.5b", *SHORT, *more) for more in ([], ["algorithm.name=ppo"]))
+    without, ppo = (plan_of("0.5b", *SHORT, *more, on=on_gpus()) for more in ([], ["algorithm.name=ppo"]))
     # a forward for the values, and one there and back, of all but the head
     body = 494_032_768 - 151_936 * 896
     ratio = ppo.timing["training_s"].value / without.timing["training_s"].value

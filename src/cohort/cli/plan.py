@@ -34,6 +34,7 @@ _LABELS = {
     "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "offloading_s": "offloading activations, s",
+    "gathering_s": "gathering and scattering shards, s",
     "sampling_s": "sampling, s",
     "publish_s": "publishing weights, s",
     "step_s": "step, s",

@@ -199,6 +199,11 @@ def memory_bandwidth(device_name: str) -> float | None:
     return _peak(device_name, "memory")
 
 
+def link_bandwidth(device_name: str) -> float | None:
+    """Bandwidth of a GPU's links to the others of its node, in bytes/s per direction; None: the bus."""
+    return _peak(device_name, "link")
+
+
 def _peak(device_name: str, key: str) -> float | None:
     words = f" {device_name} ".replace("-", " ")
     sheet: Mapping[str, float] = next((sheet for name, sheet in _DATA_SHEETS.items() if f" {name} " in words), {})
