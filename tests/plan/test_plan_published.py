@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.config import config_from_dict
 from cohort.errors import UserError
-from cohort.plan.hardware import Lengths, parse_lengths
+from cohort.plan.lengths import Lengths, parse_lengths
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import StepTimes, step_times
 from plans import on_gpus, planned

@@ -20,8 +20,9 @@ from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
-from cohort.plan.dataset import answer_lengths, count_prompts, missing_files
-from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
+from cohort.plan.dataset import count_prompts, missing_files
+from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
+from cohort.plan.lengths import answer_lengths, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted

@@ -9,8 +9,9 @@ from typing import Any
 
 from cohort.config import Config, load_config
 from cohort.errors import UserError
-from cohort.plan.hardware import Hardware, Lengths, Pace
+from cohort.plan.hardware import Hardware, Pace
 from cohort.plan.layout import GpuLayout
+from cohort.plan.lengths import Lengths
 from cohort.plan.memory import PHASES, Phase
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape

@@ -43,7 +43,8 @@ from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
-from cohort.plan.hardware import Hardware, Lengths, Pace, memory_bandwidth, peak_flops
+from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
+from cohort.plan.lengths import Lengths
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
