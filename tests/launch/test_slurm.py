@@ -371,7 +371,8 @@ def test_bash_reads_it(options):
             (VLLM, "hardware.rollout_gpus=shared"),
             {},
             "hardware.rollout_gpus: shared with --nodes: 8: servers can only share the GPUs of one node; use --nodes "
-            "1, --rollout-nodes 1, or hardware.rollout_gpus=1 (of every node)",
+            "1, hardware.rollout_gpus=1 (of every node), or hardware.rollout_gpus=auto with whole rollout nodes ("
+            "`cohort launch slurm --rollout-nodes 1`)",
         ),
         (
             (VLLM, "hardware.rollout_gpus=1"),

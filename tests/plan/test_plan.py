@@ -9,6 +9,7 @@ import pytest
 
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
+from cohort.launch.slurm import plan_rollout_nodes
 from cohort.plan import schedule_run
 from cohort.plan.advice import replan
 from cohort.plan.hardware import GPUS, find_gpu, parse_bytes
@@ -55,6 +56,35 @@ def test_nodes_and_servers() -> None:
         plan_of("7b", "hardware.processes=9")
 
 
+def test_several_nodes_are_split_as_slurm_splits_them() -> None:
+    """The servers of the plan are those of `cohort launch slurm`: on some GPUs of every node, or on whole nodes."""
+    many, shape = on_gpus(8, nodes=4), preset_shape("7b")
+    for more, training, servers, gpus_each in (
+        (("hardware.rollout_gpus=2",), 24, 8, 1),
+        (("hardware.processes=6", "rollout.tensor_parallel=2"), 24, 4, 2),
+        (("hardware.processes=4", "hardware.rollout_gpus=2", "rollout.tensor_parallel=2"), 16, 4, 2),
+        (("rollout.tensor_parallel=8", "rollout.servers=2"), 16, 2, 8),
+    ):
+        wanted = config("rollout.engine=vllm", *more)
+        layout = plan_layout(wanted, shape, many)
+        assert (layout.num_training, layout.num_sampling, layout.shared) == (training, servers * gpus_each, False)
+        nodes = many.nodes - layout.rollout_nodes
+        launched = plan_rollout_nodes(wanted, nodes=nodes, rollout_nodes=layout.rollout_nodes, gpus_per_node=8)
+        assert launched is not None
+        assert (launched.num_servers, launched.gpus_per_server) == (servers, gpus_each)
+        assert nodes * (launched.first_gpu or 8) == training
+    for more, problem in (
+        (("hardware.rollout_gpus=shared",), r"shared with --nodes: 4: .* use --nodes 1, hardware.rollout_gpus=1 \("),
+        (
+            ("rollout.tensor_parallel=3",),
+            r"tensor_parallel: 3 does not divide the 8 GPUs of a rollout node.* use 2 or 4",
+        ),
+        (("rollout.servers=12",), r"rollout.servers: 12 .* with 8 servers each; use auto, or at most 24 in multiples"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            plan_layout(config("rollout.engine=vllm", *more), shape, many)
+
+
 @pytest.mark.parametrize(
     ("more", "positions"),
     [
@@ -79,8 +109,7 @@ def test_rank_is_in_the_predicted_gain() -> None:
 
 
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
-    whole = plan_of("7b", *SHORT)
-    adapted = plan_of("7b", *SHORT, "model.adapter={rank: 1}")
+    whole, adapted = (plan_of("7b", *SHORT, *more, on=on_gpus()) for more in ((), ("model.adapter={rank: 1}",)))
     ratio = adapted.timing["training_s"].value / whole.timing["training_s"].value
     assert ratio == pytest.approx(4 / 6, rel=1e-3)
     assert "4 FLOPs" in adapted.timing["training_s"].how
@@ -94,7 +123,7 @@ def test_a_plan_with_a_critic() -> None:
     assert ppo.workload.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
     state = 3 * 4 * (494_032_768 + 897) // 8
     assert ppo.memory.peak_bytes - without.memory.peak_bytes == pytest.approx(state, rel=1e-3)
-    without, ppo = (plan_of("0.5b", *SHORT, *more) for more in ([], ["algorithm.name=ppo"]))
+    without, ppo = (plan_of("0.5b", *SHORT, *more, on=on_gpus()) for more in ([], ["algorithm.name=ppo"]))
     # a forward for the values, and one there and back, of all but the head
     body = 494_032_768 - 151_936 * 896
     ratio = ppo.timing["training_s"].value / without.timing["training_s"].value

@@ -55,3 +55,20 @@ def test_activations_that_go_to_host_memory_cross_the_bus_twice() -> None:
     found = timing("model.activation_offload=true", *checkpointing, "rollout.max_completion_tokens=513")
     tokens = found["offloading_s"].value * BUS / kept
     assert tokens == pytest.approx(round(tokens)) and tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nodes", "bytes_per_s"), [("h200", 1, 450e9), ("h200", 2, 400e9), ("l40s", 1, BUS), ("l40s", 2, BUS)]
+)
+def test_ranks_exchange_weights_and_gradients_for_every_micro_batch(gpu: str, nodes: int, bytes_per_s: float) -> None:
+    """Weights in bfloat16 twice and gradients in float32, over the slower of links and network (docs/scaling.md)."""
+    machines = hardware(gpu=gpu, gpus=8, nodes=nodes, gpu_memory=None)
+    for more, per_weight in ((), 8), (("train.updates_per_rollout=2",), 16):
+        wanted = config("rollout.engine=local", "train.micro_batch_tokens=4609", "train.prompts_per_step=16", *more)
+        plan = predict_run(wanted, preset_shape("7b"), machines)
+        ranks, number = 8 * nodes, plan.micro_batches.num_micro_batches
+        found, training = (plan.timing[name] for name in ("gathering_s", "training_s"))
+        assert found.value == pytest.approx(number * per_weight * N * (ranks - 1) / ranks / bytes_per_s)
+        assert training.value >= found.value
+        assert ("less than the overlapped copies" in training.how) == (gpu == "l40s")
+    assert "gathering_s" not in timing()

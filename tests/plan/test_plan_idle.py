@@ -1,5 +1,6 @@
 """GPUs that a plan was asked for and that the configuration leaves idle."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_sweep_plans_every_value(run_file: Path) -> None:
         assert row["step_s"] == planned(*command, *more)["timing"]["step_s"]["value"]
         assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
     told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
-    assert "model.gradient_checkpointing fits GPUs s per step" in told and "must be true, false or selective" in told
+    assert "gradient_checkpointing fits GPUs step per step" in told and "must be true, false or selective" in told
     for sweep, problem in (
         ("gpus=2,x", "gpus=x is not a number of GPUs"),
         ("gpus=3..12", "gpus=12 is"),
@@ -162,3 +163,47 @@ def test_a_sweep_plans_every_value(run_file: Path) -> None:
         assert refused.exit_code == 2 and problem in refused.output
     refused = CliRunner().invoke(app, ["plan", *command, "--sweep", "gpus=64..1"])
     assert refused.exit_code == 2 and "--sweep: 'gpus=64..1' is neither a list" in refused.output
+
+
+def test_a_narrow_terminal_cuts_no_number(run_file: Path) -> None:
+    command = ["plan", str(run_file), "--price", "2", "--sweep", "gpus=1,64"]
+    lines = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).output.splitlines()
+    one, many = planned(*command[1:])["sweep"]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert lines[1].split() == ["gpus", "fits", "GPUs", "step", "per", "step", "per", "step"]
+    for line, row in zip(lines[2:], (one, many), strict=True):
+        assert line.split()[0] == row["value"] and f"{row['cost_per_step']:.3f}" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("FILE", "--sweep", "gpus=1,2", "--max", "length"), "--max has no effect with --sweep"),
+        (("FILE", "--sweep", "gpus=1,2", "--why"), "--why has no effect with --sweep"),
+        (("FILE", "--sweep", "gpus=1,2", "--nodes", "2"), "--nodes has no effect with --sweep gpus"),
+        (("FILE", "--sweep", "gpus=1,2", "--plot", "picture.bmp"), "ends with .png, .svg, .pdf"),
+        (("FILE", "--sweep", "gpus=1,2", "--plot", "nowhere/a.png"), "the folder does not exist"),
+        (("FILE", "--plot", "a.png"), "--plot has no effect without --sweep"),
+        (("FILE", "--against", "run"), "CONFIG has no effect with --against"),
+        (("train.steps=2", "--against", "run"), "train.steps=2 has no effect with --against"),
+        (("--against", "run", "--price", "2"), "--price has no effect with --against"),
+    ],
+)
+def test_an_option_without_effect_is_refused(run_file: Path, arguments: tuple[str, ...], problem: str) -> None:
+    refused = CliRunner().invoke(app, ["plan", *(str(run_file) if a == "FILE" else a for a in arguments)])
+    assert refused.exit_code == 2 and problem in refused.output
+
+
+def test_a_sweep_is_drawn_only_with_matplotlib(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = CliRunner().invoke(app, ["plan", str(run_file), "--sweep", "gpus=1,2", "--plot", "a.png"])
+    assert refused.exit_code == 2 and "--plot: needs the package matplotlib; install it with" in refused.output
+
+
+@pytest.mark.extras
+def test_a_sweep_is_drawn(run_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, begin in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        command = ["plan", str(run_file), "--sweep", "gpus=1,8", "--plot", str(tmp_path / name)]
+        assert "gpus" in CliRunner().invoke(app, command).output
+        assert (tmp_path / name).read_bytes().startswith(begin)

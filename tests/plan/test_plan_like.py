@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet as pq
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -65,10 +68,53 @@ def test_phases_take_as_much_longer_as_they_did(run: Path) -> None:
         assert like["sampling_s"]["how"].startswith(f"in {run}: 2x of the data sheet's time")
 
 
+def test_the_times_are_those_of_completions_as_long_as_they_were(run: Path) -> None:
+    """The pace is relative to the plan with the run's lengths, and the plan has these, or those of --length."""
+    file, rows = run / "metrics.jsonl", (run / "metrics.jsonl").read_text().splitlines()
+    lengths = [(512, 512), (80, 300), (100, 400), (500, 500)]  # the first step does not count
+    found = [
+        json.loads(row) | {"completions/mean_length": mean, "completions/max_length": longest}
+        for row, (mean, longest) in zip(rows[1:], lengths, strict=True)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    config = str(run / "config.yaml")
+    full = planned(config)["timing"]["sampling_s"]["value"]
+    for more, expected in (((), "100:400"), (("--length", "200"), "200")):
+        like = planned(config, "--like", str(run), *more)["timing"]["sampling_s"]["value"]
+        at_real, here = (
+            planned(config, "--length", text)["timing"]["sampling_s"]["value"] for text in ("100:400", expected)
+        )
+        assert like == pytest.approx(2 * full * here / at_real)  # it took twice the plan with the maximum length
+    told = " ".join(
+        CliRunner().invoke(app, ["plan", config, "--like", str(run)], env={"COLUMNS": "400"}).output.split()
+    )
+    assert f"expected tokens after a prompt mean 100, longest 400 (of {run})" in told
+    (row,) = [row for row in compare_run(run) if row.what == "mean completion"]
+    assert (row.predicted, row.measured) == (512, 100)
+
+
+def test_reference_solutions_give_lengths(run: Path) -> None:
+    data, config = run / "d.jsonl", str(run / "config.yaml")
+    data.write_text("".join(json.dumps({"solution": "x" * 4 * n, "answer": n}) + "\n" for n in range(1, 102)))
+    for path in (data, data.with_suffix(".parquet")):
+        if path != data:
+            pq.write_table(pa.json.read_json(data), path)
+        given = (config, f"data.path={path}")
+        found, expected = (planned(*given, "--length", text)["timing"] for text in ("solution", "51:100"))
+        assert {name: n["value"] for name, n in found.items()} == {name: n["value"] for name, n in expected.items()}
+        for column, problem in (("answer", "has no text in 'answer'; its columns are solution, answer"), ("x", "'x'")):
+            refused = CliRunner().invoke(app, ["plan", *given, "--length", column])
+            assert refused.exit_code == 2 and problem in refused.output
+    refused = CliRunner().invoke(app, ["plan", config, "data.path=someone/rows", "--length", "solution"])
+    assert refused.exit_code == 2 and "needs data.path to be a .jsonl or .parquet file" in refused.output
+
+
 def test_what_differs_is_a_note(run: Path) -> None:
     arguments = (str(run / "config.yaml"), "--like", str(run))
     (rewards,) = planned(*arguments)["notes"][-1:]
     assert rewards == f"--like: rewards took 0.5 s of a step of {run}; the plan leaves them out"
+    refused = CliRunner().invoke(app, ["plan", *arguments, "--length", "100"])
+    assert refused.exit_code == 2 and "whose metrics do not give the lengths" in refused.output
     other = planned(*arguments, "--gpu", "a100", "--gpus", "2", "rollout.engine=vllm", "hardware.processes=auto")
     assert [note for note in other["notes"] if "another" in note] == [
         f"--like: {run} had another device than is planned: NVIDIA H100 80GB HBM3, not NVIDIA A100-SXM4-80GB",

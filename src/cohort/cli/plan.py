@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -14,13 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from cohort.cli.command import Debug, Overrides
+from cohort.cli.sweep import digits, run_sweep
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.advice import NODE_GPUS, Advice, Limit, advise, explain_no_limit, largest, parse_sweep, replan
+from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
 from cohort.plan.dataset import count_prompts, missing_files
-from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu, parse_lengths
+from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
+from cohort.plan.lengths import answer_lengths, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
@@ -33,6 +35,7 @@ _LABELS = {
     "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "offloading_s": "offloading activations, s",
+    "gathering_s": "gathering and scattering shards, s",
     "sampling_s": "sampling, s",
     "publish_s": "publishing weights, s",
     "step_s": "step, s",
@@ -40,7 +43,6 @@ _LABELS = {
     "gpu_hours": "run, GPU hours",
 }
 
-_BAR = 40  # characters
 _PHASE_TIMES = ("training_s", "sampling_s", "publish_s", "step_s")
 
 _LIMITS = {  # --max: label and unit
@@ -107,11 +109,15 @@ def plan(
             help="Plan several values of gpus or a key: a list such as gpus=2,4,6, or a..b by doubling.",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the sweep into a PNG, SVG or PDF file.")
+    ] = None,
     length: Annotated[
         str | None,
         typer.Option(
-            metavar="MEAN[:LONGEST]",
-            help="Expected tokens after the prompt, such as 800 or 800:4000, for the times. Default: the maximum.",
+            metavar="MEAN[:LONGEST]|COLUMN",
+            help="Expected tokens after the prompt, for the times: a number such as 800 or 800:4000, or a column of "
+            "the data with reference solutions. Default: those of --like, or the maximum.",
         ),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Print the origin of every number, and memory by part.")] = False,
@@ -119,33 +125,59 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
-    if against is not None:
-        _print_comparison(compare_run(against), as_json=json_)
-        return
     arguments = [*([str(config)] if config and "=" in str(config) else []), *(overrides or ())]
     file = config if config and "=" not in str(config) else None
-    lengths = None if length is None else parse_lengths(length)
+    on: dict[str, Any] = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpu-tflops": gpu_tflops}
+    on |= {"--gpus": gpus, "--nodes": None if nodes == 1 else nodes, "--gpu-bandwidth": gpu_bandwidth}
+    asked = {"--max": max_, "--why": why or None}
+    for_steps = {"--like": like, "--price": price, "--sweep": sweep}
+    if against is not None:
+        others = {"CONFIG": file, **dict.fromkeys(arguments, True), **on, **asked, **for_steps}
+        run = "with --against, which plans the configuration of RUN on the hardware it had; remove it"
+        _refuse({**others, "--model": model, "--length": length, "--plot": plot}, run)
+        _print_comparison(compare_run(against), as_json=json_)
+        return
+    if sweep is None:
+        _refuse({"--plot": plot}, "without --sweep, whose values it draws, such as --sweep gpus=1..64")
+    else:
+        _refuse(asked, "with --sweep, which prints a line per value; plan one value to see it")
+        if sweep.startswith("gpus="):
+            _refuse({"--gpus": on["--gpus"], "--nodes": on["--nodes"]}, "with --sweep gpus, which sets it; remove it")
     given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
     if file is None:
         if model is None:
             raise UserError("give a configuration file, or --model to have one proposed")
-        others = {"--like": like, "--max": max_, "--price": price, "--sweep": sweep, "--why": why, "--json": json_}
-        if unused := [name for name, value in others.items() if value not in (None, False)]:
-            raise UserError(f"{unused[0]} needs a configuration file; write the proposed one to a file first")
+        for name, value in {**asked, **for_steps, "--json": json_ or None}.items():
+            if value is not None:
+                raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
+        lengths = None if length is None else parse_lengths(length)
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
         _print_proposal(*propose(model, machines, arguments))
         return
     pace = None if like is None else read_pace(like)
-    if pace is not None and lengths is not None:
-        raise UserError("--length has no effect with --like, whose times are those of completions as they were")
+    if pace is not None and pace.lengths is None and length is not None:
+        raise UserError(
+            f"--length has no effect with --like: {like}, whose metrics do not give the lengths of its completions, so "
+            f"that its times are of completions as they were"
+        )
 
     def plan_with(overrides: Sequence[str], *, gpus: int | None = gpus, nodes: int = nodes) -> tuple[Plan, list[str]]:
         settings = load_config(file, overrides)
         machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **{**given, "nodes": nodes})
+        lengths = None if pace is None else pace.lengths
+        if length is not None:
+            is_column = length[:1].isalpha() or length.startswith("_")
+            lengths = answer_lengths(settings.data.path, length) if is_column else parse_lengths(length)
         return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
 
     if sweep is not None:
-        _print_sweep(sweep, arguments, plan_with, price=price, as_json=json_)
+        run_sweep(
+            sweep,
+            lambda more, **machines: plan_with([*arguments, *more], **machines),
+            price=price,
+            as_json=json_,
+            picture=plot,
+        )
         return
     predicted, notes = plan_with(arguments)
     answer, advice = _answer(predicted, [*notes, *pace_notes(predicted)], max_=max_, price=price)
@@ -157,6 +189,17 @@ def plan(
         _print_plan(predicted, advice, answer, typed, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    """Refuse options that are given and have no effect.
+
+    Raises:
+        UserError: one is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name} has no effect {why}")
 
 
 def _print_proposal(plan: Plan, text: str) -> None:
@@ -217,7 +260,7 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str |
     if settings.rollout.engine == "auto" and machines.on_gpu:
         engine, reason = predicted.config.rollout.engine, predicted.engine_reason
         taken = f"{engine}, if it is installed" if reason is None else f"{engine}, since {reason}"
-        if reason is None and machines.nodes > 1:
+        if reason is None and predicted.layout.rollout_nodes:
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
     return predicted, notes
@@ -232,63 +275,8 @@ def _print_comparison(rows: Sequence[Comparison], *, as_json: bool) -> None:
         table.add_column(title, justify="right" if title else "left")
     for row in rows:
         ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
-        predicted = "" if row.predicted is None else _digits(row.predicted, 3)
-        table.add_row(f"{row.what}, {row.unit}", predicted, _digits(row.measured, 3), ratio)
-    Console().print(table)
-
-
-def _print_sweep(
-    text: str,
-    arguments: Sequence[str],
-    plan_with: Callable[..., tuple[Plan, list[str]]],
-    *,
-    price: float | None,
-    as_json: bool,
-) -> None:
-    """Print step time and cost for several values of `gpus` or a key."""
-    key, values = parse_sweep(text)
-    rows: list[dict[str, Any]] = []
-    errors: list[UserError] = []
-    for value in values:
-        row: dict[str, Any] = {"value": value, "fits": False, "layout": "", "step_s": None, "problem": None}
-        try:
-            if key != "gpus":
-                found, _ = plan_with([*arguments, f"{key}={value}"])
-            else:
-                nodes = max(1, -(-int(value) // NODE_GPUS))
-                found, _ = plan_with(arguments, gpus=int(value) // nodes, nodes=nodes)
-            row |= {"fits": found.fits, "layout": found.layout.in_words, "problem": found.layout.problem}
-            if found.timing:
-                step_s = found.timing["step_s"].value
-                row |= {"step_s": step_s, "gpu_s": step_s * found.layout.num_used}
-                row |= {} if price is None else {"cost_per_step": price * row["gpu_s"] / 3600}
-        except UserError as error:
-            errors.append(error)
-            row["problem"] = str(error)
-        rows.append(row)
-    if len(errors) == len(rows):
-        raise errors[0]
-    if as_json:
-        typer.echo(json.dumps({"sweep": rows, "key": key}, indent=2))
-        return
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        key,
-        "fits",
-        "GPUs",
-        "s per step",
-        "GPU s per step",
-        *(["cost per step"] if price is not None else []),
-    ):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    longest = max((row["step_s"] or 0.0 for row in rows if row["fits"]), default=0.0)
-    for row in rows:
-        numbers = [_digits(row[name], 3) if row.get(name) else "" for name in ("step_s", "gpu_s")]
-        cost = [f"{row.get('cost_per_step', 0.0):.3f}"] if price is not None else []
-        shown = "█" * round(_BAR * (row["step_s"] or 0.0) / longest) if row["fits"] and longest else ""
-        why = escape((row["problem"] or "").partition(";")[0])
-        table.add_row(row["value"], "yes" if row["fits"] else "no", row["layout"], *numbers, *cost, shown or why)
+        predicted = "" if row.predicted is None else digits(row.predicted, 3)
+        table.add_row(f"{row.what}, {row.unit}", predicted, digits(row.measured, 3), ratio)
     Console().print(table)
 
 
@@ -325,7 +313,7 @@ def _command(plan: Plan, arguments: str) -> str:
     nodes, per_node = plan.hardware.nodes, plan.hardware.gpus_per_node
     if nodes == 1:
         return f"cohort train {arguments}"
-    sampling = 0 if plan.layout.shared else plan.layout.num_sampling // per_node
+    sampling = plan.layout.rollout_nodes
     servers = f" --rollout-nodes {sampling}" if sampling else ""
     return f"cohort launch slurm {arguments} --nodes {nodes - sampling}{servers} --gpus-per-node {per_node} | sbatch"
 
@@ -369,9 +357,9 @@ def _print_plan(
 def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], arguments: str) -> Iterator[str]:
     peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
     if plan.fits:
-        told = [f"{_digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
+        told = [f"{digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
         if "run_hours" in plan.timing:
-            hours, gpu_hours = (_digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
+            hours, gpu_hours = (digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
         yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
@@ -399,14 +387,14 @@ def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
     command = _command(replan(plan, advice.changes), " ".join([arguments, *map(shlex.quote, changes)]))
     time = ""
     if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
-        difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
-        time = f", {_digits(advice.step_s, 3)} s per step ({difference})"
+        difference = f"{digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
+        time = f", {digits(advice.step_s, 3)} s per step ({difference})"
     place = f" on {advice.changes['--gpus']} GPUs" if "--gpus" in advice.changes else ""
     return f"fits{place} with: {command}{time}"
 
 
 def _line(advice: Advice) -> str:
-    time = "time not predicted" if advice.step_s is None else f"{_digits(advice.step_s, 3)} s"
+    time = "time not predicted" if advice.step_s is None else f"{digits(advice.step_s, 3)} s"
     gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
     return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
 
@@ -423,7 +411,7 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
     if (lengths := plan.hardware.lengths) is not None:
         longest = "" if lengths.longest is None else f", longest {lengths.longest}"
-        yield "expected tokens after a prompt", f"mean {lengths.mean}{longest} (--length)"
+        yield "expected tokens after a prompt", f"mean {lengths.mean}{longest} ({lengths.source})"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if plan.config.rollout.num_generations == 1:
@@ -448,12 +436,22 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     for name, number in plan.timing.items():
         if why or name in _PHASE_TIMES:
             origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
-            yield _LABELS[name], f"{_digits(number.value, 3)}{origin}"
+            yield _LABELS[name], f"{digits(number.value, 3)}{origin}"
+    if plan.timing:
+        yield "the longer phase", _longer_phase(plan)
     memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
     yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
     parts = memory.phases[memory.peak_phase]
     largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
     yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
+
+
+def _longer_phase(plan: Plan) -> str:
+    training, sampling, step = (plan.timing[name].value for name in ("training_s", "sampling_s", "step_s"))
+    name = "training" if training > sampling else "sampling"
+    return f"{name}, {max(training, sampling) / step:.0%} of the step" + (
+        "; the other overlaps" if plan.config.rollout.samples_ahead else ""
+    )
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -488,11 +486,6 @@ def _memory_notes(plan: Plan) -> Iterator[str]:
 def _cell(size: int) -> str:
     """Format a cell of the table in GB."""
     return "" if size == 0 else "<0.1" if size < 50_000_000 else f"{size / 1e9:.1f}"
-
-
-def _digits(value: float, number: int) -> str:
-    """Format with `number` significant digits and no exponent."""
-    return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
 def _gb(size: int) -> str:

@@ -16,7 +16,7 @@ from cohort.config import Config, ServersConfig
 from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.rollout_engine import plan_engine, set_engine
-from cohort.plan.split import count_processes, split_gpus
+from cohort.plan.split import check_server_size, count_processes, split_gpus, split_nodes_alike
 from cohort.ranks.stopping import LAUNCHER_GRACE_S, SIGNALS
 from cohort.run.files import SECRET_FILE
 
@@ -88,18 +88,13 @@ def _beside_ranks(config: Config, rollout: ServersConfig, nodes: int, gpus_per_n
         UserError: there are none, or servers and ranks would share them.
     """
     hardware = config.hardware
-    if hardware.rollout_gpus == "shared":
-        raise UserError(
-            f"hardware.rollout_gpus: shared with --nodes: {nodes}: servers can only share the GPUs of one node; use "
-            f"--nodes 1, --rollout-nodes 1, or hardware.rollout_gpus=1 (of every node)"
-        )
     if hardware.rollout_gpus == "auto" and hardware.processes in ("auto", gpus_per_node):
         raise UserError(
             f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {config.rollout.engine}, since the "
             f"ranks use all GPUs of the training nodes; use --rollout-nodes 1, hardware.rollout_gpus=1 (of every "
             f"node), rollout.urls, or --nodes 1, which splits the node's GPUs"
         )
-    split = split_gpus(config, num_gpus=gpus_per_node, shape=None, hardware=None)
+    split = split_nodes_alike(config, nodes=nodes, gpus_per_node=gpus_per_node, shape=None, hardware=None)
     return RolloutNodes(
         num_nodes=nodes,
         servers_per_node=len(split.server_gpus),
@@ -110,13 +105,8 @@ def _beside_ranks(config: Config, rollout: ServersConfig, nodes: int, gpus_per_n
 
 def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> RolloutNodes:
     size = rollout.tensor_parallel
-    if gpus_per_node and gpus_per_node % size:
-        fitting = [n for n in range(1, gpus_per_node + 1) if gpus_per_node % n == 0]
-        near = sorted({max([n for n in fitting if n < size]), min([n for n in fitting if n > size] or [gpus_per_node])})
-        raise UserError(
-            f"rollout.tensor_parallel: {size} does not divide the {gpus_per_node} GPUs of a rollout node, and a server "
-            f"cannot span nodes; use {' or '.join(map(str, near))}"
-        )
+    if gpus_per_node:
+        check_server_size(size, gpus_per_node)
     if not gpus_per_node and size != 1:
         raise UserError(f"rollout.tensor_parallel: {size} requires GPUs, but there are none; use 1")
     nodes = RolloutNodes(

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from cohort.config import Config
 from cohort.plan.backward import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
-from cohort.plan.hardware import Hardware
+from cohort.plan.hardware import Hardware, link_bandwidth
 from cohort.plan.layout import GpuLayout
 from cohort.plan.schedule import MicroBatchPlan
 from cohort.plan.timing import BUS_BANDWIDTH, Rate, compute_rate, memory_rate, step_times, training_operations
@@ -35,6 +35,7 @@ class PlannedValue:
     how: str
 
 
+_NIC_BANDWIDTH = 50e9  # bytes/s per GPU between nodes, assumed
 _PUBLISHING = "weights at the speed of the bus, with sleep and wake-up of servers on shared GPUs (assumed)"
 
 
@@ -69,7 +70,7 @@ def plan_timing(
         shared=layout.shared,
     )
     blocking = dict(_blocking_transfers(config, micro_batches, workload))
-    overlapped = dict(_overlapped_transfers(hardware, micro_batches, workload))
+    overlapped = dict(_overlapped_transfers(config, hardware, micro_batches, workload))
     # overlapped transfers cost time only if they take longer than the computation
     longest_s = max([times.training_s, *(n.value for n in overlapped.values())])
     used = f"at {computing.utilization:.0%} of that (assumed)"
@@ -85,12 +86,12 @@ def plan_timing(
     if config.rollout.shares_weights:
         sampler += "; the local engine is slower than that"
     if hardware.lengths is not None:
-        sampler += f"; completions of {hardware.lengths.mean} tokens in the mean (--length)"
+        sampler += f"; completions of {hardware.lengths.mean} tokens in the mean ({hardware.lengths.source})"
     bus = PlannedValue(value=BUS_BANDWIDTH * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
     numbers = {
         "products_tflops": _peak(computing, 1e-12),
         "memory_gbytes/s": _peak(reading, 1e-9),
-        **({"bus_gbytes/s": bus} if blocking or overlapped else {}),
+        **({"bus_gbytes/s": bus} if blocking or "offloading_s" in overlapped else {}),
         "training_s": _paced(times.training_s, f"{operations} {used}", pace.training if pace else None, hardware),
         **overlapped,
         "sampling_s": _paced(times.sampling_s, f"{sampler} (assumed)", pace.sampling if pace else None, hardware),
@@ -152,9 +153,9 @@ def _peak(rate: Rate, unit: float) -> PlannedValue:
 
 
 def _overlapped_transfers(
-    hardware: Hardware, micro_batches: MicroBatchPlan, workload: Workload
+    config: Config, hardware: Hardware, micro_batches: MicroBatchPlan, workload: Workload
 ) -> Iterator[tuple[str, PlannedValue]]:
-    """Yield transfers over the bus that overlap with computation."""
+    """Yield transfers that overlap with computation: activations over the bus, shards between GPUs."""
     if workload.offload and hardware.on_gpu:
         moved = (
             2
@@ -164,3 +165,24 @@ def _overlapped_transfers(
             * micro_batches.num_micro_batches
         )
         yield "offloading_s", _derived(moved / BUS_BANDWIDTH, "activations out and back, overlapped with training")
+    if workload.processes > 1 and hardware.on_gpu and not workload.parameters_on_host:
+        rate, how = _shard_rate(hardware, workload.processes)
+        shards = sum(map(_shard_bytes, workload.models)) * (workload.processes - 1) / workload.processes
+        passes = micro_batches.num_micro_batches * config.train.updates_per_rollout
+        yield "gathering_s", _derived(passes * shards / rate, f"FSDP2's shards, overlapped with training; {how}")
+
+
+def _shard_bytes(model: Workload) -> int:
+    """Bytes of weights for forward and backward, and of gradients, that the ranks exchange per micro-batch."""
+    gathers = 1 if model.reshard_after_forward is False else 2
+    return gathers * model.compute_bytes * model.shape.num_parameters + model.gradient_bytes * model.trained_parameters
+
+
+def _shard_rate(hardware: Hardware, processes: int) -> tuple[float, str]:
+    """Bytes/s of a ring of ranks, and where they come from (docs/scaling.md)."""
+    link = link_bandwidth(hardware.gpu_name)
+    rate, how = (link, "links by data sheet") if link is not None else (BUS_BANDWIDTH, "PCIe 4.0 x16 (assumed)")
+    network = _NIC_BANDWIDTH * hardware.gpus_per_node
+    if processes > hardware.gpus_per_node and network < rate:
+        return network, "a NIC of 50 GB/s per GPU (assumed)"
+    return rate, how

@@ -12,6 +12,7 @@ import psutil
 
 from cohort.config.section import parse_size
 from cohort.errors import UserError
+from cohort.plan.lengths import Lengths
 from cohort.processes.this_process import usable_cores
 
 
@@ -25,14 +26,7 @@ class Pace:
     device: str
     engine: str
     reward_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """Expected tokens after the prompt, for predicted times."""
-
-    mean: int
-    longest: int | None = None  # None: as for an exponential distribution
+    lengths: Lengths | None = None  # of its completions; None: unknown, and part of the multiples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +90,6 @@ def hardware(
         peak_flops=None if tflops is None else tflops * 1e12,
         bandwidth=None if bandwidth is None else parse_bytes(bandwidth, option="--gpu-bandwidth"),
     )
-
-
-def parse_lengths(text: str) -> Lengths:
-    """Parse `--length`: the mean, or mean:longest.
-
-    Raises:
-        UserError: neither, or a longest below the mean.
-    """
-    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise UserError(f"--length: {text!r} is not a number of tokens such as 800, or mean:longest such as 800:4000")
-    return Lengths(mean=int(match[1]), longest=int(match[2]) if match[2] else None)
 
 
 def find_gpu(text: str) -> str | None:
@@ -192,6 +174,11 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
 def memory_bandwidth(device_name: str) -> float | None:
     """Peak memory bandwidth of a GPU in bytes/s; None for an unknown one."""
     return _peak(device_name, "memory")
+
+
+def link_bandwidth(device_name: str) -> float | None:
+    """Bandwidth of a GPU's links to the others of its node, in bytes/s per direction; None: the bus."""
+    return _peak(device_name, "link")
 
 
 def _peak(device_name: str, key: str) -> float | None:

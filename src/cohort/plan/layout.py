@@ -8,7 +8,7 @@ from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
+from cohort.plan.split import NoSplitFitsError, check_server_size, memory_shortfall, split_gpus, split_nodes_alike
 from cohort.plan.state_memory import check_optimizer_sharding
 from cohort.plan.timing import step_times
 
@@ -21,6 +21,7 @@ class GpuLayout:
     num_sampling: int  # rollout GPUs; with `shared` the same ones; 0: external servers
     shared: bool
     keeps_base: bool = False  # see `GpuSplit`
+    rollout_nodes: int = 0  # nodes that only sample; 0: none, or servers beside the training processes
     reason: str
     problem: str | None = None  # why no split fits; the numbers are then those of shared GPUs
 
@@ -59,7 +60,9 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLay
         number = hardware.num_gpus if processes == "auto" else processes
         return GpuLayout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
     if hardware.on_gpu and hardware.nodes > 1:
-        return _split_nodes(config, shape, hardware)
+        if config.hardware.rollout_gpus == "auto" and processes in ("auto", hardware.gpus_per_node):
+            return _split_nodes(config, shape, hardware)
+        return _split_each_node(config, shape, hardware)
     num_gpus = hardware.gpus_per_node if hardware.on_gpu else 0
     try:
         split = split_gpus(config, num_gpus=num_gpus, shape=shape, hardware=hardware)
@@ -83,13 +86,16 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLa
     """
     assert config.rollout.uses_servers
     per_node, tensor_parallel = hardware.gpus_per_node, config.rollout.tensor_parallel
-    if tensor_parallel > per_node:
+    check_server_size(tensor_parallel, per_node)
+    servers, per_server_node = config.rollout.servers, per_node // tensor_parallel
+    numbers = [n for n in range(1, hardware.nodes) if servers in ("auto", n * per_server_node)]
+    if not numbers:
         raise UserError(
-            f"rollout.tensor_parallel: {tensor_parallel} exceeds the GPUs of a node; use at most {per_node}"
+            f"rollout.servers: {servers} does not match any number of rollout nodes, with {per_server_node} servers "
+            f"each; use auto, or at most {(hardware.nodes - 1) * per_server_node} in multiples of {per_server_node}"
         )
-    numbers = range(1, hardware.nodes)
     training = {number: (hardware.nodes - number) * per_node for number in numbers}
-    sampling = {number: number * (per_node // tensor_parallel) * tensor_parallel for number in numbers}
+    sampling = {number: number * per_node for number in numbers}
     fitting = [n for n in numbers if not memory_shortfall(config, shape, hardware, training[n])]
     times = {
         n: step_times(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).step_s
@@ -100,7 +106,20 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLa
         num_training=training[number],
         num_sampling=sampling[number],
         shared=False,
+        rollout_nodes=number,
         reason=f"--rollout-nodes {number} of {hardware.nodes} nodes is the fastest split",
+    )
+
+
+def _split_each_node(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLayout:
+    """Assign the same GPUs of every node to training and rollouts, as `cohort launch slurm` does for given numbers."""
+    nodes = hardware.nodes
+    split = split_nodes_alike(config, nodes=nodes, gpus_per_node=hardware.gpus_per_node, shape=shape, hardware=hardware)
+    return GpuLayout(
+        num_training=split.num_processes * nodes,
+        num_sampling=sum(map(len, split.server_gpus)) * nodes,
+        shared=False,
+        reason=f"on each of {nodes} nodes, {split.reason}",
     )
 
 

@@ -2,15 +2,16 @@
 
 import json
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cohort.config import load_config
+from cohort.config import Config, load_config
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware, Pace
 from cohort.plan.layout import GpuLayout
+from cohort.plan.lengths import Lengths
 from cohort.plan.memory import PHASES, Phase
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
@@ -34,6 +35,9 @@ def read_pace(run: Path) -> Pace:
         UserError: something that this needs is missing.
     """
     plan, steps = _plan_of(run, option="--like")
+    lengths = _lengths(plan.config, steps, run)
+    if lengths is not None:
+        plan = predict_run(plan.config, plan.shape, replace(plan.hardware, lengths=lengths), layout=plan.layout)
     config, planned = plan.config, plan.timing
     if config.rollout.samples_ahead:
         raise UserError(
@@ -48,6 +52,20 @@ def read_pace(run: Path) -> Pace:
         device=plan.hardware.gpu_name,
         engine=config.rollout.engine,
         reward_s=_median(steps, "reward"),
+        lengths=lengths,
+    )
+
+
+def _lengths(config: Config, steps: Sequence[Mapping[str, Any]], run: Path) -> Lengths | None:
+    """Mean and longest completion of a median step; None if the metrics do not say, or not what tools added."""
+    mean, longest = (
+        [row[f"completions/{kind}_length"] for row in steps if f"completions/{kind}_length" in row]
+        for kind in ("mean", "max")
+    )
+    if config.rollout.has_turns or not mean or not longest:
+        return None
+    return Lengths(
+        mean=max(1, round(statistics.median(mean))), longest=round(statistics.median(longest)), source=f"of {run}"
     )
 
 
@@ -90,6 +108,8 @@ def compare_run(run: Path) -> list[Comparison]:
             rows.append(
                 (f"memory in {PHASES[phase]}", "GB", (sum(parts.values()) - outside) / 1e9, max(measured) / 1e9)
             )
+    if (lengths := _lengths(plan.config, steps, run)) is not None:  # the times are predicted for the maximum
+        rows.append(("mean completion", "tokens", plan.config.rollout.max_new_tokens, lengths.mean))
     return [Comparison(what=what, unit=unit, predicted=p, measured=m) for what, unit, p, m in rows]
 
 

@@ -159,6 +159,45 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     return _separate_split(rollout, num_gpus, num_training, num_sampling, kept)
 
 
+def split_nodes_alike(
+    config: Config, *, nodes: int, gpus_per_node: int, shape: ModelShape | None, hardware: Hardware | None
+) -> GpuSplit:
+    """Split the GPUs of each of several nodes in the same way, with servers beside the ranks.
+
+    Args:
+        config: configuration of a run that uses servers, and sets `hardware.rollout_gpus` or `hardware.processes`.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of every node.
+        shape: as in `split_gpus`.
+        hardware: as in `split_gpus`.
+
+    Raises:
+        UserError: as `split_gpus`, or servers and ranks would share GPUs.
+    """
+    if config.hardware.rollout_gpus == "shared":
+        raise UserError(
+            f"hardware.rollout_gpus: shared with --nodes: {nodes}: servers can only share the GPUs of one node; use "
+            f"--nodes 1, hardware.rollout_gpus=1 (of every node), or hardware.rollout_gpus=auto with whole rollout "
+            f"nodes (`cohort launch slurm --rollout-nodes 1`)"
+        )
+    return split_gpus(config, num_gpus=gpus_per_node, shape=shape, hardware=hardware)
+
+
+def check_server_size(size: int, gpus_per_node: int) -> None:
+    """Check that the servers of a rollout node use all of its GPUs.
+
+    Raises:
+        UserError: they do not.
+    """
+    if gpus_per_node % size:
+        fitting = [n for n in range(1, gpus_per_node + 1) if gpus_per_node % n == 0]
+        near = sorted({max([n for n in fitting if n < size]), min([n for n in fitting if n > size] or [gpus_per_node])})
+        raise UserError(
+            f"rollout.tensor_parallel: {size} does not divide the {gpus_per_node} GPUs of a rollout node, and a server "
+            f"cannot span nodes; use {_join_or(near)}"
+        )
+
+
 def _cpu_split(config: Config, rollout: ServersConfig) -> GpuSplit:
     if config.hardware.rollout_gpus != "auto":
         raise UserError(

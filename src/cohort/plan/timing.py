@@ -10,8 +10,10 @@ took relative to its plan. A CPU, which has no data sheet, then starts from nomi
 
 Every sequence is assumed to have the maximum length: P prompt tokens and C after them, G completions per group. With
 `cohort plan --length`, C is the mean, and the longest completion of a server costs a step of reading the weights for
-every token beyond it. By default its length is that of the longest of n exponentially distributed ones.
-N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + C / 2 on average).
+every token beyond it. By default its length is that of the longest of n exponentially distributed ones. Completions of
+different lengths attend to more tokens than equal ones with the same mean: the mean of their squares is (1 + v) times
+its square, with v = 1 for an exponential distribution, and less in proportion if the longest is closer to the mean.
+N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + (1 + v) C / 2 on average).
 
 - Training: 6 FLOPs per active parameter and token, or 4 with an adapter, whose frozen base needs no weight gradients.
   2 more per extra forward pass: recomputation, reference, old logprobs, a critic's values. Attention takes 4 Q L x per
@@ -41,7 +43,8 @@ from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
-from cohort.plan.hardware import Hardware, Lengths, Pace, memory_bandwidth, peak_flops
+from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
+from cohort.plan.lengths import Lengths
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
@@ -268,8 +271,9 @@ def step_times(
     """
     longest, config = config.rollout.max_new_tokens, _at_mean_length(config, hardware.lengths)
     rollout = config.rollout
+    spread = _spread(hardware.lengths, config.train.prompts_per_step * rollout.num_generations, longest)
     tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_new_tokens
-    operations = sum(training_operations(config, shape).values()) * config.train.prompts_per_step * tokens
+    operations = sum(training_operations(config, shape, spread).values()) * config.train.prompts_per_step * tokens
     speed = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu)).achieved
     return StepTimes(
         training_s=operations / (num_training * speed),
@@ -294,7 +298,16 @@ def _longest_tokens(lengths: Lengths, num_completions: int, limit: int) -> float
     return min(limit, max(lengths.mean, expected if lengths.longest is None else lengths.longest))
 
 
-def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
+def _spread(lengths: Lengths | None, num_completions: int, limit: int) -> float:
+    """Squared coefficient of variation of the lengths of some completions (see the top of this file)."""
+    exponential = math.log(num_completions) + _EULER_GAMMA - 1
+    if lengths is None or exponential <= 0:
+        return 0.0
+    longest = _longest_tokens(lengths, num_completions, limit) / min(lengths.mean, limit)
+    return min(1.0, (longest - 1) / exponential)
+
+
+def training_operations(config: Config, shape: ModelShape, spread: float = 0.0) -> dict[str, float]:
     """FLOPs per token of a step, by purpose."""
     algorithm, updates = config.algorithm, config.train.updates_per_rollout
     policy, checkpointing, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
@@ -316,11 +329,11 @@ def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     if config.train.router_aux_loss_coef > 0:
         parts["router statistics"] = 2.0 * policy * updates
         passes += updates
-    parts["attention"] = passes * _attention(shape, _mean_context(config))
+    parts["attention"] = passes * _attention(shape, _mean_context(config, spread))
     critic = critic_shape(config, shape)
     if critic is not None:
         per_update = config.critic.updates if config.critic else 1
-        attention = _attention(critic, _mean_context(config)) * (
+        attention = _attention(critic, _mean_context(config, spread)) * (
             1 + updates * per_update * (3 + (checkpointing is True))
         )
         weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(checkpointing)))
@@ -333,11 +346,11 @@ def _attention(shape: ModelShape, context: float) -> float:
     return 4.0 * shape.query_width * shape.layers * context
 
 
-def _mean_context(config: Config) -> float:
+def _mean_context(config: Config, spread: float) -> float:
     """Average number of tokens that a token of a group attends to."""
     rollout = config.rollout
     prompt, completions = rollout.max_prompt_tokens, rollout.num_generations * rollout.max_new_tokens
-    pairs = prompt * prompt / 2 + completions * (prompt + rollout.max_new_tokens / 2)
+    pairs = prompt * prompt / 2 + completions * (prompt + (1 + spread) * rollout.max_new_tokens / 2)
     return pairs / (prompt + completions)
 
 
@@ -359,7 +372,8 @@ def _sampling_s(
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
     batch = min(max_num_seqs, completions)
-    context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
+    spread = _spread(hardware.lengths, completions, limit)
+    context = rollout.max_prompt_tokens + (1 + spread) * rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
     waits_s = 2 * shape.layers * _ALL_REDUCE_S * (per_server > 1)
