@@ -2,9 +2,10 @@
 
 import atexit
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -15,6 +16,7 @@ from cohort.config.objects import unnamed_objects
 from cohort.config.section import Section
 from cohort.config.user_code import end_import
 from cohort.display import Display, default_display
+from cohort.doctor import failed_checks_text
 from cohort.errors import TrainingError, UserError
 from cohort.launch.given_model import GivenModel, is_model
 from cohort.launch.given_optimizer import optim_section
@@ -420,7 +422,13 @@ class Trainer:
         if self._loop is not None or self.result is not None:
             return
         with self._stoppable(), self._forgetting_on_errors():
-            self._start()
+            try:
+                self._start()
+            except (UserError, TrainingError) as error:
+                with suppress(Exception):
+                    if (text := failed_checks_text(error, self.config)) is not None:
+                        print(text, file=sys.stderr)
+                raise
             self._stop.check()
 
     def _start(self) -> None:
