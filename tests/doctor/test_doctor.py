@@ -22,6 +22,7 @@ from cohort.config import Config, config_from_dict
 from cohort.doctor import examine, failed_checks
 from cohort.doctor.checks import CHECKS
 from cohort.errors import UserError
+from cohort.launch.python_trainer import Trainer
 from commands import set_up
 from configs import MINIMAL
 from permissions import without_override
@@ -313,6 +314,15 @@ def test_a_run_that_fails_to_start_adds_what_fails(planted: Planted, tmp_path: P
     assert "cohort doctor" not in cohort("plan", config).err  # starts no run
 
 
+def test_a_trainer_that_fails_to_start_adds_it_too(planted: Planted, tmp_path: Path, capsys: Any):
+    few_files(planted)
+    trainer = Trainer("model", str(tmp_path / "missing.jsonl"), ["math"], run={"dir": str(tmp_path / "run")})
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        trainer.train()
+    added = "fail  open files          limit of 800 (ulimit -n); a run may need 1024\n"
+    assert f"`cohort doctor` finds on this machine:\n{added}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("case", ["after a step", "named", "another rank", "the doctor fails"])
 def test_nothing_is_added(planted: Planted, monkeypatch: pytest.MonkeyPatch, capsys: Any, case: str):
     few_files(planted)
@@ -326,7 +336,7 @@ def test_nothing_is_added(planted: Planted, monkeypatch: pytest.MonkeyPatch, cap
     elif case == "another rank":
         monkeypatch.setenv("RANK", "1")
     elif case == "the doctor fails":
-        monkeypatch.setattr("cohort.doctor.failed_checks", lambda config: 1 / 0)
+        monkeypatch.setattr("cohort.doctor.failed_checks_text", lambda *_, **__: 1 / 0)
     command._print_failed_checks(error)
     assert capsys.readouterr().err == ""
 

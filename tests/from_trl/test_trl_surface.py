@@ -107,7 +107,7 @@ def test_overridden_rewards_and_logs(tmp_path: Path, base: str):
         ("_generate_and_score_completions", "environment_factory, or agent="),
         ("compute_loss", "algorithm="),
         ("_prepare_inputs", "rows in the order"),
-        ("create_optimizer", "args.optim"),
+        ("create_optimizer", r"optimizers=\(optimizer, scheduler\), or args\.optim"),
         ("_save_checkpoint", "a callback's on_save"),
         ("get_train_dataloader", "rows in the order"),
     ],
@@ -350,8 +350,8 @@ def test_what_is_changed_before_training(tmp_path: Path, base: str):
         UserError, match=r"epsilon_high: cannot be changed on the trainer; set args\.epsilon_high before train"
     ):
         trainer.epsilon_high = 0.3
-    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'optimizer'"):
-        _ = trainer.optimizer
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'data_collator'"):
+        _ = trainer.data_collator
     assert trainer.train().global_step == 1 and metric(tmp_path / "cohort", "reward") != []
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from runs import assert_same_weights, metric
 from selection import slow
@@ -205,3 +207,52 @@ def test_every_rank_or_the_first_alone_merges_an_adapter(tmp_path: Path):
     lines = launch(tmp_path / "script.py", tmp_path / "out")
     assert said(lines, "merged") == [[rank, "Qwen3ForCausalLM"] for rank in "0011"]
     assert_same_weights(tmp_path / "out" / "alone", base)
+
+
+OPTIMIZERS = """
+import os
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
+
+from cohort.trl import GRPOConfig, GRPOTrainer
+
+model = AutoModelForCausalLM.from_pretrained(BASE)
+groups = [{"params": [p for p in model.parameters() if p.ndim == n], "lr": 0.01 / n} for n in (1, 2)]
+optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+optimizers = optimizer, get_linear_schedule_with_warmup(optimizer, 1, 6)
+
+
+def digits(completions, **kwargs):
+    return [sum(c.isdigit() for c in completion) / 8 for completion in completions]
+
+
+out, resume = sys.argv[1], (sys.argv[2:] or [None])[0]
+size = 8 // int(os.environ.get("WORLD_SIZE", 1))
+args = GRPOConfig(
+    out, max_steps=4, per_device_train_batch_size=size, num_generations=4, max_completion_length=6, save_steps=2,
+    report_to=[], disable_tqdm=True,
+)
+rows = [{"prompt": f"{n} 1"} for n in range(8)]
+trainer = GRPOTrainer(model, digits, args, rows, optimizers=optimizers)
+trainer.train(resume_from_checkpoint=resume)
+of_optimizer = optimizer.param_groups[1]["params"][0]
+print(f"trained {type(of_optimizer).__name__} {optimizers[1].last_epoch}\\n", end="", flush=True)
+"""
+
+
+@slow("test_trl_optimizers.py trains with one in one process")
+def test_an_optimizer_of_the_script_updates_the_shards(tmp_path: Path):
+    base = save_model_folder(tmp_path / "base", "qwen3")
+    script, alone, sharded = tmp_path / "script.py", tmp_path / "alone", tmp_path / "sharded"
+    script.write_text(OPTIMIZERS.replace("BASE", repr(str(base))))
+    one = ("torch.distributed.run", "--nproc-per-node", "1")
+    assert said(launch(script, alone, launcher=one), "trained")[0][1] == "4"
+    assert said(launch(script, sharded), "trained") == [["DTensor", "4"]] * 2
+    first, second = (load_file(p / "checkpoint-4" / "model.safetensors") for p in (alone, sharded))
+    assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
+    before = load_file(base / "model.safetensors")
+    assert not any(torch.allclose(first[name], before[name], atol=1e-4) for name in first)
+    launch(script, tmp_path / "again", sharded / "checkpoint-2")
+    assert_same_weights(tmp_path / "again" / "checkpoint-4", sharded / "checkpoint-4")

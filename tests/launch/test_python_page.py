@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     save_model_folder(tmp_path / "base", "qwen3")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}

@@ -203,7 +203,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_loaded():
     [
         (
             {"name": "adam"},
-            "optim.name: 'adam' is not one of adamw, adamw_8bit, adafactor, muon, sgd; did you mean",
+            "optim.name: 'adam' is not one of adamw, adamw_8bit, adafactor, muon, sgd, custom; did you mean",
         ),
         (
             {"name": "sgd", "beta1": 0.5},

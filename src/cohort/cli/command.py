@@ -67,8 +67,8 @@ def _print_failed_checks(error: Exception) -> None:
     if _run is None:
         return
     with suppress(Exception, KeyboardInterrupt):
-        from cohort.cli.doctor import describe
-        from cohort.doctor import failed_checks
+        from cohort.cli.doctor import color
+        from cohort.doctor import failed_checks_text
         from cohort.ranks.stopping import LAUNCHER
 
         config, num_bytes_before = _run
@@ -76,9 +76,8 @@ def _print_failed_checks(error: Exception) -> None:
         if is_another_rank or _num_metrics_bytes(config) > num_bytes_before:
             return
 
-        failed = [finding for finding in failed_checks(config) if finding.name not in str(error)]
-        if failed:
-            typer.echo("\n".join(["`cohort doctor` finds on this machine:", *map(describe, failed)]), err=True)
+        if (text := failed_checks_text(error, config, style=color)) is not None:
+            typer.echo(text, err=True)
 
 
 def _num_metrics_bytes(config: Config) -> int:

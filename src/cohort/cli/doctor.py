@@ -12,7 +12,7 @@ from cohort.config import load_config
 from cohort.errors import UserError
 
 if TYPE_CHECKING:
-    from cohort.doctor import Finding
+    from cohort.doctor import Status
 
 _COLORS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
@@ -38,7 +38,7 @@ def doctor(
     for finding in examine(settings):
         findings.append(finding)
         if not json_:
-            typer.echo(describe(finding))
+            typer.echo(finding.text(color))
     failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
     if json_:
         typer.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -48,8 +48,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-def describe(finding: "Finding") -> str:
-    """Return the lines of a finding."""
-    status = typer.style(f"{finding.status:4}", fg=_COLORS[finding.status])
-    fix = f"\n{'':26}fix: {finding.fix}" if finding.fix else ""
-    return f"{status}  {finding.name:18}  {finding.found}{fix}"
+def color(text: str, status: "Status") -> str:
+    """Color the status of a finding."""
+    return typer.style(text, fg=_COLORS[status])

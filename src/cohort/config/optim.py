@@ -1,10 +1,10 @@
 """The `optim` section: one class per optimizer, so that a key that the optimizer lacks is an error."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cohort.config.section import Section
+from cohort.config.section import FunctionPath, Section
 
 MUON_ON_HOST = (
     "updates would run on the host, where Muon's 15 matrix products per weight take minutes; use adamw, adamw_8bit or "
@@ -116,6 +116,29 @@ class SgdConfig(StochasticRoundingConfig):
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum; 0: none, and no state.")
 
 
+class CustomOptimConfig(BaseOptimConfig):
+    """An optimizer of your own. Its state counts as AdamW's in the plan.
+
+    Its parameter groups have their own learning rates, which `train.lr_schedule` and warmup scale, unless it brings a
+    scheduler.
+    """
+
+    name: Literal["custom"] = Field("custom", description="The optimizer.")
+    use: FunctionPath = Field(
+        description="`file.py:name` or `package.module:name` of a `torch.optim.Optimizer` class, or of a function that "
+        "returns one, or one with its `LRScheduler`. It is called with the list of trained parameters, or with them by "
+        "name if its argument is called `named_parameters`.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments, such as `{lr: 1.0e-5}`.")
+
+    @model_validator(mode="after")
+    def _check_own_keys(self) -> Self:
+        for key in ("weight_decay", "groups", "offload"):
+            self.refuse(key, "name: custom", "set it in args, or use another optimizer")
+        return self
+
+
 OptimConfig = Annotated[
-    AdamwConfig | Adamw8bitConfig | AdafactorConfig | MuonConfig | SgdConfig, Field(discriminator="name")
+    AdamwConfig | Adamw8bitConfig | AdafactorConfig | MuonConfig | SgdConfig | CustomOptimConfig,
+    Field(discriminator="name"),
 ]

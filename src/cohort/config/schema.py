@@ -33,6 +33,7 @@ def check_sections(config: "Config") -> None:
         _check_reference,
         _check_adapter,
         _check_offload,
+        _check_optimizer,
         _check_quantization,
         _check_algorithm,
         _check_learning_signal,
@@ -175,6 +176,19 @@ def _check_offload(config: "Config") -> None:
         )
     if config.optim.name == "muon":
         raise ValueError(f"model.parameter_offload: true with optim.name: muon: {MUON_ON_HOST}")
+
+
+def _check_optimizer(config: "Config") -> None:
+    if config.optim.name != "custom":
+        return
+    because = "optim.name: custom, whose parameter groups have their own"
+    config.refuse("train.learning_rate", because, "set lr in optim.args")
+    for key, is_set in (
+        ("model.parameter_offload", config.model.parameter_offload),
+        (f"algorithm.advantage: {config.algorithm.advantage}, which needs a critic,", config.algorithm.needs_critic),
+    ):
+        if is_set:
+            raise ValueError(f"{key} does not work with optim.name: custom; use another optimizer, such as adamw")
 
 
 def _check_quantization(config: "Config") -> None:

@@ -43,6 +43,11 @@ class Finding:
     found: str
     fix: str  # empty if nothing is wrong
 
+    def text(self, style: Callable[[str, Status], str]) -> str:
+        """Return the lines that show it. `style` colors the status."""
+        fix = f"\n{'':26}fix: {self.fix}" if self.fix else ""
+        return f"{style(f'{self.status:4}', self.status)}  {self.name:18}  {self.found}{fix}"
+
 
 class Machine:
     """What several checks look at."""
@@ -389,6 +394,21 @@ def failed_checks(config: Config, *, timeout_s: float = 5.0) -> list[Finding]:
     thread.start()
     thread.join(timeout_s)
     return list(failed)
+
+
+def failed_checks_text(
+    error: Exception, config: Config, *, style: Callable[[str, Status], str] = lambda text, status: text
+) -> str | None:
+    """Return what to print after an error that ended a run before its first step: the quick checks that fail.
+
+    Args:
+        error: checks that it names itself are left out.
+        config: configuration of the run.
+        style: colors the status of a finding.
+    """
+    failed = [finding for finding in failed_checks(config) if finding.name not in str(error)]
+    lines = ["`cohort doctor` finds on this machine:", *(finding.text(style) for finding in failed)]
+    return "\n".join(lines) if failed else None
 
 
 def _requirements() -> dict[str, str]:

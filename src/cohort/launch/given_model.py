@@ -43,6 +43,7 @@ class GivenModel:
                 "model={'path': ..., 'quantization': 'nf4', 'adapter': {...}}"
             )
         self._tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(self._base)
+        self._frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         self._weights = _base_weights(model)
         every = self._weights if self._adapter is None else model.state_dict()
         self._name = f"{GIVEN_MODEL}-{_digest(every, str(getattr(self._tokenizer, 'chat_template', '')))}"
@@ -53,6 +54,8 @@ class GivenModel:
         section = {**config.model.model_dump(exclude_unset=True), "path": str(folder)}
         if self._adapter is not None:
             section["adapter"] = {**(section.get("adapter") or {}), "path": str(folder / "adapter")}
+        elif self._frozen and section.get("adapter") is None:
+            section["freeze"] = (*section.get("freeze", ()), *self._frozen)
         return config.model_copy(update={"model": type(config.model).model_validate(section)})
 
     def save(self, config: Config) -> None:

@@ -2,9 +2,10 @@
 
 import atexit
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -15,8 +16,10 @@ from cohort.config.objects import unnamed_objects
 from cohort.config.section import Section
 from cohort.config.user_code import end_import
 from cohort.display import Display, default_display
+from cohort.doctor import failed_checks_text
 from cohort.errors import TrainingError, UserError
 from cohort.launch.given_model import GivenModel, is_model
+from cohort.launch.given_optimizer import optim_section
 from cohort.launch.local import environment_variables
 from cohort.launch.rank import script_rank
 from cohort.plan.schedule import RunSchedule
@@ -94,6 +97,7 @@ class Trainer:
         environment: Any = None,
         agent: Any = None,
         engine: Any = None,
+        optimizer: Any = None,
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
         **sections: Settings | str | None,
@@ -113,6 +117,9 @@ class Trainer:
             agent: function that plays a row through an OpenAI-compatible endpoint.
             engine: object that samples, with a method `async def generate(self, token_ids, sampling, key)` that returns
                 a `cohort.ModelCall` (docs/python.md).
+            optimizer: a `torch.optim.Optimizer` of the parameters of `model`, which is then an object, or a pair of one
+                and its scheduler; or a class or function that makes one (or a pair) of the list of trained parameters.
+                Without a scheduler, the schedule of `train` scales its learning rates.
             callbacks: called with the report of each step.
             display: shows progress. Default: the notebook's cell, or the console.
             **sections: the other sections of the configuration, such as `rollout`, `train` and `run`; `algorithm` may
@@ -130,6 +137,10 @@ class Trainer:
                 raise UserError("set either engine= or rollout.engine, not both")
             given["engine"] = "object"
         model = _section(model, key="path")
+        if optimizer is not None:
+            if "optim" in sections:
+                raise UserError("set either optimizer= or optim=, not both")
+            sections["optim"] = optim_section(optimizer, model["path"])
         given_model = GivenModel(model["path"], tokenizer) if is_model(model["path"]) else None
         raw = {
             "model": model if given_model is None else {**model, "path": "given"},
@@ -411,7 +422,13 @@ class Trainer:
         if self._loop is not None or self.result is not None:
             return
         with self._stoppable(), self._forgetting_on_errors():
-            self._start()
+            try:
+                self._start()
+            except (UserError, TrainingError) as error:
+                with suppress(Exception):
+                    if (text := failed_checks_text(error, self.config)) is not None:
+                        print(text, file=sys.stderr)
+                raise
             self._stop.check()
 
     def _start(self) -> None:

@@ -8,7 +8,7 @@ the device, the number of ranks or where a run was resumed.
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -24,12 +24,14 @@ from cohort.config import (
     AdafactorConfig,
     Adamw8bitConfig,
     AdamwConfig,
+    CustomOptimConfig,
     MuonConfig,
     OptimConfig,
     SgdConfig,
 )
 from cohort.config.optim import StochasticRoundingConfig
 from cohort.errors import UserError
+from cohort.learner.custom_optimizer import CustomOptimizer, set_learning_rate
 from cohort.learner.optimizer_offload import OffloadedUpdates, to_local
 from cohort.models.fsdp import local_rows
 from cohort.models.host_memory import MasterWeights
@@ -169,8 +171,33 @@ class Optimizers:
         self._model, self._config, self._seed = model, config, seed
         self._named = named
         self._rounds = isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding
-        self._optimizers = _build(config, _param_groups(config, named), tables)
-        self._lr_factors = [[group.pop("factor") for group in o.param_groups] for o in self._optimizers]
+        self.custom = CustomOptimizer(config, named) if isinstance(config, CustomOptimConfig) else None
+        if self.custom is not None:
+            self._optimizers: tuple[torch.optim.Optimizer, ...] = (self.custom.optimizer,)
+        else:
+            self._optimizers = _build(config, _param_groups(config, named), tables)
+            self._lr_factors = [[group.pop("factor") for group in o.param_groups] for o in self._optimizers]
+
+    @property
+    def first(self) -> torch.optim.Optimizer:
+        """The only optimizer of torch, or the first one."""
+        return self._optimizers[0]
+
+    def set_learning_rate(self, learning_rate: float) -> float:
+        """Set the learning rate of the next step.
+
+        Args:
+            learning_rate: of weights with factor 1; with an optimizer of the user's own, the schedule's factor.
+
+        Returns:
+            The learning rate of the first parameter group.
+        """
+        if self.custom is not None:
+            return self.custom.set_learning_rates(learning_rate)
+        for optimizer, factors in zip(self._optimizers, self._lr_factors, strict=True):
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                set_learning_rate(group, learning_rate * factor)
+        return learning_rate
 
     def step(self, learning_rate: float, *, update: int = 0) -> None:
         """Update the weights and clear their gradients.
@@ -179,12 +206,7 @@ class Optimizers:
             learning_rate: learning rate of weights with factor 1.
             update: number of updates done, which stochastic rounding depends on.
         """
-        for optimizer, factors in zip(self._optimizers, self._lr_factors, strict=True):
-            for group, factor in zip(optimizer.param_groups, factors, strict=True):
-                if isinstance(group["lr"], Tensor):  # torchao compiles the step, where a float would be a constant
-                    group["lr"].fill_(learning_rate * factor)
-                else:
-                    group["lr"] = learning_rate * factor
+        self.set_learning_rate(learning_rate)
         if self._offload is not None:
             owners = self._owners()
             self._offload.run(lambda master: _step_parameter(*owners[id(master)], master))
@@ -251,19 +273,25 @@ class Optimizers:
     def state_dict(self) -> dict[str, Any]:
         """Return the state by weight name, as torch.distributed.checkpoint saves it. Call it between steps."""
         self._init_float32_state()
-        with self._round_gradients():  # torch may create missing state by a step with zero gradients
-            return get_optimizer_state_dict(self._model, self._optimizers)
+        keeping = nullcontext() if self.custom is None else self.custom.keeping_weights()
+        with keeping, self._round_gradients():  # torch may create missing state by a step with zero gradients
+            state = get_optimizer_state_dict(self._model, self._optimizers)
+        return state if self.custom is None else {**state, "custom": self.custom.record()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._init_float32_state()
-        with self._round_gradients():
-            set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=dict(state))
-        if self._rounds:  # torch has cast it to bfloat16
+        keeping = nullcontext() if self.custom is None else self.custom.keeping_weights()
+        of_torch = {key: state[key] for key in ("state", "param_groups")}
+        with keeping, self._round_gradients():
+            set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=of_torch)
+        if self._rounds or self.custom is not None:  # torch has cast it to the dtype of the weights
             owners = self._owners()
-            for name, parameter in self._named.items():
-                wide = {key: x for key, x in state["state"].get(name, {}).items() if isinstance(x, Tensor)}
-                owners[id(parameter)][0].state[parameter].update(wide)
+            for name, own in state["state"].items():
+                wide = {key: x for key, x in own.items() if isinstance(x, Tensor)}
+                owners[id(self._named[name])][0].state[self._named[name]].update(wide)
+        if self.custom is not None:
+            self.custom.restore(state["custom"])
 
     def _init_float32_state(self) -> None:
         """Create float32 state for stochastic rounding, by a step that changes nothing.
@@ -317,6 +345,8 @@ def _param_groups(config: OptimConfig, named: Mapping[str, Tensor]) -> list[Para
 
 def _build(config: OptimConfig, groups: list[ParamGroup], not_hidden: set[int]) -> tuple[torch.optim.Optimizer, ...]:
     match config:
+        case CustomOptimConfig():
+            raise AssertionError("made by CustomOptimizer")
         case AdamwConfig():
             return (_adamw(config, groups),)
         case Adamw8bitConfig():

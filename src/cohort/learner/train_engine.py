@@ -116,7 +116,7 @@ class TrainEngine:
         self._reference_changes = reference_changes
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
-        self._optimizer = Optimizers(
+        self.optimizer = Optimizers(
             policy.model, optim or AdamwConfig(), master_weights=policy.master_weights, seed=config.seed
         )
         self._router_aux_loss = RouterAuxLoss(policy, aux) if (aux := config.router_aux_loss_coef) else None
@@ -252,7 +252,7 @@ class TrainEngine:
     @property
     def num_state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, on the device or on the host."""
-        return self._optimizer.state_bytes()
+        return self.optimizer.state_bytes()
 
     @property
     def num_device_state_bytes(self) -> int:
@@ -332,12 +332,13 @@ class TrainEngine:
         """Clip the gradient, update the weights, and clear the gradient.
 
         If the gradient or the learning rate is 0, weights and optimizer state do not change: neither momentum nor
-        weight decay is applied.
+        weight decay is applied. An optimizer of the user's own decides itself what a learning rate of 0 means.
 
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are unchanged. Every rank raises it.
         """
-        learning_rate = self._learning_rate(self.updates_done)
+        scheduled = self._learning_rate(self.updates_done)
+        learning_rate = self.optimizer.set_learning_rate(scheduled)
         for parameter in self._parameters:
             if parameter.grad is None:  # no token of the step used this weight
                 parameter.grad = zero_gradient(parameter)
@@ -349,9 +350,12 @@ class TrainEngine:
                 f"train.learning_rate (now {learning_rate:.3g}) or inspect the completions"
             )
         self._notify("pre_optimizer_step")
-        if learning_rate > 0 and grad_norm > 0:
-            self._optimizer.step(learning_rate, update=self.updates_done)
+        custom = self.optimizer.custom
+        if grad_norm > 0 and (scheduled > 0 or custom is not None):
+            self.optimizer.step(scheduled, update=self.updates_done)
         self._notify("optimizer_step")
+        if custom is not None:
+            custom.advance()
         self.policy.model.zero_grad()
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
@@ -373,14 +377,14 @@ class TrainEngine:
 
         Any number of ranks can load it. The policy's weights are saved separately, as a model folder.
         """
-        state = {"optimizer": self._optimizer.state_dict(), "updates_done": self.updates_done}
+        state = {"optimizer": self.optimizer.state_dict(), "updates_done": self.updates_done}
         if self.reference is not None and self._reference_changes:
             state["reference"] = get_model_state_dict(self.reference.model)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.updates_done = state["updates_done"]
         if self.reference is not None and self._reference_changes:
             set_model_state_dict(self.reference.model, state["reference"])

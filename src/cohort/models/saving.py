@@ -4,7 +4,6 @@ Only one tensor is gathered at a time (or those that are saved as one); `weight_
 """
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights, named_saved_tensors, quiet_transformers
-from cohort.models.loading.multimodal import processor_files
+from cohort.models.loading.multimodal import copy_processor_files, saved_model
 from cohort.models.loading.safetensors_files import (
     StoredTensor,
     TensorInfo,
@@ -93,11 +92,6 @@ def _weights_beside(policy: Policy) -> dict[str, StoredTensor]:
     return weights_beside(policy.model, stored)
 
 
-def _saved_model(policy: Policy) -> Any:
-    """The model that config, names and shapes are saved for."""
-    return policy.model if policy.multimodal is None else policy.multimodal.model
-
-
 def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield groups of tensors that are converted to saved tensors together.
 
@@ -105,7 +99,7 @@ def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[st
     """
     from transformers.core_model_loading import WeightConverter
 
-    found = reversed(weight_conversions(_saved_model(policy)))
+    found = reversed(weight_conversions(saved_model(policy.model, policy.multimodal)))
     converters = [c.reverse_transform() for c in found if isinstance(c, WeightConverter)]
     master_weights = policy.master_weights if dtype is None else None
     together: dict[str, list[tuple[str, Tensor]]] = {}
@@ -131,7 +125,7 @@ def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert names and shapes to those of `save_pretrained`."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(_saved_model(policy), tensors)
+    return revert_weight_conversion(saved_model(policy.model, policy.multimodal), tensors)
 
 
 def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -176,15 +170,13 @@ def save_policy(
             if adapter is not None:
                 adapter.save(folder, weights)
             else:  # everything but the weights
-                model = _saved_model(policy)
+                model = saved_model(policy.model, policy.multimodal)
                 with policy.published_config():
                     model.save_pretrained(folder, state_dict={})
                     if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
                         model.config.dtype = policy.master_weights.dtype
                         model.config.save_pretrained(folder)
-                if policy.multimodal is not None:
-                    for file in processor_files(policy.multimodal.path):
-                        shutil.copy(file, folder)
+                copy_processor_files(policy.multimodal, folder)
             tokenizer.save_pretrained(folder)
 
     on_rank0(ranks, folder, save_configs)

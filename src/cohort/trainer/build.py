@@ -81,6 +81,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     critic = _load_critic(critic_config, policy, spec, request) if algorithm.critic else None
     ends = ranks.run_on_rank0(lambda: end_token_ids(policy, tokenizer))
     engine = _engine(config, algorithm, policy, reference, spec, ranks)
+    ranks.run_on_rank0(lambda: _check_schedule(config, engine))
     worker = Worker(
         ranks=ranks,
         policy=policy,
@@ -141,7 +142,7 @@ def _engine(
         config.train,
         config.optim,
         budget=TokenBudget(spec.micro_batch_tokens),
-        learning_rate=_learning_rate(config.train, num_steps=spec.num_steps, waits=waits),
+        learning_rate=_learning_rate(_own_rate(config), num_steps=spec.num_steps, waits=waits),
         temperature=config.rollout.temperature,
         reference=reference,
         reference_in_loss=algorithm.needs_reference,
@@ -175,6 +176,11 @@ def _critic_engine(
         reference=None,
         ranks=engine.ranks,
     )
+
+
+def _own_rate(config: Config) -> TrainConfig:
+    """Return the `train` section, whose learning rate is a factor if the optimizer has rates of its own."""
+    return config.train.model_copy(update={"learning_rate": 1.0}) if config.optim.name == "custom" else config.train
 
 
 def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, updates: int = 1) -> Callable[[int], float]:
@@ -248,6 +254,23 @@ def _check_head(config: Config, policy: Policy) -> None:
             "train.gradients_in_forward: true has no effect on this model, because its head is not a supported linear "
             "layer and full logits are computed; remove it"
         )
+
+
+def _check_schedule(config: Config, engine: TrainEngine) -> None:
+    """Check that there is one learning-rate schedule.
+
+    Raises:
+        UserError: the optimizer brings a scheduler, and the `train` section has a schedule.
+    """
+    train, custom = config.train, engine.optimizer.custom
+    if custom is None or custom.scheduler is None:
+        return
+    for key in ("lr_schedule", "warmup_steps", "warmup_ratio"):
+        if (value := getattr(train, key)) != TrainConfig.model_fields[key].default:
+            raise UserError(
+                f"train.{key}: {value} has no effect, because the optimizer has a scheduler "
+                f"({type(custom.scheduler).__name__}); remove one of the two"
+            )
 
 
 def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:

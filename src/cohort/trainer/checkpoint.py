@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # code that only inspects checkpoints should not import trans
     from cohort.models import Critic, Policy, SaveOptions
 
 _OPTIMIZER = "optimizer"
+_BUILTIN = "an optimizer of Cohort's"
 CRITIC = "critic"  # subfolder of the critic in a checkpoint
 
 
@@ -128,10 +129,12 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = SINGLE
     """Load the engine's state into `state`, which has the structure of what was saved. Each rank reads its shards.
 
     Raises:
-        UserError: the files cannot be read. (With a manifest, damage is found before.)
+        UserError: the state is another optimizer's, or the files cannot be read. (With a manifest, damage is found
+            before.)
     """
     try:
         with _checkpointing():
+            _check_optimizer(folder, state)
             dcp.load(
                 state,
                 checkpoint_id=folder / _OPTIMIZER,
@@ -143,6 +146,23 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = SINGLE
             f"run.dir: {str(folder)!r} is damaged: cannot read the optimizer state ({error}); move the folder away "
             f"to resume from the previous checkpoint"
         ) from error
+
+
+def _check_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has the state of the user's optimizer, if there is one.
+
+    Raises:
+        UserError: it has another one's.
+    """
+    reader, found = dcp.FileSystemReader(folder / _OPTIMIZER), {"made_by": _BUILTIN}
+    if "optimizer.custom.made_by" in reader.read_metadata().state_dict_metadata:
+        dcp.load({"optimizer": {"custom": found}}, storage_reader=reader, no_dist=True)
+    now = state["optimizer"].get("custom", {}).get("made_by", _BUILTIN)
+    if found["made_by"] != now:
+        raise UserError(
+            f"optim: {str(folder)!r} has the state of {found['made_by']}, and this run has {now}; resume with the same "
+            f"optimizer, or start a new run"
+        )
 
 
 def _save_engine_state(state: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:

@@ -147,7 +147,10 @@ def _check_model(config: Config) -> AdapterSpec | None:
 def describe_lost_updates(config: Config) -> str | None:
     """Return a warning if the weights' dtype rounds away most updates."""
     rate, rounds = config.train.learning_rate, getattr(config.optim, "stochastic_rounding", False)
-    if config.model.dtype != "bfloat16" or config.model.adapter is not None or rounds or rate >= _BFLOAT16_RATE:
+    has_own_rate = config.optim.name == "custom"
+    if config.model.dtype != "bfloat16" or config.model.adapter is not None or rounds or has_own_rate:
+        return None
+    if rate >= _BFLOAT16_RATE:
         return None
     stochastic = "optim.stochastic_rounding: true, " if hasattr(config.optim, "stochastic_rounding") else ""
     return (

@@ -136,6 +136,7 @@ def _uses(config: Config) -> Iterator[str]:
     yield from (tool.use for tool in config.rollout.tools)
     yield from (spec.use for spec in config.rollout.environments.values())
     yield config.rollout.agent or ""
+    yield getattr(config.optim, "use", "")
     yield from (choice.use for choice in dict(config.algorithm).values() if isinstance(choice, CustomFunction))
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from cohort.errors import UserError
+from cohort.launch.given_optimizer import GivenOptimizer
 from cohort.launch.python_trainer import Trainer
 from cohort.models import merge
 from cohort.ranks.join import rank_of_launcher
@@ -26,6 +27,7 @@ class TrainerAttributes:
 
     args: GRPOConfig
     callback_handler: CallbackHandler
+    _optimizer: GivenOptimizer | None
 
     def __getattr__(self, name: str) -> Any:
         args = vars(self).get("args")
@@ -51,6 +53,17 @@ class TrainerAttributes:
     def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> Any:
         """Remove a callback and return it."""
         return self.callback_handler.pop_callback(callback)
+
+    @property
+    def optimizer(self) -> Any:
+        """The given optimizer, or while the run trains that of `args`; otherwise None."""
+        return self.callback_handler.optimizer if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The given scheduler, or while the run trains one that tells the learning rates; otherwise None."""
+        given = None if self._optimizer is None else self._optimizer.scheduler
+        return self.callback_handler.lr_scheduler if given is None else given
 
     def is_world_process_zero(self) -> bool:
         """Whether this process is rank 0."""

@@ -9,18 +9,18 @@ from cohort.trl.checkpoints import EARLIER
 from cohort.trl.config import GRPOConfig
 
 
-def write_card(folder: Path, *, name: str, base: Any, datasets: Any, tags: str | list[str] | None) -> None:
+def write_card(folder: Path, *, name: str, base: str, datasets: Any, tags: str | list[str] | None) -> None:
     """Write `README.md`.
 
     Args:
         folder: of the model.
         name: of the model.
-        base: model that was trained; its id goes into the card.
+        base: path or id of the model that was trained; an id goes into the card.
         datasets: ids of the training data.
         tags: more tags.
     """
     data = ModelCardData(
-        base_model=base if isinstance(base, str) and not Path(base).exists() else None,
+        base_model=base if base and not Path(base).exists() else None,
         datasets=datasets,
         library_name="transformers",
         model_name=name,

@@ -213,10 +213,14 @@ def _try_config(path: str) -> Any:
         return None
 
 
+def model_id(model: Any) -> str:
+    """Return the path or id of a model, or of what a model object was loaded from; empty if it is unknown."""
+    return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+
+
 def short_name(model: Any) -> str:
     """Return the last part of a model's path or id."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-    return str(name).rstrip("/").rpartition("/")[2]
+    return (model_id(model) or "model").rstrip("/").rpartition("/")[2]
 
 
 def adapter_section(peft_config: Any, model_type: str | None) -> dict[str, Any]:
@@ -252,3 +256,30 @@ def _usual_targets(model_type: str | None) -> Sequence[str]:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MAPPING
 
     return list(MAPPING.get(str(model_type), ("q_proj", "v_proj")))
+
+
+def is_text(rows: Any) -> bool | None:
+    """Return whether the first prompt is text; None if there is none, or if rows can be read only once."""
+    first = rows[0] if hasattr(rows, "__len__") and len(rows) else None
+    if not hasattr(rows, "__len__") and hasattr(rows, "__iter__") and iter(rows) is not rows:
+        first = next(iter(rows), None)
+    prompt = first.get("prompt") if isinstance(first, Mapping) else None
+    return None if prompt is None else isinstance(prompt, str)
+
+
+def check_form(held_out: Any, *, trained: bool | None) -> None:
+    """Refuse held-out prompts in another form than the training prompts: the template is used for all or none.
+
+    Args:
+        held_out: rows, or several sets by name.
+        trained: whether the training prompts are text, if that matters.
+
+    Raises:
+        UserError: one is text, the other messages.
+    """
+    for each in held_out.values() if isinstance(held_out, Mapping) else (held_out,):
+        if None not in (found := (is_text(each), trained)) and found[0] != found[1]:
+            forms = ["text" if form else "messages" for form in found]
+            raise UserError(
+                f"eval_dataset: its prompts are {forms[0]}, those of train_dataset {forms[1]}; use one form for both"
+            )

@@ -28,9 +28,10 @@ from cohort.trl.callbacks import note_states, restore_states
 from cohort.trl.checkpoints import OutputFolder
 from cohort.trl.config import GRPOConfig
 from cohort.trl.hub import upload, write_card
+from cohort.trl.optimizers import given_optimizer, scheduler_of, without_optimizer
 from cohort.trl.rewards import RewardTable, names_of, reward_functions
-from cohort.trl.sections import model_section, sections, short_name
-from cohort.trl.unsupported import check_arguments, check_overrides
+from cohort.trl.sections import check_form, is_text, model_id, model_section, sections, short_name
+from cohort.trl.unsupported import check_overrides, check_rollout_func
 
 # By run folder, which only one trainer can have open
 _open: WeakValueDictionary[str, Trainer] = WeakValueDictionary()
@@ -57,11 +58,11 @@ class GRPOTrainer(TrainerAttributes):
         reward_processing_classes: Any = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
         quantization_config: Any = None,
+        peft_config: Any = None,
         tools: Sequence[Any] | None = None,
-        environment_factory: Any = None,
         rollout_func: Any = None,
+        environment_factory: Any = None,
     ):
         """Check the arguments, which mean the same as TRL's. Nothing is loaded before training.
 
@@ -74,17 +75,18 @@ class GRPOTrainer(TrainerAttributes):
             processing_class: tokenizer. Default: the model's.
             reward_processing_classes: tokenizers of the reward models. Default: their own.
             callbacks: of transformers, classes or instances.
-            optimizers: must be left out.
-            peft_config: a `peft.LoraConfig`.
+            optimizers: optimizer of the parameters of `model`, which is then an object, and its scheduler. Without an
+                optimizer, that of the scheduler; without a scheduler, that of `args`.
             quantization_config: a `transformers.BitsAndBytesConfig`.
+            peft_config: a `peft.LoraConfig`.
             tools: functions that the model may call.
-            environment_factory: environment class, or several by name.
             rollout_func: must be left out.
+            environment_factory: environment class, or several by name.
 
         Raises:
             UserError: something is not supported; the message says what to use.
         """
-        check_arguments(rollout_func=rollout_func, optimizers=optimizers)
+        check_rollout_func(rollout_func)
         check_overrides(type(self))
         self.args = args or GRPOConfig(output_dir=f"{short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
@@ -95,8 +97,11 @@ class GRPOTrainer(TrainerAttributes):
         self.reward_processing_classes = _as_list(reward_processing_classes)
         self._rewards = RewardTable(self.reward_funcs, self._calculate_rewards)
         self.tools = list(tools or ())
+        self._base_model = model_id(model)
+        self._optimizer = given_optimizer(optimizers, model)
         self._given = {
             "model": model_section(model, peft_config, quantization_config),
+            "optimizer": self._optimizer,
             "rewards": self._reward_section(),
             "tokenizer": processing_class,
             "tools": self.tools,
@@ -142,6 +147,8 @@ class GRPOTrainer(TrainerAttributes):
         except (KeyboardInterrupt, RunStopped):
             self._keep_interrupted(trainer)
             raise
+        finally:
+            self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None  # they hold its memory
         seconds, steps = time.perf_counter() - start, self.state.global_step - begin
         logged = (entry.get("loss") for entry in self.state.log_history[num_logs:])
         losses = [loss for loss in logged if loss is not None]
@@ -167,6 +174,8 @@ class GRPOTrainer(TrainerAttributes):
         self._log_if_asked()  # of a step after which a callback failed
         engine = trainer._worker().engine
         engine.on_event = self._on_event
+        handler.optimizer = engine.optimizer.first
+        handler.lr_scheduler = scheduler_of(engine.optimizer)
         self.control = handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not steps_done:
             self.evaluate()
@@ -293,7 +302,7 @@ class GRPOTrainer(TrainerAttributes):
         if isinstance(data, Mapping):
             every = [self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}") for name, rows in data.items()]
             return {name: value for metrics in every for name, value in metrics.items()}
-        self._check_form(data)
+        check_form(data, trained=self._is_text)
         start = time.perf_counter()
         section = {**self._sampling(), "path": data} if data is not None else None
         is_own = data is self._own_evaluation() and self._sampling() == self._built_sampling
@@ -347,7 +356,7 @@ class GRPOTrainer(TrainerAttributes):
         write_card(
             self._output.path,
             name=model_name or self._output.path.name,
-            base=self._given["model"]["path"],
+            base=self._base_model,
             datasets=dataset_name,
             tags=tags,
         )
@@ -407,6 +416,8 @@ class GRPOTrainer(TrainerAttributes):
         found["run"]["dir"] = str(run_dir)
         evaluation, self._built_sampling = self._own_evaluation(), self._sampling()
         model, rewards = {**given.pop("model"), **found.pop("model")}, given.pop("rewards")
+        if self._optimizer is not None:
+            without_optimizer(found, self._optimizer)
         rest: dict[str, Any] = {name: section for name, section in found.items() if section}
         self._trainer = Trainer(
             model,
@@ -416,7 +427,7 @@ class GRPOTrainer(TrainerAttributes):
             **given,
             **rest,
         )
-        self._check_form(self.eval_dataset)
+        check_form(self.eval_dataset, trained=self._is_text)
         self._trainer.on_any_rank([False])  # before rank 0 writes: the others have looked for a free folder too
         _open[str(run_dir)] = self._trainer
 
@@ -436,21 +447,8 @@ class GRPOTrainer(TrainerAttributes):
     def _template_of(self, rows: Any) -> dict[str, bool]:
         """Return whether prompts get the chat template: those that are text do not, as in TRL."""
         chats = self.tools or self._given["environment"]
-        self._is_text = None if chats else _is_text(rows)
+        self._is_text = None if chats else is_text(rows)
         return {"apply_chat_template": False} if self._is_text else {}
-
-    def _check_form(self, rows: Any) -> None:
-        """Refuse held-out prompts in another form than the training prompts: the template is used for all or none.
-
-        Raises:
-            UserError: one is text, the other messages.
-        """
-        for each in rows.values() if isinstance(rows, Mapping) else (rows,):
-            if None not in (found := (_is_text(each), self._is_text)) and found[0] != found[1]:
-                held_out, trained = ("text" if is_text else "messages" for is_text in found)
-                raise UserError(
-                    f"eval_dataset: its prompts are {held_out}, those of train_dataset {trained}; use one form for both"
-                )
 
     def _own_evaluation(self) -> Any:
         """Return the held-out rows if they are one set; several are evaluated one by one."""
@@ -584,15 +582,6 @@ class GRPOTrainer(TrainerAttributes):
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save |= self.args.save_strategy == "best"
-
-
-def _is_text(rows: Any) -> bool | None:
-    """Return whether the first prompt is text; None if there is none, or if rows can be read only once."""
-    first = rows[0] if hasattr(rows, "__len__") and len(rows) else None
-    if not hasattr(rows, "__len__") and hasattr(rows, "__iter__") and iter(rows) is not rows:
-        first = next(iter(rows), None)
-    prompt = first.get("prompt") if isinstance(first, Mapping) else None
-    return None if prompt is None else isinstance(prompt, str)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,6 +1,5 @@
 """Parts of TRL's trainer that have no equivalent, and their replacements."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from cohort.errors import UserError
@@ -9,7 +8,7 @@ _LOSS = "algorithm={'policy_loss': function} of cohort.Trainer"
 _ADVANTAGE = "algorithm={'advantage': function} of cohort.Trainer"
 _ROLLOUT = "environment_factory, or agent= of cohort.Trainer"
 _ROWS = "rows in the order that they should have, with shuffle_dataset=False"
-_OPTIMIZER = "args.optim and args.lr_scheduler_type, or the sections optim and train of cohort.Trainer"
+_OPTIMIZER = "optimizers=(optimizer, scheduler), or args.optim and args.lr_scheduler_type"
 _CHECKPOINT = "a callback's on_save, which is called when checkpoint-N has been written"
 _OVERRIDES = {
     **dict.fromkeys(
@@ -25,16 +24,14 @@ _OVERRIDES = {
 }
 
 
-def check_arguments(*, rollout_func: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse arguments that have no equivalent.
+def check_rollout_func(rollout_func: Any) -> None:
+    """Refuse an argument that has no equivalent.
 
     Raises:
         UserError: names what to use instead.
     """
     if rollout_func is not None:
         raise UserError(f"rollout_func is not supported; use {_ROLLOUT}")
-    if any(each is not None for each in optimizers):
-        raise UserError(f"optimizers is not supported; use {_OPTIMIZER}")
 
 
 def check_overrides(trainer: type) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights
-from cohort.models.loading.multimodal import multimodal_of, outer_name
+from cohort.models.loading.multimodal import multimodal_of, outer_name, saved_model
 from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
 
@@ -295,8 +295,7 @@ def _short_names(modules: Iterable[str], model: Any) -> tuple[str, ...]:
     The names are those in the multimodal model if there is one.
     """
     modules = tuple(outer_name(model, module) for module in modules)
-    multimodal = multimodal_of(model)
-    model = model if multimodal is None else multimodal.model
+    model = saved_model(model, multimodal_of(model))
     last = tuple(dict.fromkeys(name.rpartition(".")[-1] for name in modules))
     meant = [name for name, _ in model.named_modules() if any(_ends_with(name, part) for part in last)]
     return last if set(meant) == set(modules) else modules

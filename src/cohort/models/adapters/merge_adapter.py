@@ -1,6 +1,5 @@
 """Merge an adapter into its base model, tensor by tensor."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec, key_prefix, read_adapter, with_base
 from cohort.models.loading.meta_device import local_weights, meta_model, quiet_transformers
-from cohort.models.loading.multimodal import multimodal_of, outer_name, processor_files
+from cohort.models.loading.multimodal import copy_processor_files, multimodal_of, outer_name, saved_model
 from cohort.models.loading.safetensors_files import (
     StoredTensor,
     TensorInfo,
@@ -58,19 +57,11 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
         write_tensors(folder / file, tensors, merged(tensors))
     if len(files) > 1:
         write_index(folder, files)
-    saved = _saved_model(model)
+    saved = saved_model(model, multimodal_of(model))
     if len(dtypes) == 1:
         saved.config.dtype = dtypes.pop()
     _save_configs(saved, config, adapter, folder)
-    if saved is not model:
-        for path in processor_files(config.path):
-            shutil.copy(path, folder)
-
-
-def _saved_model(model: Any) -> Any:
-    """The model whose config is saved."""
-    multimodal = multimodal_of(model)
-    return model if multimodal is None else multimodal.model
+    copy_processor_files(multimodal_of(model), folder)
 
 
 def _plan(
@@ -99,7 +90,7 @@ def _plan(
     if tied and changed:  # untie them
         untied = f"{outer_name(model, names[head])}.weight"
         sources[untied] = stored[place(names[embedding])]
-        config = _saved_model(model).config
+        config = saved_model(model, multimodal_of(model)).config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     for module in spec.modules:
         adapted[untied if tied and module == names[head] else place(module)] = module

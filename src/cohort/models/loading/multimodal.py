@@ -4,6 +4,7 @@ Prompts have no images, so the rest of the model (vision tower, projector) is ne
 weights from the files, byte for byte.
 """
 
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -38,6 +39,17 @@ class Multimodal:
 def multimodal_of(model: Any) -> Multimodal | None:
     """Return the multimodal model that a language model is part of, if any."""
     return getattr(model, "multimodal", None)
+
+
+def saved_model(model: Any, multimodal: Multimodal | None) -> Any:
+    """Return the model that config, names and shapes are saved for: the multimodal one, if there is one."""
+    return model if multimodal is None else multimodal.model
+
+
+def copy_processor_files(multimodal: Multimodal | None, folder: Path) -> None:
+    """Copy the files of a multimodal model's processors, if there is one."""
+    for file in () if multimodal is None else processor_files(multimodal.path):
+        shutil.copy(file, folder)
 
 
 def outer_name(model: Any, name: str) -> str:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cohort.errors import UserError
-from cohort.models.loading.multimodal import multimodal_of
+from cohort.models.loading.multimodal import multimodal_of, outer_name, saved_model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05}-of-{:05}.safetensors"
@@ -326,8 +326,8 @@ def _read_names(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     multimodal = multimodal_of(model)
-    own = {name if multimodal is None else multimodal.name_of(name): name for name in model.state_dict()}
-    outer = model if multimodal is None else multimodal.model
+    outer = saved_model(model, multimodal)
+    own = {outer_name(model, name): name for name in model.state_dict()}
     mapping = weight_conversions(outer)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
