@@ -22,7 +22,7 @@ _settings = st.builds(
     st.sampled_from(["4090", "l20", "h100"]),
     st.sampled_from([1, 3, 8]),
     st.sampled_from(["train.micro_batch_tokens=auto", "train.micro_batch_tokens=60000"]),
-    st.sampled_from(["model.gradient_checkpointing=true", "model.gradient_checkpointing=false"]),
+    st.sampled_from([f"model.gradient_checkpointing={kind}" for kind in ("auto", "true", "false")]),
     st.sampled_from(["rollout.max_completion_tokens=512", "rollout.max_completion_tokens=16384"]),
     st.sampled_from(["rollout.engine=auto", "rollout.engine=vllm", "rollout.engine=local"]),
 )
@@ -92,7 +92,7 @@ def test_a_proposal_planned_again_gives_the_numbers_of_its_line(tmp_path: Path, 
 
 @pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
 def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> None:
-    plan = plan_of("7b", "train.micro_batch_tokens=auto")
+    plan = plan_of("7b", "train.micro_batch_tokens=auto", "model.gradient_checkpointing=false")
     most = largest(plan, limit)
     assert isinstance(most, int)
     assert replan(plan, {f"rollout.{key}": most}).fits
@@ -119,10 +119,10 @@ def test_the_largest_length_is_at_most_what_the_model_has_positions_for() -> Non
 def test_an_adapter_is_proposed_with_what_it_costs() -> None:
     plan = plan_of("7b", "train.micro_batch_tokens=auto", on=on_gpus(1))
     (lora,) = [a for a in advise(plan) if "model.adapter" in a.changes]
-    assert lora.as_arguments() == "'model.adapter={rank: 64}'"
+    assert lora.as_arguments() == "'model.adapter={rank: 16}'"
     assert lora.costs.startswith("the experiment: a low-rank update only") and lora.saved_bytes > 30e9
     adapted = replan(plan, lora.changes)
-    assert adapted.workload.adapter is not None and adapted.workload.adapter.rank == 64
+    assert adapted.workload.adapter is not None and adapted.workload.adapter.rank == 16
 
 
 def test_an_optimizer_that_is_set_is_kept() -> None:

@@ -152,7 +152,9 @@ def test_a_sweep_plans_every_value(run_file: Path) -> None:
         assert row["step_s"] == planned(*command, *more)["timing"]["step_s"]["value"]
         assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
     told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
-    assert "model.gradient_checkpointing fits GPUs s per step" in told and "must be true, false or selective" in told
+    assert (
+        "model.gradient_checkpointing fits GPUs s per step" in told and "must be auto, true, false or selective" in told
+    )
     for sweep, problem in (
         ("gpus=2,x", "gpus=x is not a number of GPUs"),
         ("gpus=3..12", "gpus=12 is"),

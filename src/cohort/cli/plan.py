@@ -374,7 +374,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], argum
             hours, gpu_hours = (_digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
-        yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
+        yield f"[green]fits[/green]{_checkpointed(plan)}: {', '.join(told) or f'peak {peak}'}"
         yield escape(f"start it: {_command(plan, arguments)}")
     else:
         too_much = f"peak {peak}, {_gb(-plan.headroom_bytes)} too much"
@@ -391,6 +391,14 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], argum
         f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
         f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each\n"
     )
+
+
+def _checkpointed(plan: Plan) -> str:
+    """What `model.gradient_checkpointing: auto` had to choose for the run to fit; empty if it chose none."""
+    if not plan.checkpointing_s:
+        return ""
+    kind = "selective" if plan.config.model.gradient_checkpointing == "selective" else "full"
+    return f" with {kind} checkpointing, {_digits(plan.checkpointing_s, 2)} s more"
 
 
 def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
@@ -438,6 +446,8 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
         f"{micro_batches.num_micro_batches}, of {completions} "
         f"(train.micro_batch_tokens: {micro_batches.budget_tokens})",
     )
+    if plan.chosen_checkpointing is not None:
+        yield "model.gradient_checkpointing: auto", plan.chosen_checkpointing
     if plan.workload.critic is not None:
         critic = plan.workload.critic.shape
         yield "critic", f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})"

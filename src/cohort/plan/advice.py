@@ -13,13 +13,13 @@ from typing import Any, Literal
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.plan.memory import PHASES
-from cohort.plan.predict import Plan, largest_number, predict_run, predict_wanted
+from cohort.plan.predict import CHECKPOINTING, Plan, largest_number, predict_run, predict_wanted
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape
 
 Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-_CHECKPOINTING: list[dict[str, Any]] = [{"model.gradient_checkpointing": kind} for kind in _TABLE["checkpointing"]]
+_CHECKPOINTING = "model.gradient_checkpointing"
 _MAX_LINES = 5
 NODE_GPUS = 8  # of a machine, at most
 _TOLERANCE = 1.01  # times within 1 % count as equal
@@ -93,7 +93,7 @@ class _Search:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.config = plan.wanted or plan.config
+        self.config = plan.configured
         self._plans: dict[str, Plan | None] = {}
 
     def best(self, values: list[Changes], costs: str) -> Advice | None:
@@ -134,7 +134,9 @@ class _Search:
     def _fitting(self, changes: Changes) -> Iterator[dict[str, Any]]:
         """Yield a change with all kinds of checkpointing that fit or, if none does, with the first saving that does."""
         smaller = {**changes, "train.micro_batch_tokens": "auto"}
-        ways = [{**changes, **_CHECKPOINTING[0]}, *({**smaller, **kind} for kind in _CHECKPOINTING)]
+        # on a CPU auto means none
+        kinds: tuple[Any, ...] = ("auto",) if self.plan.hardware.on_gpu else CHECKPOINTING
+        ways = [{**some, _CHECKPOINTING: kind} for some in (changes, smaller) for kind in kinds]
         fitting = [self._changed(way) for way in ways if self._fits(way)]
         yield from fitting
         if fitting or self._plan(changes) is None:
@@ -206,7 +208,7 @@ def replan(plan: Plan, changes: Changes) -> Plan:
     for key, name in (("--gpus", "gpus_per_node"), ("--nodes", "nodes")):
         hardware = replace(hardware, **{name: changes[key]}) if key in changes else hardware
     arguments = [_as_argument(key, value) for key, value in changes.items() if not key.startswith("--")]
-    config = plan.wanted or plan.config
+    config = plan.configured
     if arguments:
         config = config_from_dict(config.model_dump(exclude_unset=True), arguments)
     predict = predict_wanted if plan.wanted is not None else predict_run

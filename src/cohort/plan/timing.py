@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
-from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
+from cohort.plan.defaults import BYTES, checkpointing, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware, Lengths, Pace, memory_bandwidth, peak_flops
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
 
@@ -297,16 +297,16 @@ def _longest_tokens(lengths: Lengths, num_completions: int, limit: int) -> float
 def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     """FLOPs per token of a step, by purpose."""
     algorithm, updates = config.algorithm, config.train.updates_per_rollout
-    policy, checkpointing, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
+    policy, kind, adapter = shape.active_parameters, checkpointing(config.model), config.model.adapter
     if adapter is None:
         parts = {"6 FLOPs per weight and token": 6.0 * policy * updates}
     else:
         trained = adapter_shape(adapter, shape).num_parameters(shape.layers)
         parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * trained)}
     passes = 3.0 * updates  # through attention, in units of a forward pass
-    if checkpointing:
+    if kind:
         parts["recomputed layers"] = 2.0 * policy * updates
-        passes += updates * (checkpointing is True)  # selective checkpointing keeps attention's output
+        passes += updates * (kind is True)  # selective checkpointing keeps attention's output
     if algorithm.beta > 0:
         parts["the reference"] = 2.0 * policy
         passes += 1
@@ -320,10 +320,8 @@ def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     critic = critic_shape(config, shape)
     if critic is not None:
         per_update = config.critic.updates if config.critic else 1
-        attention = _attention(critic, _mean_context(config)) * (
-            1 + updates * per_update * (3 + (checkpointing is True))
-        )
-        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(checkpointing)))
+        attention = _attention(critic, _mean_context(config)) * (1 + updates * per_update * (3 + (kind is True)))
+        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(kind)))
         parts["the critic"] = weights + attention
     return parts
 
