@@ -92,7 +92,7 @@ def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path
     assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (1, 7, [])
     first = plan["advice"][0]
     assert first["changes"] == {"hardware.processes": "auto"}
-    assert first["costs"].startswith("nothing")
+    assert first["costs"].startswith("same gradient")
     told = shown(*arguments)
     assert "idle GPUs 7 of 8" in told
     assert "(training processes sample; hardware.processes: 1)" in told

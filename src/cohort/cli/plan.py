@@ -398,13 +398,15 @@ def _checkpointed(plan: Plan) -> str:
     if not plan.checkpointing_s:
         return ""
     kind = "selective" if plan.config.model.gradient_checkpointing == "selective" else "full"
-    return f" with {kind} checkpointing, {_digits(plan.checkpointing_s, 2)} s more"
+    difference = "more" if plan.checkpointing_s > 0 else "less"
+    return f" with {kind} checkpointing, {_digits(abs(plan.checkpointing_s), 2)} s {difference}"
 
 
 def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
     """Command of a run that fits, with its time relative to what the plan would take if it fitted."""
     changes = [text for text in advice.arguments if not text.startswith("--")]
-    command = _command(replan(plan, advice.changes), " ".join([arguments, *map(shlex.quote, changes)]))
+    kept = [text for text in shlex.split(arguments) if text.partition("=")[0] not in advice.changes]
+    command = _command(replan(plan, advice.changes), shlex.join([*kept, *changes]))
     time = ""
     if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
         difference = f"{_digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
@@ -416,7 +418,7 @@ def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
 def _line(advice: Advice) -> str:
     time = "time not predicted" if advice.step_s is None else f"{_digits(advice.step_s, 3)} s"
     gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
-    return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
+    return escape(f"  {time} on {gpus}: {advice.as_arguments()}  # {advice.costs}")
 
 
 def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:

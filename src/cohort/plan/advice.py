@@ -20,6 +20,7 @@ Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 _CHECKPOINTING = "model.gradient_checkpointing"
+_ON_HOST = {"optim.offload", "model.parameter_offload"}  # updates on the CPU take a time that is not predicted
 _MAX_LINES = 5
 NODE_GPUS = 8  # of a machine, at most
 _TOLERANCE = 1.01  # times within 1 % count as equal
@@ -31,13 +32,23 @@ class Advice:
     """A change of configuration and its predicted effect."""
 
     changes: dict[str, Any]
-    costs: str  # what it gives up, in words
+    costs: str  # "same gradient", or what changes, in words
     saved_bytes: int  # off the peak
     saved_seconds: float | None  # per step; negative: slower; None on a CPU without --like
     fits: bool
     step_s: float | None = None
     layout: str = ""  # GPUs that train and sample, in words
     num_gpus: int = 1
+
+    @property
+    def keeps_experiment(self) -> bool:
+        """Whether the gradient stays the same."""
+        return self.costs.startswith(_TABLE["trades"][0]["costs"])
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU updates the weights."""
+        return bool(_ON_HOST & self.changes.keys())
 
     @property
     def arguments(self) -> list[str]:
@@ -70,8 +81,12 @@ def advise(plan: Plan, *, by_cost: bool = False) -> list[Advice]:
     bar = rank(first or search.advice({}, "")) if (first or plan.fits) and plan.timing else float("inf")
     found = [] if first is None else [first]
     for advice in others:
-        # what is as fast as a line before, which gives up less, is left out
-        if advice is not None and rank(advice) * _TOLERANCE < bar and not any(_is_close(advice, a) for a in found):
+        if advice is None:
+            continue
+        # left out: what is no faster than a line that gives up less, unless that one's time is not all predicted
+        rivals = [line for line in found if advice.updates_on_host or not line.updates_on_host]
+        is_faster = rank(advice) * _TOLERANCE < bar or (first is not None and first not in rivals)
+        if is_faster and not any(_is_close(advice, line) for line in rivals):
             found.append(advice)
     return [*found[: first is not None], *sorted(found[first is not None :], key=rank)][:_MAX_LINES]
 
@@ -85,7 +100,7 @@ def _more_gpus(plan: Plan) -> dict[str, Any]:
     everywhere = {"--gpus": NODE_GPUS} if hardware.gpus_per_node < NODE_GPUS else {}
     values: list[Changes] = [{"--gpus": number} for number in (2, 4, 8) if number > hardware.gpus_per_node]
     values += [{"--nodes": hardware.nodes * factor, **everywhere} for factor in (2, 4, 8)]
-    return {"costs": "GPUs; same gradient", "values": [] if plan.fits or not hardware.on_gpu else values}
+    return {"costs": "same gradient, on more GPUs", "values": [] if plan.fits or not hardware.on_gpu else values}
 
 
 class _Search:

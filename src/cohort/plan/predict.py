@@ -63,8 +63,10 @@ class Plan:
             return None
         if kind is False:
             return "false, since training fits without checkpointing"
-        why = "the fastest that fits" if self.fits else "which needs the least memory"
-        return f"{str(kind).lower()}, {why}: {seconds:.2g} s more per step than without checkpointing"
+        if not self.fits:
+            return "true, which needs the least memory"
+        difference = f"{abs(seconds):.2g} s {'more' if seconds > 0 else 'less'}"
+        return f"{str(kind).lower()}, the fastest that fits: {difference} per step than without checkpointing"
 
     @property
     def headroom_bytes(self) -> int:
@@ -259,6 +261,8 @@ def _predict_fastest(
         return predict(False)
     plans = [predict(kind) for kind in CHECKPOINTING]
     fitting = [plan for plan in plans if plan.fits and _has_room(plan)] or plans[-1:]
+    if config.model.activation_offload:  # not every version of transformers can do both
+        fitting = fitting[:1]
     fastest_s = min(map(_step_s, fitting))
     plan = next(plan for plan in fitting if _step_s(plan) <= fastest_s * _EQUAL)
     return replace(plan, checkpointing_s=_step_s(plan) - _step_s(predict(False, plan.layout)))

@@ -22,7 +22,8 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
   Tensor parallelism adds two all-reduces per layer and token. B is bounded by `rollout.max_num_seqs` and by a
-  server's KV cache. Prompts are prefilled once per group.
+  server's KV cache. Prompts are prefilled once per group. With `rollout.max_staleness: k` a server has the completions
+  of at least k steps to decode at a time.
 - Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
   max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
   engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.
@@ -356,7 +357,7 @@ def _sampling_s(
     # the busiest server
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
-    batch = min(max_num_seqs, completions)
+    batch = min(max_num_seqs, completions * max(1, rollout.max_staleness if rollout.samples_ahead else 1))
     context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
