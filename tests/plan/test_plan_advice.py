@@ -70,6 +70,7 @@ def test_sharing_gpus_and_tensor_parallel_rollouts_are_found() -> None:
     ("model", "options"),
     [
         ("7b", ["--gpus", "4", "hardware.rollout_gpus=1", "rollout.engine=vllm"]),
+        ("7b", ["--gpus", "4", "rollout.max_completion_tokens=10000"]),  # with checkpointing, and 1 or 2 steps ahead
         ("7b", ["--gpus", "1", "--gpu", "4090"]),
         ("32b", ["--gpus", "8", "--gpu", "h200"]),
     ],

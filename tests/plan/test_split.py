@@ -136,7 +136,7 @@ def test_auto_makes_room_for_what_training_takes():
     shape, hungry = preset_shape("7b"), ("train.prompts_per_step=1000", "rollout.num_generations=2")
     wanted = config_with(*hungry)
     assert memory_shortfall(wanted, shape, EIGHTY, 2) is None
-    assert (memory_shortfall(wanted, shape, EIGHTY, 1) or "").endswith("GB per GPU in forward, backward, of 80 GB")
+    assert (memory_shortfall(wanted, shape, EIGHTY, 1) or "").endswith("GB per GPU in forward and backward, of 80 GB")
     # sampling takes the longest by far, and runs ahead, so that the GPUs are not shared
     fast = ("rollout.max_num_seqs=1", "rollout.max_staleness=1", AUTO, *hungry)
     assert split(4, *fast, model="1b").num_processes == 1
@@ -163,7 +163,7 @@ def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
     assert found.reason.startswith(
         "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU needs "
     )
-    assert found.reason.endswith("in forward, backward, of 48 GB")
+    assert found.reason.endswith("in forward and backward, of 48 GB")
 
 
 ADAPTER = (

@@ -462,10 +462,10 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
             origin = f"  [dim]{number.origin}: {number.how}[/dim]" if why else ""
             yield _LABELS[name], f"{_digits(number.value, 3)}{origin}"
     memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
-    yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
+    yield "memory per process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
     parts = memory.phases[memory.peak_phase]
     largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
-    yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
+    yield "its largest parts", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
 
 
 def _memory_table(plan: Plan) -> Table:
