@@ -16,7 +16,7 @@ LAYERS = 28
 
 
 def timing(*overrides: str, gpu: str = "h200") -> Mapping[str, PlannedValue]:
-    wanted = config("hardware.processes=1", *overrides)
+    wanted = config("hardware.processes=1", "model.gradient_checkpointing=false", *overrides)
     return predict_run(wanted, preset_shape("7b"), hardware(gpu=gpu, gpus=1, nodes=1, gpu_memory=None)).timing
 
 

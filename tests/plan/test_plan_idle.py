@@ -93,7 +93,7 @@ def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path
     assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (1, 7, [])
     first = plan["advice"][0]
     assert first["changes"] == {"hardware.processes": "auto"}
-    assert first["costs"].startswith("nothing")
+    assert first["costs"].startswith("same gradient")
     told = shown(*arguments)
     assert "idle GPUs 7 of 8" in told
     assert "(training processes sample; hardware.processes: 1)" in told
@@ -153,7 +153,7 @@ def test_a_sweep_plans_every_value(run_file: Path) -> None:
         assert row["step_s"] == planned(*command, *more)["timing"]["step_s"]["value"]
         assert row["cost_per_step"] == pytest.approx(row["step_s"] * int(row["value"]) * 2 / 3600)
     told = shown(*command, "--gpus", "8", "--sweep", "model.gradient_checkpointing=true,never")
-    assert "gradient_checkpointing fits GPUs step per step" in told and "must be true, false or selective" in told
+    assert "gradient_checkpointing fits GPUs step per step" in told and "must be auto, true, false or selective" in told
     for sweep, problem in (
         ("gpus=2,x", "gpus=x is not a number of GPUs"),
         ("gpus=3..12", "gpus=12 is"),

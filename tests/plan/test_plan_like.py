@@ -175,7 +175,7 @@ def test_a_run_is_shown_against_its_plan(run: Path) -> None:
     assert found["training"].measured == pytest.approx(1.375 * (found["training"].predicted or 0))
     assert found["sampling"].measured == pytest.approx(2 * plan.timing["sampling_s"].value)
     assert (found["step"].measured, found["step"].predicted) == (1.0, plan.timing["step_s"].value)
-    memory = found["memory in forward, backward"]
+    memory = found["memory in forward and backward"]
     parts = plan.memory.phases["backward"]
     assert (memory.measured, memory.predicted) == (1.0, (sum(parts.values()) - parts["framework"]) / 1e9)
     told = CliRunner().invoke(app, ["plan", "--against", str(run)]).output

@@ -11,6 +11,7 @@ from cohort.config import Config, config_from_dict
 from cohort.plan.hardware import _TABLES, Hardware
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import StepTimes, step_times, training_operations
+from plans import plan_of
 from selection import examples
 
 # 1,000 weights, of which a token is multiplied with 100: 50 of the head, and 25 of each of two layers. One token has
@@ -192,3 +193,18 @@ def test_an_adapter_takes_four_operations_per_weight() -> None:
     found = training_operations(config("model.adapter={rank: 8, targets: [q_proj]}"), shape)
     own = 24 * 8 * 2 * 896
     assert found["4 FLOPs per weight and token"] == 4 * shape.active_parameters + 6 * own
+
+
+def test_two_steps_ahead_are_decoded_together() -> None:
+    """The completions of two steps share the weights that are read for every token."""
+    ahead = [
+        plan_of("7b", "rollout.engine=vllm", f"rollout.max_staleness={k}", "hardware.rollout_gpus=4") for k in (1, 2)
+    ]
+    one, two = (plan.timing["sampling_s"].value for plan in ahead)
+    assert one / 2 < two < 0.9 * one
+    alone = "rollout.max_num_seqs=1"  # no more at a time
+    same = [
+        plan_of("7b", "rollout.engine=vllm", f"rollout.max_staleness={k}", alone, "hardware.rollout_gpus=4")
+        for k in (1, 2)
+    ]
+    assert same[0].timing["sampling_s"].value == same[1].timing["sampling_s"].value

@@ -111,6 +111,7 @@ def test_auto_takes_the_shortest_step():
 
 def test_auto_shares_the_gpus_where_that_is_faster():
     long = (AUTO, "rollout.max_prompt_tokens=512", "rollout.max_completion_tokens=4097", "train.prompts_per_step=16")
+    long = (*long, "model.gradient_checkpointing=false")
     found = split(4, *long, model="7b")
     assert found.shared and len(found.server_gpus) == 4
     assert found.reason.endswith("58.6 s predicted; 3 + 1 would take 90.7 s")
@@ -135,7 +136,7 @@ def test_auto_makes_room_for_what_training_takes():
     shape, hungry = preset_shape("7b"), ("train.prompts_per_step=1000", "rollout.num_generations=2")
     wanted = config_with(*hungry)
     assert memory_shortfall(wanted, shape, EIGHTY, 2) is None
-    assert (memory_shortfall(wanted, shape, EIGHTY, 1) or "").endswith("GB per GPU in forward, backward, of 80 GB")
+    assert (memory_shortfall(wanted, shape, EIGHTY, 1) or "").endswith("GB per GPU in forward and backward, of 80 GB")
     # sampling takes the longest by far, and runs ahead, so that the GPUs are not shared
     fast = ("rollout.max_num_seqs=1", "rollout.max_staleness=1", AUTO, *hungry)
     assert split(4, *fast, model="1b").num_processes == 1
@@ -162,7 +163,7 @@ def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
     assert found.reason.startswith(
         "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU needs "
     )
-    assert found.reason.endswith("in forward, backward, of 48 GB")
+    assert found.reason.endswith("in forward and backward, of 48 GB")
 
 
 ADAPTER = (
@@ -239,20 +240,23 @@ def test_no_base_is_kept_for_sizes_that_are_guessed():
 
 
 def test_what_does_not_fit_is_refused_with_what_does():
-    refused = message(8, AUTO, model="32b")
+    refused = message(8, AUTO, "model.gradient_checkpointing=false", model="32b")
     assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs needs ")
     assert refused.endswith(
         "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number "
         "for rollout_gpus, which is not compared with the memory"
     )
+    assert "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or" in message(8, AUTO, model="32b")
     cure = ("model.gradient_checkpointing=true", "model.dtype=bfloat16", "rollout.tensor_parallel=2")
     split(8, AUTO, *cure, model="32b")
     assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")
     split(16, AUTO, "rollout.tensor_parallel=2", model="32b")
     assert "use more GPUs or" in message(4, AUTO, model="70b")
     long = "rollout.max_completion_tokens=16384"
-    assert "use model.gradient_checkpointing: true or" in message(8, AUTO, long, model="7b")
-    split(8, AUTO, long, "model.gradient_checkpointing=true", model="7b")
+    assert "use model.gradient_checkpointing: true or" in message(
+        8, AUTO, long, "model.gradient_checkpointing=false", model="7b"
+    )
+    split(8, AUTO, long, model="7b")
 
 
 def test_a_model_that_is_not_there_yet():

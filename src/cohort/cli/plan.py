@@ -362,7 +362,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], argum
             hours, gpu_hours = (digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
-        yield f"[green]fits[/green]: {', '.join(told) or f'peak {peak}'}"
+        yield f"[green]fits[/green]{_checkpointed(plan)}: {', '.join(told) or f'peak {peak}'}"
         yield escape(f"start it: {_command(plan, arguments)}")
     else:
         too_much = f"peak {peak}, {_gb(-plan.headroom_bytes)} too much"
@@ -381,10 +381,20 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], argum
     )
 
 
+def _checkpointed(plan: Plan) -> str:
+    """What `model.gradient_checkpointing: auto` had to choose for the run to fit; empty if it chose none."""
+    if not plan.checkpointing_s:
+        return ""
+    kind = "selective" if plan.config.model.gradient_checkpointing == "selective" else "full"
+    difference = "more" if plan.checkpointing_s > 0 else "less"
+    return f" with {kind} checkpointing, {_digits(abs(plan.checkpointing_s), 2)} s {difference}"
+
+
 def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
     """Command of a run that fits, with its time relative to what the plan would take if it fitted."""
     changes = [text for text in advice.arguments if not text.startswith("--")]
-    command = _command(replan(plan, advice.changes), " ".join([arguments, *map(shlex.quote, changes)]))
+    kept = [text for text in shlex.split(arguments) if text.partition("=")[0] not in advice.changes]
+    command = _command(replan(plan, advice.changes), shlex.join([*kept, *changes]))
     time = ""
     if advice.step_s is not None and advice.saved_seconds is not None and plan.layout.problem is None:
         difference = f"{digits(abs(advice.saved_seconds), 2)} s {'less' if advice.saved_seconds > 0 else 'more'}"
@@ -396,7 +406,7 @@ def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
 def _line(advice: Advice) -> str:
     time = "time not predicted" if advice.step_s is None else f"{digits(advice.step_s, 3)} s"
     gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
-    return escape(f"  {time} on {gpus}: {advice.as_arguments()}; gives up {advice.costs}")
+    return escape(f"  {time} on {gpus}: {advice.as_arguments()}  # {advice.costs}")
 
 
 def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
@@ -426,6 +436,8 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
         f"{micro_batches.num_micro_batches}, of {completions} "
         f"(train.micro_batch_tokens: {micro_batches.budget_tokens})",
     )
+    if plan.chosen_checkpointing is not None:
+        yield "model.gradient_checkpointing: auto", plan.chosen_checkpointing
     if plan.workload.critic is not None:
         critic = plan.workload.critic.shape
         yield "critic", f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})"
@@ -440,10 +452,10 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     if plan.timing:
         yield "the longer phase", _longer_phase(plan)
     memory, spare = plan.memory, f", {_gb(plan.headroom_bytes)} to spare" if plan.headroom_bytes >= 0 else ""
-    yield "memory of a process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
+    yield "memory per process", f"{_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}{spare}"
     parts = memory.phases[memory.peak_phase]
     largest_parts = sorted(parts, key=lambda part: -parts[part])[:4]
-    yield "the largest parts of it", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
+    yield "its largest parts", ", ".join(f"{part} {_gb(parts[part])}" for part in largest_parts)
 
 
 def _longer_phase(plan: Plan) -> str:

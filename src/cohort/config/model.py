@@ -108,12 +108,14 @@ class ModelConfig(Section):
         "bfloat16 on GPUs, the weights' dtype on CPU. Logits and logprobs are always float32 or wider.",
     )
     gradient_checkpointing: Annotated[
-        bool | Literal["selective"],
-        must_be("true, false or selective", lambda x: isinstance(x, bool) or x == "selective"),
+        bool | Literal["auto", "selective"],
+        must_be("auto, true, false or selective", lambda x: isinstance(x, bool) or x in ("auto", "selective")),
     ] = Field(
-        False,
+        "auto",
         description="Recompute activations in backward: less memory, about a third slower. selective: save attention "
-        "outputs, which cost quadratic time, and the adjacent projections; recompute the rest.",
+        "outputs, which cost quadratic time, and the adjacent projections; recompute the rest. auto: the fastest of "
+        "false, selective and true that fits according to the plan; false on CPU and for models of unknown shape. A "
+        "resumed run keeps the choice.",
     )
     activation_offload: bool = Field(
         False,

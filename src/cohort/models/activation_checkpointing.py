@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.models.host_memory import PinnedStack
+from cohort.plan.defaults import checkpointing
 
 _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm"})  # activations times weights
 _MIN_BYTES = 1 << 20  # smaller tensors are not worth a transfer
@@ -44,10 +45,11 @@ def prepare_activations(model: Any, config: ModelConfig) -> None:
     Raises:
         UserError: the model does not support them.
     """
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(model, selective=config.gradient_checkpointing == "selective")
+    kind = checkpointing(config)
+    if kind:
+        enable_gradient_checkpointing(model, selective=kind == "selective")
     if config.activation_offload:
-        if config.gradient_checkpointing and not hooks_are_outside_of_checkpoints():
+        if kind and not hooks_are_outside_of_checkpoints():
             raise UserError(
                 "model.activation_offload: true with model.gradient_checkpointing needs transformers 5.23 or newer, "
                 f"and this is {version('transformers')}, with which it would move what backward recomputes; update it, "

@@ -13,13 +13,14 @@ from typing import Any, Literal
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.plan.memory import PHASES
-from cohort.plan.predict import Plan, largest_number, predict_run, predict_wanted
+from cohort.plan.predict import CHECKPOINTING, Plan, largest_number, predict_run, predict_wanted
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape
 
 Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-_CHECKPOINTING: list[dict[str, Any]] = [{"model.gradient_checkpointing": kind} for kind in _TABLE["checkpointing"]]
+_CHECKPOINTING = "model.gradient_checkpointing"
+_ON_HOST = {"optim.offload", "model.parameter_offload"}  # updates on the CPU take a time that is not predicted
 _MAX_LINES = 5
 NODE_GPUS = 8  # of a machine, at most
 _TOLERANCE = 1.01  # times within 1 % count as equal
@@ -31,13 +32,23 @@ class Advice:
     """A change of configuration and its predicted effect."""
 
     changes: dict[str, Any]
-    costs: str  # what it gives up, in words
+    costs: str  # "same gradient", or what changes, in words
     saved_bytes: int  # off the peak
     saved_seconds: float | None  # per step; negative: slower; None on a CPU without --like
     fits: bool
     step_s: float | None = None
     layout: str = ""  # GPUs that train and sample, in words
     num_gpus: int = 1
+
+    @property
+    def keeps_experiment(self) -> bool:
+        """Whether the gradient stays the same."""
+        return self.costs.startswith(_TABLE["trades"][0]["costs"])
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU updates the weights."""
+        return bool(_ON_HOST & self.changes.keys())
 
     @property
     def arguments(self) -> list[str]:
@@ -70,8 +81,12 @@ def advise(plan: Plan, *, by_cost: bool = False) -> list[Advice]:
     bar = rank(first or search.advice({}, "")) if (first or plan.fits) and plan.timing else float("inf")
     found = [] if first is None else [first]
     for advice in others:
-        # what is as fast as a line before, which gives up less, is left out
-        if advice is not None and rank(advice) * _TOLERANCE < bar and not any(_is_close(advice, a) for a in found):
+        if advice is None:
+            continue
+        # left out: what is no faster than a line that gives up less, unless that one's time is not all predicted
+        rivals = [line for line in found if advice.updates_on_host or not line.updates_on_host]
+        is_faster = rank(advice) * _TOLERANCE < bar or (first is not None and first not in rivals)
+        if is_faster and not any(_is_close(advice, line) for line in rivals):
             found.append(advice)
     return [*found[: first is not None], *sorted(found[first is not None :], key=rank)][:_MAX_LINES]
 
@@ -85,7 +100,7 @@ def _more_gpus(plan: Plan) -> dict[str, Any]:
     everywhere = {"--gpus": NODE_GPUS} if hardware.gpus_per_node < NODE_GPUS else {}
     values: list[Changes] = [{"--gpus": number} for number in (2, 4, 8) if number > hardware.gpus_per_node]
     values += [{"--nodes": hardware.nodes * factor, **everywhere} for factor in (2, 4, 8)]
-    return {"costs": "GPUs; same gradient", "values": [] if plan.fits or not hardware.on_gpu else values}
+    return {"costs": "same gradient, on more GPUs", "values": [] if plan.fits or not hardware.on_gpu else values}
 
 
 class _Search:
@@ -93,7 +108,7 @@ class _Search:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.config = plan.wanted or plan.config
+        self.config = plan.configured
         self._plans: dict[str, Plan | None] = {}
 
     def best(self, values: list[Changes], costs: str) -> Advice | None:
@@ -134,7 +149,9 @@ class _Search:
     def _fitting(self, changes: Changes) -> Iterator[dict[str, Any]]:
         """Yield a change with all kinds of checkpointing that fit or, if none does, with the first saving that does."""
         smaller = {**changes, "train.micro_batch_tokens": "auto"}
-        ways = [{**changes, **_CHECKPOINTING[0]}, *({**smaller, **kind} for kind in _CHECKPOINTING)]
+        # on a CPU auto means none
+        kinds: tuple[Any, ...] = ("auto",) if self.plan.hardware.on_gpu else CHECKPOINTING
+        ways = [{**some, _CHECKPOINTING: kind} for some in (changes, smaller) for kind in kinds]
         fitting = [self._changed(way) for way in ways if self._fits(way)]
         yield from fitting
         if fitting or self._plan(changes) is None:
@@ -206,7 +223,7 @@ def replan(plan: Plan, changes: Changes) -> Plan:
     for key, name in (("--gpus", "gpus_per_node"), ("--nodes", "nodes")):
         hardware = replace(hardware, **{name: changes[key]}) if key in changes else hardware
     arguments = [_as_argument(key, value) for key, value in changes.items() if not key.startswith("--")]
-    config = plan.wanted or plan.config
+    config = plan.configured
     if arguments:
         config = config_from_dict(config.model_dump(exclude_unset=True), arguments)
     predict = predict_wanted if plan.wanted is not None else predict_run

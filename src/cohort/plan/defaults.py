@@ -50,6 +50,16 @@ def compute_dtype(model: ModelConfig, *, on_gpu: bool) -> Literal["float32", "bf
     return "bfloat16" if on_gpu and model.dtype == "float32" else model.dtype
 
 
+def checkpointing(model: ModelConfig) -> bool | Literal["selective"]:
+    """`model.gradient_checkpointing`; none if `auto` has not been resolved, as on CPU."""
+    return False if model.gradient_checkpointing == "auto" else model.gradient_checkpointing
+
+
+def with_checkpointing(config: Config, kind: bool | Literal["auto", "selective"]) -> Config:
+    """The configuration with another `model.gradient_checkpointing`."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": kind})})
+
+
 def serving_dtype(config: Config, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
     """Dtype of the servers' weights, by default training's compute dtype (servers have no float64).
 

@@ -32,7 +32,7 @@ Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
 PHASES: Mapping[Phase, str] = {  # display names
     "sampling": "sampling",
     "logprobs": "logprobs",
-    "backward": "forward, backward",
+    "backward": "forward and backward",
     "optimizer": "optimizer",
     "publish": "publish",
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from cohort.config import Config, SamplingConfig
 from cohort.plan.cost import PlannedValue, Source, plan_timing
+from cohort.plan.defaults import with_checkpointing
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
@@ -21,8 +22,11 @@ from cohort.plan.memory import (
 from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
-from cohort.plan.workload import Workload, critic_workload, process_workload
+from cohort.plan.split import CERTAIN
+from cohort.plan.workload import Checkpointing, Workload, critic_workload, process_workload
 
+CHECKPOINTING: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the most saving
+_EQUAL = 1.01  # times within 1 % count as equal
 _TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a temporary
 
 
@@ -43,6 +47,26 @@ class Plan:
     trl_bytes: int  # same completions: padded, full logits, unshared prompts
     wanted: Config | None = None  # from `predict_wanted`: the configuration before its engine was resolved
     engine_reason: str | None = None  # why `rollout.engine: auto` is not the preferred one
+    checkpointing_s: float | None = None  # per step, of what `gradient_checkpointing: auto` chose; None: it is given
+
+    @property
+    def configured(self) -> Config:
+        """The configuration as given, before `auto` was resolved."""
+        config = self.wanted or self.config
+        return config if self.checkpointing_s is None else with_checkpointing(config, "auto")
+
+    @property
+    def chosen_checkpointing(self) -> str | None:
+        """What `model.gradient_checkpointing: auto` chose and why, in words; None if it is given."""
+        kind, seconds = self.config.model.gradient_checkpointing, self.checkpointing_s
+        if seconds is None:
+            return None
+        if kind is False:
+            return "false, since training fits without checkpointing"
+        if not self.fits:
+            return "true, which needs the least memory"
+        difference = f"{abs(seconds):.2g} s {'more' if seconds > 0 else 'less'}"
+        return f"{str(kind).lower()}, the fastest that fits: {difference} per step than without checkpointing"
 
     @property
     def headroom_bytes(self) -> int:
@@ -136,6 +160,8 @@ class Plan:
                 "shared": self.layout.shared,
                 "keeps_base": self.layout.keeps_base,
                 "reason": self.layout.reason,
+                "gradient_checkpointing": self.config.model.gradient_checkpointing,
+                "checkpointing_s": self.checkpointing_s,
                 "micro_batch_tokens": self.micro_batches.budget_tokens,
                 "micro_batches_per_step": self.micro_batches.num_micro_batches,
                 "completions_per_micro_batch": self.micro_batches.completions_per_micro_batch,
@@ -177,7 +203,7 @@ def predict_run(
     num_prompts: int | None = None,
     layout: GpuLayout | None = None,
 ) -> Plan:
-    """Predict layout, memory and time of a run.
+    """Predict layout, memory and time of a run, with `model.gradient_checkpointing: auto` resolved.
 
     Args:
         config: configuration of the run.
@@ -189,6 +215,8 @@ def predict_run(
     Raises:
         UserError: configuration and hardware contradict each other.
     """
+    if config.model.gradient_checkpointing == "auto":
+        return _predict_fastest(config, shape, hardware, num_prompts=num_prompts, layout=layout)
     layout = layout or plan_layout(config, shape, hardware)
     check_cpu_offload(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     check_processes(config, layout.num_training)
@@ -215,6 +243,48 @@ def predict_run(
         timing=plan_timing(config, hardware, layout, micro_batches, workload, num_steps=num_steps),
         trl_bytes=_trl_bytes(config, workload, micro_batches),
     )
+
+
+def _predict_fastest(
+    config: Config, shape: ModelShape, hardware: Hardware, *, num_prompts: int | None, layout: GpuLayout | None
+) -> Plan:
+    """Predict a run with the fastest checkpointing that fits or, if none does, with the most saving.
+
+    On a CPU, whose times and memory are less certain, with none.
+    """
+
+    def predict(kind: Checkpointing, layout: GpuLayout | None = layout) -> Plan:
+        config_ = with_checkpointing(config, kind)
+        return predict_run(config_, shape, hardware, num_prompts=num_prompts, layout=layout)
+
+    if not hardware.on_gpu:
+        return predict(False)
+    plans = [predict(kind) for kind in CHECKPOINTING]
+    fitting = [plan for plan in plans if plan.fits and _has_room(plan)] or plans[-1:]
+    if config.model.activation_offload:  # not every version of transformers can do both
+        fitting = fitting[:1]
+    fastest_s = min(map(_step_s, fitting))
+    plan = next(plan for plan in fitting if _step_s(plan) <= fastest_s * _EQUAL)
+    return replace(plan, checkpointing_s=_step_s(plan) - _step_s(predict(False, plan.layout)))
+
+
+def _has_room(plan: Plan) -> bool:
+    """Whether a token budget can be found, even if the run needs somewhat more than planned.
+
+    A given budget is halved when memory runs out, but no budget is below the smallest.
+    """
+    if plan.config.train.micro_batch_tokens != "auto":
+        return True
+    micro_batches = plan_micro_batches(plan.config, plan.layout.num_training, min_budget(plan.config))
+    layout = plan.layout
+    workload = process_workload(
+        plan.config, plan.shape, plan.hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
+    )
+    return plan_memory(workload).total("backward") <= CERTAIN * plan.hardware.gpu_memory_bytes
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.timing["step_s"].value
 
 
 def predict_wanted(config: Config, shape: ModelShape, hardware: Hardware, *, num_prompts: int | None = None) -> Plan:

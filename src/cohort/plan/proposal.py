@@ -16,7 +16,7 @@ from cohort.plan.predict import Plan, predict_wanted
 from cohort.plan.shape import HUB_IDS, find_shape
 
 _TEMPLATE = Template(Path(__file__).with_name("template.yaml").read_text(encoding="utf-8"))
-_ON_HOST = {"optim.offload", "model.parameter_offload"}
+_UNTIMED = {"model.quantization", "reference.quantization"}  # slower than predicted
 _RAISED_RATE = 1.0e-5  # for an adapter, or weights in bfloat16
 
 
@@ -50,7 +50,7 @@ def propose(model: str, machines: Hardware, overrides: Sequence[str]) -> tuple[P
     for key, value in changes.items():
         section, _, name = key.partition(".")
         raw.setdefault(section, {})[name] = value
-    costs = "" if best.costs.startswith("nothing") else f"# gives up {best.costs}\n"
+    costs = "" if best.costs == "same gradient" else f"# {best.costs}\n"
     return replan(plan, changes), costs + _written(text, raw)
 
 
@@ -62,14 +62,14 @@ def path_of(model: str) -> str:
 
 
 def _choose(plan: Plan, given: Set[str]) -> Advice | None:
-    """The first change for these GPUs that updates on them, if there is one; none if the run fits as fast without.
+    """The first change for these GPUs whose time is predicted best; none if the run fits as fast without.
 
     Changes of keys that are `given` are left out.
     """
     lines = [line for line in advise(plan) if not any(_is_out(key, given) for key in line.changes)]
     if plan.fits:
-        return next((line for line in lines if line.costs.startswith("nothing")), None)
-    return next((line for line in lines if not _ON_HOST & line.changes.keys()), lines[0] if lines else None)
+        return next((line for line in lines if line.keeps_experiment), None)
+    return min(lines, key=lambda line: (line.updates_on_host, bool(_UNTIMED & line.changes.keys())), default=None)
 
 
 def _is_out(key: str, given: Set[str]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
-from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
+from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype, with_checkpointing
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
 from cohort.plan.schedule import group_budget, min_budget, plan_micro_batches
@@ -19,7 +19,7 @@ from cohort.plan.timing import DEFAULT_GPU, step_times
 from cohort.plan.workload import process_workload, served_base_bytes
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
-_CERTAIN = 0.9  # of a GPU: more may not fit, since plans are not exact
+CERTAIN = 0.9  # of a GPU: more may not fit, since plans are not exact
 
 
 def memory_shortfall(
@@ -27,7 +27,8 @@ def memory_shortfall(
 ) -> str | None:
     """Say what does not fit into GPU memory; None if everything does.
 
-    Training is checked with the smallest token budget, since a run shrinks its budget as needed.
+    Training is checked with the smallest token budget, since a run shrinks its budget as needed, and with the most
+    saving checkpointing if `model.gradient_checkpointing` is `auto`.
 
     Args:
         config: configuration of a run that uses servers.
@@ -38,6 +39,8 @@ def memory_shortfall(
     """
     memory, rollout = hardware.gpu_memory_bytes, config.rollout
     assert rollout.uses_servers
+    if config.model.gradient_checkpointing == "auto":
+        config = with_checkpointing(config, True)
     micro_batches = plan_micro_batches(config, num_training, min_budget(config))
     needed = plan_memory(process_workload(config, shape, hardware, micro_batches, shared=shared))
     if needed.peak_bytes > memory:
@@ -79,7 +82,7 @@ def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_trainin
     memory = plan_memory(workload)
     # an awake server has its share of the GPU, of which the base is a part, in any case
     training = memory.phases.keys() - {"sampling", "publish"}
-    return max(map(memory.total, training)) <= _CERTAIN * hardware.gpu_memory_bytes
+    return max(map(memory.total, training)) <= CERTAIN * hardware.gpu_memory_bytes
 
 
 # Used for an unknown model or GPU: the fastest split depends little on either.
@@ -411,7 +414,7 @@ def _what_fits(
 ) -> list[str]:
     """Changes that let one server and training on the other GPUs fit, those that change no gradient first."""
     parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})
-    keeping_less = {"gradient_checkpointing": True}
+    keeping_less = {} if config.model.gradient_checkpointing == "auto" else {"gradient_checkpointing": True}
     for changes in ({}, keeping_less, {"dtype": "bfloat16"}, {**keeping_less, "dtype": "bfloat16"}):
         model = config.model.model_copy(update=changes)
         words = [f"model.{key}: {str(value).lower()}" for key, value in changes.items()]

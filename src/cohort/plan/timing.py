@@ -24,7 +24,8 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
   Tensor parallelism adds two all-reduces per layer and token. B is bounded by `rollout.max_num_seqs` and by a
-  server's KV cache. Prompts are prefilled once per group.
+  server's KV cache. Prompts are prefilled once per group. With `rollout.max_staleness: k` a server has the completions
+  of at least k steps to decode at a time.
 - Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
   max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
   engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.
@@ -42,7 +43,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
-from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
+from cohort.plan.defaults import BYTES, checkpointing, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
 from cohort.plan.lengths import Lengths
 from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
@@ -310,16 +311,16 @@ def _spread(lengths: Lengths | None, num_completions: int, limit: int) -> float:
 def training_operations(config: Config, shape: ModelShape, spread: float = 0.0) -> dict[str, float]:
     """FLOPs per token of a step, by purpose."""
     algorithm, updates = config.algorithm, config.train.updates_per_rollout
-    policy, checkpointing, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
+    policy, kind, adapter = shape.active_parameters, checkpointing(config.model), config.model.adapter
     if adapter is None:
         parts = {"6 FLOPs per weight and token": 6.0 * policy * updates}
     else:
         trained = adapter_shape(adapter, shape).num_parameters(shape.layers)
         parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * trained)}
     passes = 3.0 * updates  # through attention, in units of a forward pass
-    if checkpointing:
+    if kind:
         parts["recomputed layers"] = 2.0 * policy * updates
-        passes += updates * (checkpointing is True)  # selective checkpointing keeps attention's output
+        passes += updates * (kind is True)  # selective checkpointing keeps attention's output
     if algorithm.beta > 0:
         parts["the reference"] = 2.0 * policy
         passes += 1
@@ -333,10 +334,9 @@ def training_operations(config: Config, shape: ModelShape, spread: float = 0.0) 
     critic = critic_shape(config, shape)
     if critic is not None:
         per_update = config.critic.updates if config.critic else 1
-        attention = _attention(critic, _mean_context(config, spread)) * (
-            1 + updates * per_update * (3 + (checkpointing is True))
-        )
-        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(checkpointing)))
+        passes = 1 + updates * per_update * (3 + (kind is True))
+        attention = _attention(critic, _mean_context(config, spread)) * passes
+        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(kind)))
         parts["the critic"] = weights + attention
     return parts
 
@@ -371,7 +371,7 @@ def _sampling_s(
     # the busiest server
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
-    batch = min(max_num_seqs, completions)
+    batch = min(max_num_seqs, completions * max(1, rollout.max_staleness if rollout.samples_ahead else 1))
     spread = _spread(hardware.lengths, completions, limit)
     context = rollout.max_prompt_tokens + (1 + spread) * rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
-from cohort.plan.defaults import BUCKET_BYTES, BYTES, compute_dtype, server_memory_utilization, serving_dtype
+from cohort.plan.defaults import (
+    BUCKET_BYTES,
+    BYTES,
+    checkpointing,
+    compute_dtype,
+    server_memory_utilization,
+    serving_dtype,
+)
 from cohort.plan.hardware import Hardware
 from cohort.plan.schedule import MicroBatchPlan
 from cohort.plan.shape import ADAPTER_BYTES, AdapterShape, ModelShape, adapter_shape, critic_shape
@@ -149,7 +156,7 @@ def process_workload(
         processes=micro_batches.num_training,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
-        checkpointing=model.gradient_checkpointing,
+        checkpointing=checkpointing(model),
         offload=model.activation_offload,
         gradients_in_forward=config.train.gradients_in_forward,
         has_reference=config.keeps_reference and (adapter is None or adapter.path is not None),

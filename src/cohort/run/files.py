@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cohort.config import CONFIG_HEADER
+from cohort.config import CONFIG_HEADER, Config, load_config
+from cohort.errors import UserError
 
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
@@ -36,6 +37,16 @@ def has_progress(run_dir: Path) -> bool:
     """Whether a run has saved metrics or a checkpoint; otherwise nothing is lost by starting over."""
     metrics = run_dir / "metrics.jsonl"
     return bool(checkpoints(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def recorded_config(run_dir: Path) -> Config | None:
+    """The resolved configuration of the run in `run_dir`; None without a readable run that has progress."""
+    if not is_run_folder(run_dir) or not has_progress(run_dir):
+        return None
+    try:
+        return load_config(run_dir / "config.yaml")
+    except UserError:
+        return None
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -41,6 +41,7 @@ _MAY_CHANGE = (
     "eval.before_training",
     "train.micro_batch_tokens",
     "optim.offload",
+    "model.gradient_checkpointing",
     "model.parameter_offload",
     # where code is judged, and how much at a time
     *(f"sandbox.{key}" for key in ("backend", "url", "container", "confinement", "max_concurrent")),

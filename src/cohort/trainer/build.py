@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,8 @@ from cohort.models import (
     load_critic,
     load_policy,
 )
+from cohort.plan.defaults import with_checkpointing
+from cohort.plan.workload import Checkpointing
 from cohort.ranks.collectives import Rank0Failed, Ranks
 from cohort.rollout import Sampler
 from cohort.trainer.checkpoint import CRITIC, load_engine_state
@@ -39,6 +41,7 @@ class WorkerSpec:
     checkpoint: Path | None  # to resume from
     micro_batch_tokens: int  # initial token budget
     longest_sequence_tokens: int  # longest possible sequence
+    gradient_checkpointing: Checkpointing | Literal["auto"] = "auto"  # chosen by rank 0; auto: as configured
 
 
 def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torch.device, tokenizer: Any) -> Worker:
@@ -55,6 +58,8 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         UserError: on rank 0, if the model is not supported or a machine cannot see the run folder.
         Rank0Failed: on the other ranks in that case.
     """
+    if spec.gradient_checkpointing != "auto":
+        config = with_checkpointing(config, spec.gradient_checkpointing)
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
     ranks.run_on_rank0(lambda: check_optimizer(config.optim, ranks.dp_size))

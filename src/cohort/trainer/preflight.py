@@ -1,6 +1,7 @@
 """Preflight check: refuse a run that cannot fit into GPU memory, before weights are loaded."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -8,11 +9,13 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.metrics.resources import resident_now
 from cohort.plan.advice import advise
+from cohort.plan.defaults import checkpointing, with_checkpointing
 from cohort.plan.hardware import Hardware, local_cpu
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
 from cohort.rollout.engines.setup import EngineSetup
+from cohort.run.files import recorded_config
 from cohort.trainer.inputs import Inputs
 
 _MARGIN = 1.1  # predictions are accurate to about 10 %
@@ -44,7 +47,7 @@ def preflight(
     """
     return preflight_on(
         config,
-        _gpus(device, world_size) if device.type == "cuda" else local_cpu(world_size, resident_bytes=resident_now()),
+        _hardware(device, world_size),
         shared=setup.shares_gpus,
         keeps_base=setup.keeps_base,
         longest_prompt_tokens=inputs.longest_prompt_tokens,
@@ -53,7 +56,50 @@ def preflight(
     )
 
 
-def _gpus(device: torch.device, world_size: int) -> Hardware:
+def choose_checkpointing(
+    config: Config, inputs: Inputs, setup: EngineSetup, *, device: torch.device, world_size: int
+) -> tuple[Config, list[str]]:
+    """Resolve `model.gradient_checkpointing: auto`: as the run in `run.dir` did, else by the plan of this run.
+
+    Arguments are those of `preflight`.
+
+    Returns:
+        The configuration, and notes for the user.
+    """
+    if config.model.gradient_checkpointing != "auto":
+        return config, []
+    return choose_checkpointing_on(
+        config,
+        _hardware(device, world_size),
+        shared=setup.shares_gpus,
+        keeps_base=setup.keeps_base,
+        longest_prompt_tokens=inputs.longest_prompt_tokens,
+    )
+
+
+def choose_checkpointing_on(
+    config: Config, hardware: Hardware, *, shared: bool, keeps_base: bool, longest_prompt_tokens: int
+) -> tuple[Config, list[str]]:
+    """Resolve `model.gradient_checkpointing: auto` for given hardware; see `choose_checkpointing`."""
+    recorded = recorded_config(Path(config.run.dir))
+    if recorded is not None:
+        kind = checkpointing(recorded.model)
+        why = f"{str(kind).lower()}, as when the run started"
+    else:
+        layout = _layout_as_launched(config, hardware, shared=shared, keeps_base=keeps_base)
+        wanted = _with_prompts(config, longest_prompt_tokens)
+        try:
+            plan = predict_run(wanted, read_shape(config.model.path), hardware, layout=layout)
+            kind, why = checkpointing(plan.config.model), plan.chosen_checkpointing or ""
+        except UserError as error:
+            kind, why = False, f"false, without a memory plan: {error}"
+    notes = [f"model.gradient_checkpointing: auto: {why}"] if hardware.on_gpu else []
+    return with_checkpointing(config, kind), notes
+
+
+def _hardware(device: torch.device, world_size: int) -> Hardware:
+    if device.type != "cuda":
+        return local_cpu(world_size, resident_bytes=resident_now())
     properties = torch.cuda.get_device_properties(device)
     return Hardware(
         gpu_name=properties.name,
@@ -74,16 +120,8 @@ def preflight_on(
     notify: Callable[[str], None],
 ) -> Plan | None:
     """Run the preflight check for given hardware; see `preflight`."""
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
-    wanted = config.model_copy(update={"rollout": rollout})
-    samples_itself = not config.rollout.uses_servers
-    layout = GpuLayout(
-        num_training=hardware.num_gpus,
-        num_sampling=hardware.num_gpus if shared or samples_itself else 0,
-        shared=shared or samples_itself,
-        keeps_base=keeps_base,
-        reason="as launched",
-    )
+    wanted = _with_prompts(config, longest_prompt_tokens)
+    layout = _layout_as_launched(config, hardware, shared=shared, keeps_base=keeps_base)
     try:
         shape = read_shape(config.model.path)
         plan = predict_run(wanted, shape, hardware, num_prompts=num_prompts, layout=layout)
@@ -108,6 +146,22 @@ def preflight_on(
     raise UserError(
         f"hardware: this run needs {needed}, even with the smallest micro-batches; use "
         f"{' or '.join(ways) or 'more GPUs or a smaller model'}, or set run.ignore_plan: true to try anyway"
+    )
+
+
+def _with_prompts(config: Config, longest_tokens: int) -> Config:
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_tokens})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _layout_as_launched(config: Config, hardware: Hardware, *, shared: bool, keeps_base: bool) -> GpuLayout:
+    samples_itself = not config.rollout.uses_servers
+    return GpuLayout(
+        num_training=hardware.num_gpus,
+        num_sampling=hardware.num_gpus if shared or samples_itself else 0,
+        shared=shared or samples_itself,
+        keeps_base=keeps_base,
+        reason="as launched",
     )
 
 

@@ -24,7 +24,7 @@ from cohort.trainer.inputs import Inputs, describe_lost_updates
 from cohort.trainer.loop import TrainingLoop
 from cohort.trainer.open_run import OpenRun, open_run
 from cohort.trainer.parts import Parts, changed_files, user_files
-from cohort.trainer.preflight import preflight
+from cohort.trainer.preflight import choose_checkpointing, preflight
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -97,6 +97,7 @@ def open_training(
         device = rank_device(config, ranks)
     inputs, schedule = run.inputs, run.inputs.schedule
     setup = open_engine(config, inputs)
+    config, chosen = choose_checkpointing(config, inputs, setup, device=device, world_size=ranks.world_size)
     folder = run.enter(closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))))
     inputs.rewards.stop = ranks.stop
     log = run.enter(RunLog(folder.path, processes=ranks.world_size, stop=ranks.stop))
@@ -104,7 +105,7 @@ def open_training(
     run.notify = display.notify
     if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
         return _finished_before(folder, summary, display.notify)
-    for note in _start_notes(config, inputs):
+    for note in [*_start_notes(config, inputs), *chosen]:
         display.notify(note)
     checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
     check_steps(schedule, state, folder.path)
@@ -115,6 +116,7 @@ def open_training(
         checkpoint=checkpoint,
         micro_batch_tokens=initial_budget(config, inputs, state, ranks),
         longest_sequence_tokens=inputs.longest_sequence_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
     )
     ranks.stop.check()
     with others.busy():

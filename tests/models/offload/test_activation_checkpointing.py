@@ -240,7 +240,7 @@ def test_offloading_on_a_cpu_is_refused():
 def test_neither_way_of_checkpointing():
     with pytest.raises(UserError) as caught:
         config_from_dict({"model": {"path": "m", "gradient_checkpointing": "full"}})
-    assert "model.gradient_checkpointing: 'full': must be true, false or selective" in str(caught.value)
+    assert "model.gradient_checkpointing: 'full': must be auto, true, false or selective" in str(caught.value)
 
 
 def test_a_model_without_known_layers_is_refused():

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cohort.config import Config, load_config
+from cohort.config import Config
 from cohort.config.rollout import AutoRolloutConfig, preferred_servers
 from cohort.errors import UserError
 from cohort.plan.rollout_engine import incompatibility, servers_shortfall, set_engine
 from cohort.rollout.engines import servers_setup
 from cohort.rollout.engines.servers.placement import model_shape, num_gpus, this_hardware
-from cohort.run.files import has_progress, is_run_folder
+from cohort.run.files import recorded_config
 
 
 def choose_engine(config: Config, notify: Callable[[str], None]) -> Config:
@@ -34,7 +34,8 @@ def choose_engine(config: Config, notify: Callable[[str], None]) -> Config:
 
 def _chosen(config: Config) -> tuple[str, str | None]:
     """Name of the engine, and the reason in words."""
-    begun = _engine_of_run(Path(config.run.dir))
+    recorded = recorded_config(Path(config.run.dir))
+    begun = None if recorded is None or recorded.rollout.engine == "auto" else recorded.rollout.engine
     if num_gpus(config) == 0:
         return begun or "local", None
     if begun is not None:
@@ -67,14 +68,3 @@ def _memory_shortfall(config: Config) -> str | None:
         config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"processes": int(started)})})
     shape, hardware = model_shape(config.model.path), this_hardware(num_gpus(config))
     return None if shape is None or hardware is None else servers_shortfall(config, shape, hardware)
-
-
-def _engine_of_run(folder: Path) -> str | None:
-    """Engine that the run in `folder` started with; None without a readable run."""
-    if not is_run_folder(folder) or not has_progress(folder):
-        return None
-    try:
-        engine = load_config(folder / "config.yaml").rollout.engine
-    except UserError:
-        return None
-    return None if engine == "auto" else engine

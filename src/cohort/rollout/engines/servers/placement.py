@@ -13,6 +13,7 @@ import torch
 from cohort.config import Config
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
+from cohort.plan.predict import predict_run
 from cohort.plan.shape import ModelShape, similar_shape, try_read_shape
 from cohort.plan.split import GpuSplit, split_gpus
 
@@ -68,12 +69,11 @@ def split_machine(config: Config) -> GpuSplit | None:
     num = num_gpus(config)
     decides = num > 1 and config.hardware.rollout_gpus == config.hardware.processes == "auto"
     decides |= num > 0 and config.model.adapter is not None  # whether servers keep its base model
-    return split_gpus(
-        config,
-        num_gpus=num,
-        shape=model_shape(config.model.path) if decides else None,
-        hardware=this_hardware(num) if decides else None,
-    )
+    shape = model_shape(config.model.path) if decides else None
+    hardware = this_hardware(num) if decides else None
+    if config.model.gradient_checkpointing == "auto" and shape is not None and hardware is not None:
+        config = predict_run(config, shape, hardware).config  # as the run will resolve it
+    return split_gpus(config, num_gpus=num, shape=shape, hardware=hardware)
 
 
 def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
