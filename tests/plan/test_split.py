@@ -243,6 +243,16 @@ def test_the_base_is_part_of_the_plan():
     assert budgets[0] < budgets[1]
 
 
+def test_the_server_of_several_gpus_has_a_part_of_the_base_and_buffers_of_nccl():
+    config, hardware, shape = config_with(*ADAPTER, "hardware.rollout_gpus=shared"), gpus_of(80), preset_shape("7b")
+    one, two = (
+        predict_run(changed, shape, replace(hardware, gpus_per_node=2)).memory.phases["backward"]
+        for changed in (config, config_with(*ADAPTER, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"))
+    )
+    assert two["framework"] - one["framework"] == 5 * 10**8
+    assert two["rollout server's base"] == one["rollout server's base"] // 2
+
+
 def test_a_base_that_is_moved_is_named():
     told = split(1, *ADAPTER, "hardware.rollout_gpus=shared", model="7b", hardware=gpus_of(40)).reason
     assert told.startswith(
