@@ -8,7 +8,7 @@ from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
+from cohort.plan.split import NoSplitFitsError, check_attention_heads, memory_shortfall, split_gpus
 from cohort.plan.state_memory import check_optimizer_sharding
 from cohort.plan.timing import step_times
 
@@ -87,6 +87,7 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLa
         raise UserError(
             f"rollout.tensor_parallel: {tensor_parallel} exceeds the GPUs of a node; use at most {per_node}"
         )
+    check_attention_heads(config.rollout, shape)
     numbers = range(1, hardware.nodes)
     training = {number: (hardware.nodes - number) * per_node for number in numbers}
     sampling = {number: number * (per_node // tensor_parallel) * tensor_parallel for number in numbers}

@@ -55,6 +55,20 @@ def memory_shortfall(
     return None
 
 
+def check_attention_heads(rollout: ServersConfig, shape: ModelShape | None) -> None:
+    """Check that the GPUs of a server divide the attention heads of the model, if its shape is known.
+
+    Raises:
+        UserError: they do not.
+    """
+    size = rollout.tensor_parallel
+    if shape is not None and shape.num_heads % size:
+        raise UserError(
+            f"rollout.tensor_parallel: {size} must divide the {shape.num_heads} attention heads of {shape.name}; use "
+            f"{_near_divisors(shape.num_heads, size)}"
+        )
+
+
 def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_training: int) -> bool:
     """Whether the base model of each server fits beside training on its GPU, where it then need not be moved.
 
@@ -143,6 +157,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     """
     rollout = config.rollout
     assert rollout.uses_servers and not rollout.urls
+    check_attention_heads(rollout, shape)
     if num_gpus == 0:
         return _cpu_split(config, rollout)
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
@@ -206,11 +221,9 @@ def _shared(
             f"({why}); use max_staleness: 0, or set hardware.rollout_gpus"
         )
     if num_gpus % size:
-        divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
-        near = [max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]]
         raise UserError(
             f"rollout.tensor_parallel: {size} with shared GPUs ({why}): it must divide their number, which is "
-            f"{num_gpus}; use {_join_or(near)}, or select GPUs with CUDA_VISIBLE_DEVICES"
+            f"{num_gpus}; use {_near_divisors(num_gpus, size)}, or select GPUs with CUDA_VISIBLE_DEVICES"
         )
     each = "every GPU has" if size == 1 else f"every {size} GPUs (rollout.tensor_parallel) have"
     for field, value, number, rule in (
@@ -247,6 +260,16 @@ def _shared(
 def _may_share(rollout: ServersConfig, num_gpus: int) -> bool:
     number, rest = divmod(num_gpus, rollout.tensor_parallel)
     return rest == 0 and rollout.servers in ("auto", number) and not rollout.samples_ahead
+
+
+def _fits_on_fewer(config: Config, shape: ModelShape | None, hardware: Hardware | None, num_gpus: int) -> bool:
+    """Whether twice as many servers would fit, of half as many of the training GPUs each; False if unknown."""
+    size = config.rollout.tensor_parallel // 2 if config.rollout.uses_servers else 0
+    if shape is None or hardware is None or size == 0:
+        return False
+    rollout = config.rollout.model_copy(update={"tensor_parallel": size})
+    fewer = config.model_copy(update={"rollout": rollout})
+    return memory_shortfall(fewer, shape, hardware, num_gpus, shared=True) is None
 
 
 def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
@@ -334,6 +357,9 @@ def _fastest_split(
 ) -> GpuSplit:
     """Fastest fitting split, or shared GPUs if that is faster or no split fits.
 
+    Servers of several GPUs share them only if they would not fit on fewer each: how much faster they are depends on the
+    links between the GPUs, which are not known.
+
     Raises:
         NoSplitFitsError: nothing fits.
         UserError: no number of servers is possible with these GPUs.
@@ -341,7 +367,7 @@ def _fastest_split(
     size = rollout.tensor_parallel
     numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
     candidates = [n for n in numbers if n < num_gpus]
-    may_share = _may_share(rollout, num_gpus)
+    may_share = _may_share(rollout, num_gpus) and not _fits_on_fewer(config, shape, hardware, num_gpus)
     if not candidates and may_share:
         return _shared(config, rollout, num_gpus, f"a server needs {num_gpus} GPUs", shape, hardware)
     if not candidates:
@@ -349,6 +375,7 @@ def _fastest_split(
         raise UserError(
             f"{servers}rollout.tensor_parallel: {size} on {_count(num_gpus, 'GPU')} leaves none to train; use at most "
             f"{_count(num_gpus - 1, 'GPU')} for the servers, such as tensor_parallel: 1 with servers: auto"
+            + (", or hardware.rollout_gpus: shared" if _may_share(rollout, num_gpus) else "")
         )
     is_known = shape is not None and hardware is not None
     if shape is None or hardware is None:
@@ -401,6 +428,8 @@ def _what_fits(
         for size in parallel:
             other = rollout.model_copy(update={"tensor_parallel": size})
             changed = config.model_copy(update={"model": model, "rollout": other})
+            if shape.num_heads % size:
+                continue
             fits = size < num_gpus and memory_shortfall(changed, shape, hardware, num_gpus - size) is None
             if not fits and _may_share(other, num_gpus):
                 fits = memory_shortfall(changed, shape, hardware, num_gpus, shared=True) is None
@@ -420,6 +449,12 @@ def _count(number: int, noun: str) -> str:
 def _gpus(ids: tuple[int, ...]) -> str:
     """Name consecutive GPUs."""
     return f"GPU {ids[0]}" if len(ids) == 1 else f"GPUs {ids[0]}-{ids[-1]}"
+
+
+def _near_divisors(number: int, size: int) -> str:
+    """Name the divisors of a number next to one that does not divide it."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return _join_or([max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]])
 
 
 def _join_or(ways: Sequence[object]) -> str:
