@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,18 @@ class Model:
 
 
 class EngineServer(FakeVllm):
-    """A server whose one worker is Cohort's engine; what it does, it does one after the other, as vLLM's workers do."""
+    """A server whose workers, one for each device, are Cohort's engines; what they do, they do one after the other, as
+    vLLM's do."""
 
-    def __init__(self, faults: list[str] | None = None, *, worker: Any, weights: Weights, device: torch.device):
+    def __init__(self, faults: list[str] | None = None, *, worker: Any, weights: Weights, devices: list[torch.device]):
         super().__init__(faults)
-        self.model = Model(weights)
-        self.engine = worker.CohortWeightTransferEngine(None, SimpleNamespace(), device, self.model)
-        self.engine._expected = {name: (list(tensor.shape), False) for name, tensor in weights.items()}
+        self.engines = [
+            worker.CohortWeightTransferEngine(None, SimpleNamespace(), device, Model(weights)) for device in devices
+        ]
+        for rank, engine in enumerate(self.engines):
+            engine._expected = {name: (list(tensor.shape), False) for name, tensor in weights.items()}
+            engine.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=len(devices), rank=rank)
+        self.engine = self.engines[0]
         self.updating = self.paused = False
         self.turn = threading.Lock()
 
@@ -117,26 +123,38 @@ class EngineServer(FakeVllm):
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}, 500
 
+    @property
+    def model(self) -> Model:
+        """The first worker's."""
+        return self.engine.model
+
+    def on_all(self, call: Callable[[Any], None]) -> None:
+        """At the same time on all workers: they may wait for each other."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            done = [pool.submit(call, engine) for engine in self.engines]
+        for future in done:
+            future.result()
+
     def work(self, path: str, body: Any) -> Any:
         if path == "/init_weight_transfer_engine":
-            self.engine.init_transfer_engine(self.engine.parse_init_info(body["init_info"]))
+            self.on_all(lambda engine: engine.init_transfer_engine(engine.parse_init_info(body["init_info"])))
         elif path == "/start_weight_update":
             if self.updating:
                 raise RuntimeError("an update is under way")
-            self.engine.start_weight_update()
+            self.on_all(lambda engine: engine.start_weight_update())
             self.updating = True
         elif path == "/update_weights":
             if not self.updating:
                 raise RuntimeError("no update is under way")
             try:
-                self.engine.update_weights(body["update_info"])
+                self.on_all(lambda engine: engine.update_weights(body["update_info"]))
             except BaseException:
                 self.updating = False
                 raise
         elif path == "/finish_weight_update":
             if not self.updating:
                 raise RuntimeError("no update is under way")
-            self.engine.finish_weight_update()
+            self.on_all(lambda engine: engine.finish_weight_update())
             self.updating = False
             if body["weight_version"] is not None:
                 self.version = body["weight_version"]
@@ -248,7 +266,7 @@ def serve(port: int, fault: Fault) -> None:
     patch.setattr(worker, "describe_device", lambda device: {"gpu": "GPU of the server", "nccl": "2.27.5"})
     FakeNccl.fault = fault
     weights = {name: torch.zeros(2, 3) for name in "abc"}
-    server = ThreadServer(make=EngineServer, worker=worker, weights=weights, device=torch.device("cpu", 0))
+    server = ThreadServer(make=EngineServer, worker=worker, weights=weights, devices=[torch.device("cpu", 0)])
     server.start(port)
     (fake,) = server.fakes
     if fault.call == "finish":

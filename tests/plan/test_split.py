@@ -66,6 +66,8 @@ def times(model: str, *overrides: str, training: int = 1, sampling: int = 1) -> 
         (1, (AUTO,), (0,), ((0,),), True),
         (4, ("hardware.processes=4",), (0, 1, 2, 3), ((0,), (1,), (2,), (3,)), True),
         (2, (AUTO, "hardware.rollout_gpus=shared"), (0, 1), ((0,), (1,)), True),
+        (4, (AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"), (0, 1, 2, 3), ((0, 1), (2, 3)), True),
+        (2, ("rollout.tensor_parallel=2", "rollout.servers=1", "hardware.processes=2"), (0, 1), ((0, 1),), True),
         (0, (), (), ((),), False),
         (0, ("hardware.processes=3", "rollout.servers=2"), (), ((), ()), False),
     ],
@@ -85,6 +87,10 @@ def test_the_reason_says_who_does_what():
         "GPUs 0-4 train, GPUs 5-6 sample (1 vLLM server, 2 GPUs each), GPU 7 is not used: hardware.processes: 5"
     )
     assert split(1).reason == ("GPU 0 trains and samples in turn, vLLM sleeping during training: there is only one GPU")
+    assert split(4, AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2").reason == (
+        "GPUs 0-3 train and sample in turn (2 vLLM servers, 2 GPUs each), vLLM sleeping during training: "
+        "hardware.rollout_gpus: shared"
+    )
     assert split(0, "hardware.processes=3").reason == "3 processes and 1 vLLM server share the CPU"
 
 
@@ -117,6 +123,25 @@ def test_auto_shares_the_gpus_where_that_is_faster():
     assert found.reason.endswith("58.6 s predicted; 3 + 1 would take 90.7 s")
     assert not split(4, *long, "rollout.servers=1", model="7b").shared
     assert not split(4, *long, "rollout.max_staleness=1", model="3b").shared
+
+
+def test_auto_shares_the_gpus_with_servers_of_several():
+    """32B in bfloat16 is 66 GB: a server's share of one GPU, or of two, has no room for it."""
+    keys = (AUTO, "model.dtype=bfloat16", "model.gradient_checkpointing=true")
+    parallel, shape = (*keys, "rollout.tensor_parallel=4"), preset_shape("32b")
+    found = split(8, *parallel, model="32b", hardware=gpus_of(110))
+    assert found.shared and found.server_gpus == ((0, 1, 2, 3), (4, 5, 6, 7))
+    shared, apart = (
+        step_times(config_with(*parallel), shape, gpus_of(110), num_training=n, num_sampling=n, shared=n == 8).step_s
+        for n in (8, 4)
+    )
+    assert found.reason.endswith(f"{shared:.3g} s predicted; 4 + 4 would take {apart:.3g} s") and shared < apart
+    assert "with separate GPUs, training on 4 GPUs needs" in split(8, *parallel, model="32b").reason
+    assert not split(8, *keys, "rollout.tensor_parallel=2", model="32b").shared
+    # a half of the weights fits, too: how much faster a quarter is depends on the links between the GPUs
+    assert not split(8, *parallel, model="7b", hardware=gpus_of(110)).shared
+    alone = split(4, *parallel, model="32b", hardware=gpus_of(110))  # no GPU would be left to train
+    assert alone.shared and alone.reason.endswith("a server needs 4 GPUs")
 
 
 def test_auto_balances_phases_that_overlap():
@@ -222,6 +247,16 @@ def test_the_base_is_part_of_the_plan():
     assert budgets[0] < budgets[1]
 
 
+def test_the_server_of_several_gpus_has_a_part_of_the_base_and_buffers_of_nccl():
+    config, hardware, shape = config_with(*ADAPTER, "hardware.rollout_gpus=shared"), gpus_of(80), preset_shape("7b")
+    one, two = (
+        predict_run(changed, shape, replace(hardware, gpus_per_node=2)).memory.phases["backward"]
+        for changed in (config, config_with(*ADAPTER, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"))
+    )
+    assert two["framework"] - one["framework"] == 5 * 10**8
+    assert two["rollout server's base"] == one["rollout server's base"] // 2
+
+
 def test_a_base_that_is_moved_is_named():
     told = split(1, *ADAPTER, "hardware.rollout_gpus=shared", model="7b", hardware=gpus_of(40)).reason
     assert told.startswith(
@@ -243,12 +278,13 @@ def test_what_does_not_fit_is_refused_with_what_does():
     refused = message(8, AUTO, "model.gradient_checkpointing=false", model="32b")
     assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs needs ")
     assert refused.endswith(
-        "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number "
-        "for rollout_gpus, which is not compared with the memory"
+        "GB; use model.dtype: bfloat16 with rollout.tensor_parallel: 4 or a number for rollout_gpus, which is not "
+        "compared with the memory"
     )
-    assert "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or" in message(8, AUTO, model="32b")
-    cure = ("model.gradient_checkpointing=true", "model.dtype=bfloat16", "rollout.tensor_parallel=2")
-    split(8, AUTO, *cure, model="32b")
+    assert split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=4", model="32b").shared
+    assert "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or" in (
+        message(8, AUTO, "rollout.max_staleness=1", model="32b")
+    )
     assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")
     split(16, AUTO, "rollout.tensor_parallel=2", model="32b")
     assert "use more GPUs or" in message(4, AUTO, model="70b")
@@ -318,10 +354,22 @@ def test_a_model_that_is_not_there_yet():
             "rollout.servers: 2 with shared GPUs: every GPU has one server, and there are 4; use auto or 4",
         ),
         (
+            6,
+            (AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=4"),
+            "rollout.tensor_parallel: 4 with shared GPUs (hardware.rollout_gpus: shared): it must divide their number, "
+            "which is 6; use 3 or 6, or select GPUs with CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            1,
+            ("rollout.tensor_parallel=2",),
+            "rollout.tensor_parallel: 2 with shared GPUs (there is only one GPU): it must divide their number, which "
+            "is 1; use 1, or select GPUs with CUDA_VISIBLE_DEVICES",
+        ),
+        (
             4,
-            (AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"),
-            "rollout.tensor_parallel: 2 with shared GPUs (hardware.rollout_gpus: shared): every GPU has its own "
-            "server; use tensor_parallel: 1, or hardware.processes: auto with rollout_gpus: 2",
+            (AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2", "rollout.servers=4"),
+            "rollout.servers: 4 with shared GPUs: every 2 GPUs (rollout.tensor_parallel) have one server, and there "
+            "are 4; use auto or 2, a number for hardware.rollout_gpus, or select GPUs with CUDA_VISIBLE_DEVICES",
         ),
         (
             8,
@@ -339,7 +387,12 @@ def test_a_model_that_is_not_there_yet():
             2,
             (AUTO, "rollout.tensor_parallel=2"),
             "rollout.tensor_parallel: 2 on 2 GPUs leaves none to train; use at most 1 GPU for the servers, such as "
-            "tensor_parallel: 1 with servers: auto",
+            "tensor_parallel: 1 with servers: auto, or hardware.rollout_gpus: shared",
+        ),
+        (
+            64,
+            (AUTO, "rollout.tensor_parallel=8"),
+            "rollout.tensor_parallel: 8 must divide the 12 attention heads of qwen2.5-1.5b; use 6 or 12",
         ),
         (8, ("hardware.processes=9",), "hardware.processes: 9 exceeds the machine's 8 GPUs (one per process)"),
         (0, ("hardware.rollout_gpus=shared",), "hardware.rollout_gpus: shared has no effect on CPU"),

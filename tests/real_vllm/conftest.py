@@ -3,12 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cohort.rollout.engines.vllm.server import ServerProcess, check_vllm, server_command
-from serving import SECRET, Server, options_for, processes_of, serving_folder, start
+from cohort.rollout.engines.vllm.server import check_vllm
+from serving import AS_ON_GPUS, Server, processes_of, serve
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,20 +31,6 @@ def vllm_python() -> str:
     return python
 
 
-def serve(folder: Path, python: str, *, tie: bool) -> Iterator[Server]:
-    """A server of a tiny model."""
-    process = ServerProcess(
-        options_for(python, serving_folder(folder, tie=tie)), secret=SECRET, log_file=folder / "server.log"
-    )
-    try:
-        start(process)
-        server = Server(process=process, tie=tie)
-        yield server
-        server.close()
-    finally:
-        process.stop()
-
-
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[Server]:
     yield from serve(tmp_path_factory.mktemp("untied"), vllm_python, tie=False)
@@ -55,14 +40,9 @@ def untied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterat
 def tied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[Server]:
     """With vLLM's own processes, as on GPUs; on CPUs Cohort turns them off."""
 
-    def as_on_gpus(*arguments: Any) -> tuple[list[str], dict[str, str]]:
-        command, environment = server_command(*arguments)
-        return command, environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.rollout.engines.vllm.server.server_command", as_on_gpus)
-        serving = serve(folder := tmp_path_factory.mktemp("tied"), vllm_python, tie=True)
-        server = next(serving)
+    folder = tmp_path_factory.mktemp("tied")
+    serving = serve(folder, vllm_python, tie=True, environment=AS_ON_GPUS)
+    server = next(serving)
     settings = {p.environ().get("VLLM_ENABLE_V1_MULTIPROCESSING") for p in processes_of(folder / "server.log")}
     assert settings - {None} == {"1"}  # processes that change their title lose what they tell
     yield server

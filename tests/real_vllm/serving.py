@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from cohort.models.saving import stream_weights, weight_specs
@@ -20,13 +21,14 @@ from cohort.rollout.engines.servers.channels import send_to_servers
 from cohort.rollout.engines.servers.handles import ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
+from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess, server_command
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_folder
 from waiting import until
 
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 300
 SECRET = Secret("0123456789abcdef" * 2, mutual=True)  # of the tests' own servers
+AS_ON_GPUS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # vLLM's own processes, which Cohort turns off on CPUs
 HEADERS = request_headers(SECRET)
 MAX_MODEL_LEN = 1024
 LONG_PROMPT = 300  # more than two of the blocks of 128 tokens in which vLLM caches prompts on CPU
@@ -61,6 +63,28 @@ def start(process: ServerProcess) -> float:
     until(lambda: process.poll() is not None or healthy(process.url), timeout_s=START_TIMEOUT_S, every_s=0.1)
     assert process.poll() is None, process.log()[-4000:]
     return time.monotonic() - began
+
+
+def serve(
+    folder: Path, python: str, *, tie: bool, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator["Server"]:
+    """A server of a tiny model, with more variables in its environment than Cohort sets."""
+    settings = options_for(python, serving_folder(folder, tie=tie), **options)
+    process = ServerProcess(settings, secret=SECRET, log_file=folder / "server.log")
+
+    def command(*arguments: Any) -> tuple[list[str], dict[str, str]]:
+        words, variables = server_command(*arguments)
+        return words, {**variables, **(environment or {})}
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cohort.rollout.engines.vllm.server.server_command", command)
+            start(process)
+        server = Server(process=process, tie=tie)
+        yield server
+        server.close()
+    finally:
+        process.stop()
 
 
 def healthy(url: str, secret: Secret = SECRET) -> bool:
@@ -159,7 +183,11 @@ class Server:
             self.close()
         self.api = VllmApi(self.process.url, secret=SECRET, timeout_s=timeout_s)
         self.channel = WeightChannel(
-            self.api.url, secret=SECRET, device=torch.device("cpu"), num_workers=1, timeout_s=timeout_s
+            self.api.url,
+            secret=SECRET,
+            device=torch.device("cpu"),
+            num_workers=self.api.world_size(),
+            timeout_s=timeout_s,
         )
 
     def close(self) -> None:

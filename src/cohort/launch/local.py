@@ -148,8 +148,10 @@ def run_processes(
             raise TrainingError(f"{report}\n{resume_hint(Path(config.run.dir))}{also}")
         culprit = slots[result.failures[0].rank] if len(result.failures) == 1 else None
         without = ""
-        if culprit is not None and culprit == failed_before and not result.made_progress and len(slots) > 1:
-            slots.remove(culprit)
+        others = [slot for slot in slots if slot != culprit]
+        can_go_on = bool(others) and (split is None or bool(split.servers_beside(others)))
+        if culprit is not None and culprit == failed_before and not result.made_progress and can_go_on:
+            slots = others
             without = (
                 f" with {len(slots)} processes: rank {result.failures[0].rank} failed twice without a step in between"
             )

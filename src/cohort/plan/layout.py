@@ -8,7 +8,14 @@ from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import NoSplitFitsError, check_server_size, memory_shortfall, split_gpus, split_nodes_alike
+from cohort.plan.split import (
+    NoSplitFitsError,
+    check_attention_heads,
+    check_server_size,
+    memory_shortfall,
+    split_gpus,
+    split_nodes_alike,
+)
 from cohort.plan.state_memory import check_optimizer_sharding
 from cohort.plan.timing import step_times
 
@@ -94,6 +101,7 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLa
             f"rollout.servers: {servers} does not match any number of rollout nodes, with {per_server_node} servers "
             f"each; use auto, or at most {(hardware.nodes - 1) * per_server_node} in multiples of {per_server_node}"
         )
+    check_attention_heads(config.rollout, shape)
     training = {number: (hardware.nodes - number) * per_node for number in numbers}
     sampling = {number: number * per_node for number in numbers}
     fitting = [n for n in numbers if not memory_shortfall(config, shape, hardware, training[n])]

@@ -199,8 +199,10 @@ def _awake_server(workload: Workload) -> dict[str, int]:
 
 def _server_framework_bytes(workload: Workload) -> int:
     """Memory that a rollout server on the same GPU never frees, without its base model."""
-    return SLEEPING_SERVER_BYTES * (workload.awake_server_bytes > 0) + WORKSPACE_SERVER_BYTES * (
-        workload.kept_base_bytes > 0
+    return (
+        SLEEPING_SERVER_BYTES * (workload.awake_server_bytes > 0)
+        + NCCL_BYTES * workload.server_spans_gpus
+        + WORKSPACE_SERVER_BYTES * (workload.kept_base_bytes > 0)
     )
 
 

@@ -337,6 +337,7 @@ def _part_origin(part: str, workload: Workload, hardware: Hardware) -> Source:
             ("for CUDA", CUDA_BYTES, True),
             ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
             ("for a sleeping server", SLEEPING_SERVER_BYTES, workload.awake_server_bytes > 0),
+            ("for NCCL in one of several GPUs", NCCL_BYTES, workload.server_spans_gpus),
             ("for the workspaces of one that keeps its base", WORKSPACE_SERVER_BYTES, workload.kept_base_bytes > 0),
         )
         if is_there

@@ -58,6 +58,20 @@ def memory_shortfall(
     return None
 
 
+def check_attention_heads(rollout: ServersConfig, shape: ModelShape | None) -> None:
+    """Check that the GPUs of a server divide the attention heads of the model, if its shape is known.
+
+    Raises:
+        UserError: they do not.
+    """
+    size = rollout.tensor_parallel
+    if shape is not None and shape.num_heads % size:
+        raise UserError(
+            f"rollout.tensor_parallel: {size} must divide the {shape.num_heads} attention heads of {shape.name}; use "
+            f"{_near_divisors(shape.num_heads, size)}"
+        )
+
+
 def base_fits(config: Config, shape: ModelShape, hardware: Hardware, num_training: int) -> bool:
     """Whether the base model of each server fits beside training on its GPU, where it then need not be moved.
 
@@ -101,9 +115,16 @@ class GpuSplit:
     num_processes: int  # training processes
     training_gpus: tuple[int, ...]  # one per training process; empty on CPU
     server_gpus: tuple[tuple[int, ...], ...]  # per server; empty on CPU
-    shared: bool  # server i and training process i use the same GPU in turn
+    shared: bool  # servers and training processes use the same GPUs in turn
     keeps_base: bool = False  # with an adapter: servers free their KV cache during training, but not the base model
     reason: str  # the choice and why, for the user
+
+    def servers_beside(self, slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """GPUs of each server if only these indices into `training_gpus` train.
+
+        No server stays on a shared GPU that does not train: no rank would put it to sleep.
+        """
+        return tuple(gpus for gpus in self.server_gpus if not self.shared or set(gpus) <= set(slots))
 
 
 def count_processes(config: Config, num_gpus: int) -> int:
@@ -139,6 +160,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     """
     rollout = config.rollout
     assert rollout.uses_servers and not rollout.urls
+    check_attention_heads(rollout, shape)
     if num_gpus == 0:
         return _cpu_split(config, rollout)
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
@@ -228,32 +250,33 @@ def _shared(
     shape: ModelShape | None,
     hardware: Hardware | None,
 ) -> GpuSplit:
-    """Train on every GPU, with one server on each.
+    """Train on every GPU, with one server on each `rollout.tensor_parallel` of them.
 
     Raises:
-        UserError: the configuration requires another number of processes or servers, or samples ahead.
+        UserError: the configuration requires another number of processes or servers, or samples ahead, or the GPUs do
+            not divide into servers.
     """
+    size = rollout.tensor_parallel
     if rollout.samples_ahead:
         raise UserError(
             f"rollout.max_staleness: {rollout.max_staleness} needs dedicated rollout GPUs, and this layout shares them "
             f"({why}); use max_staleness: 0, or set hardware.rollout_gpus"
         )
-    for field, value, rule in (
-        ("hardware.processes", config.hardware.processes, "every GPU has one training process"),
-        ("rollout.servers", rollout.servers, "every GPU has one server"),
+    if num_gpus % size:
+        raise UserError(
+            f"rollout.tensor_parallel: {size} with shared GPUs ({why}): it must divide their number, which is "
+            f"{num_gpus}; use {_near_divisors(num_gpus, size)}, or select GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    each = "every GPU has" if size == 1 else f"every {size} GPUs (rollout.tensor_parallel) have"
+    for field, value, number, rule in (
+        ("hardware.processes", config.hardware.processes, num_gpus, "every GPU has one training process"),
+        ("rollout.servers", rollout.servers, num_gpus // size, f"{each} one server"),
     ):
-        if value not in ("auto", num_gpus):
+        if value not in ("auto", number):
             raise UserError(
-                f"{field}: {value} with shared GPUs: {rule}, and there are {num_gpus}; use auto or {num_gpus}, a "
+                f"{field}: {value} with shared GPUs: {rule}, and there are {num_gpus}; use auto or {number}, a "
                 f"number for hardware.rollout_gpus, or select GPUs with CUDA_VISIBLE_DEVICES"
             )
-    if rollout.tensor_parallel != 1:
-        apart = (num_gpus - 1) // rollout.tensor_parallel * rollout.tensor_parallel
-        raise UserError(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} with shared GPUs ({why}): every GPU has its own "
-            f"server; use tensor_parallel: 1"
-            + (f", or hardware.processes: auto with rollout_gpus: {apart}" if apart else "")
-        )
     ids = tuple(range(num_gpus))
     keeps_base, sleeping = False, "sleeping during training"
     if shape is not None and hardware is not None and config.model.adapter is not None:
@@ -267,12 +290,28 @@ def _shared(
     return GpuSplit(
         num_processes=num_gpus,
         training_gpus=ids,
-        server_gpus=tuple((i,) for i in ids),
+        server_gpus=_by_server(ids, size),
         shared=True,
         keeps_base=keeps_base,
-        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, "
-        f"{rollout.program} {sleeping}: {why}",
+        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn"
+        + (f" ({_count(num_gpus // size, rollout.server_name)}, {size} GPUs each)" if size > 1 else "")
+        + f", {rollout.program} {sleeping}: {why}",
     )
+
+
+def _may_share(rollout: ServersConfig, num_gpus: int) -> bool:
+    number, rest = divmod(num_gpus, rollout.tensor_parallel)
+    return rest == 0 and rollout.servers in ("auto", number) and not rollout.samples_ahead
+
+
+def _fits_on_fewer(config: Config, shape: ModelShape | None, hardware: Hardware | None, num_gpus: int) -> bool:
+    """Whether twice as many servers would fit, of half as many of the training GPUs each; False if unknown."""
+    size = config.rollout.tensor_parallel // 2 if config.rollout.uses_servers else 0
+    if shape is None or hardware is None or size == 0:
+        return False
+    rollout = config.rollout.model_copy(update={"tensor_parallel": size})
+    fewer = config.model_copy(update={"rollout": rollout})
+    return memory_shortfall(fewer, shape, hardware, num_gpus, shared=True) is None
 
 
 def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
@@ -328,13 +367,17 @@ def _suggestions(num_gpus: int, needed: int, left: int, per_server: int) -> str:
     return _join_or(ways or ["fewer GPUs per server"])
 
 
+def _by_server(gpus: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(gpus[i : i + size] for i in range(0, len(gpus), size))
+
+
 def _separate_split(rollout: ServersConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
     """Train on the first GPUs and sample on the next ones."""
     training = tuple(range(num_training))
     sampling = tuple(range(num_training, num_training + num_sampling))
     idle = tuple(range(num_training + num_sampling, num_gpus))
     size = rollout.tensor_parallel
-    servers = tuple(sampling[i : i + size] for i in range(0, num_sampling, size))
+    servers = _by_server(sampling, size)
     each = f", {size} GPUs each" if size > 1 else ""
     return GpuSplit(
         num_processes=num_training,
@@ -356,6 +399,9 @@ def _fastest_split(
 ) -> GpuSplit:
     """Fastest fitting split, or shared GPUs if that is faster or no split fits.
 
+    Servers of several GPUs share them only if they would not fit on fewer each: how much faster they are depends on the
+    links between the GPUs, which are not known.
+
     Raises:
         NoSplitFitsError: nothing fits.
         UserError: no number of servers is possible with these GPUs.
@@ -363,11 +409,15 @@ def _fastest_split(
     size = rollout.tensor_parallel
     numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
     candidates = [n for n in numbers if n < num_gpus]
+    may_share = _may_share(rollout, num_gpus) and not _fits_on_fewer(config, shape, hardware, num_gpus)
+    if not candidates and may_share:
+        return _shared(config, rollout, num_gpus, f"a server needs {num_gpus} GPUs", shape, hardware)
     if not candidates:
         servers = f"rollout.servers: {rollout.servers} with " if rollout.servers != "auto" else ""
         raise UserError(
             f"{servers}rollout.tensor_parallel: {size} on {_count(num_gpus, 'GPU')} leaves none to train; use at most "
             f"{_count(num_gpus - 1, 'GPU')} for the servers, such as tensor_parallel: 1 with servers: auto"
+            + (", or hardware.rollout_gpus: shared" if _may_share(rollout, num_gpus) else "")
         )
     is_known = shape is not None and hardware is not None
     if shape is None or hardware is None:
@@ -375,7 +425,6 @@ def _fastest_split(
         hardware = Hardware(gpu_name=DEFAULT_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
     problems = {n: memory_shortfall(config, shape, hardware, num_gpus - n) for n in candidates}
     fitting = [n for n in candidates if problems[n] is None]
-    may_share = size == 1 and rollout.servers in ("auto", num_gpus) and not rollout.samples_ahead
     may_share = may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None
     if not fitting:
         problem = str(problems[candidates[0]])
@@ -412,7 +461,7 @@ def _nothing_fits(
 def _what_fits(
     config: Config, rollout: ServersConfig, shape: ModelShape, hardware: Hardware, num_gpus: int
 ) -> list[str]:
-    """Changes that let one server and training on the other GPUs fit, those that change no gradient first."""
+    """Changes that let servers and training fit, on the same GPUs or others, those that change no gradient first."""
     parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})
     keeping_less = {} if config.model.gradient_checkpointing == "auto" else {"gradient_checkpointing": True}
     for changes in ({}, keeping_less, {"dtype": "bfloat16"}, {**keeping_less, "dtype": "bfloat16"}):
@@ -421,7 +470,12 @@ def _what_fits(
         for size in parallel:
             other = rollout.model_copy(update={"tensor_parallel": size})
             changed = config.model_copy(update={"model": model, "rollout": other})
-            if size < num_gpus and memory_shortfall(changed, shape, hardware, num_gpus - size) is None:
+            if shape.num_heads % size:
+                continue
+            fits = size < num_gpus and memory_shortfall(changed, shape, hardware, num_gpus - size) is None
+            if not fits and _may_share(other, num_gpus):
+                fits = memory_shortfall(changed, shape, hardware, num_gpus, shared=True) is None
+            if fits:
                 size_words = [] if size == rollout.tensor_parallel else [f"rollout.tensor_parallel: {size}"]
                 return [" with ".join([*words, *size_words])]
     return ["more GPUs"]
@@ -437,6 +491,12 @@ def _count(number: int, noun: str) -> str:
 def _gpus(ids: tuple[int, ...]) -> str:
     """Name consecutive GPUs."""
     return f"GPU {ids[0]}" if len(ids) == 1 else f"GPUs {ids[0]}-{ids[-1]}"
+
+
+def _near_divisors(number: int, size: int) -> str:
+    """Name the divisors of a number next to one that does not divide it."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return _join_or([max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]])
 
 
 def _join_or(ways: Sequence[object]) -> str:

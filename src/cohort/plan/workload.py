@@ -43,6 +43,7 @@ class Workload:
     sampled_tokens: int  # tokens in their KV cache, prompts included
     awake_server_bytes: int  # taken by a server on the same GPU while it samples; 0 without
     weight_transfer_bytes: int = 0  # buffer for weight transfer to that server; 0 without
+    server_spans_gpus: bool = False  # whether that server has more GPUs (tensor parallelism)
     kept_base_bytes: int = 0  # base model that the server keeps on the GPU during training; 0: it sleeps
     framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
@@ -147,7 +148,9 @@ def process_workload(
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
     awake_server_bytes = weight_transfer_bytes = 0
+    server_spans_gpus = False
     if rollout.uses_servers and shared:
+        server_spans_gpus = rollout.tensor_parallel > 1
         awake_server_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
         weight_transfer_bytes = _weight_transfer_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
     sampled, sampled_tokens = (0, 0) if rollout.uses_servers else _decode_batch(config, micro_batches)
@@ -167,6 +170,7 @@ def process_workload(
         sampled_tokens=sampled_tokens,
         awake_server_bytes=awake_server_bytes,
         weight_transfer_bytes=weight_transfer_bytes,
+        server_spans_gpus=server_spans_gpus,
         kept_base_bytes=served_base_bytes(config, shape) if keeps_base else 0,
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,

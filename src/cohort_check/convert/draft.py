@@ -1,5 +1,6 @@
 """Build a Cohort configuration key by key: what conversions from all frameworks share."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -11,7 +12,6 @@ from cohort.config.catalogue import parameters
 from cohort.config.model import Quantization, check_base, check_run
 from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.config.rollout import ENGINES
-from cohort.plan.shape import try_read_shape
 from cohort_check.findings import load_table
 from cohort_check.launch import Launch, Settings, parse_number
 from cohort_check.rules.common import Start, Version, key_tables, known_keys
@@ -73,7 +73,6 @@ def _open_r1_settings(names: dict[str, str], settings: Settings) -> dict[str, An
 
 Rows = Mapping[str, Any]  # of `config/other_trainers.yaml`, by Cohort's key: see `Draft.copy`
 
-_LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
@@ -221,34 +220,14 @@ class Draft:
             self.todo.append(f"train.warmup_steps: {ratio:g} of all steps")
 
     def gpus(self, *, shared: bool, tensor_parallel: int) -> None:
-        """Set how training and vLLM share the GPUs.
-
-        Several GPUs of one server that also train are a layout that Cohort lacks. The nearest one is a server on each
-        GPU if the model fits on one (by its bfloat16 weights), else GPUs of their own for the servers.
-        """
+        """Set how training and vLLM share the GPUs. A server cannot span machines."""
+        size = math.gcd(tensor_parallel, self.per_node) if shared else tensor_parallel
         self.put("rollout.engine", "vllm")
-        if not shared:
-            self.put("rollout.tensor_parallel", tensor_parallel if tensor_parallel > 1 else None)
-            return
-        shape = try_read_shape(self.config["model"]["path"])
-        small = shape is None or 2 * shape.num_parameters <= _LARGEST_ON_ONE_GPU
-        if tensor_parallel == 1 or self.per_node <= tensor_parallel or small:
+        self.put("rollout.tensor_parallel", size if size > 1 else None)
+        if shared:
             self.put("hardware.rollout_gpus", "shared")
-            layout = (
-                "here every GPU has its own server (if the model does not fit on one, reserve GPUs: "
-                "rollout.tensor_parallel and hardware.rollout_gpus)"
-            )
-        else:
-            reserved = max(self.per_node // 2 // tensor_parallel, 1) * tensor_parallel
-            self.put("rollout.tensor_parallel", tensor_parallel)
-            self.put("hardware.rollout_gpus", reserved)
-            self.put("hardware.processes", self.per_node - reserved)
-            layout = (
-                f"the model is too large for a server on each GPU, so {reserved} GPUs of each node sample here and "
-                f"{self.per_node - reserved} train"
-            )
-        if tensor_parallel > 1:
-            self.differs(f"servers of {tensor_parallel} GPUs that also train there; {layout}")
+        if size != tensor_parallel:
+            self.differs(f"servers of {tensor_parallel} GPUs, which {self.per_node} per machine do not divide into")
 
     def rewards(self, names: Any, weights: Any) -> None:
         """Rewards by name: those that Cohort has as well, and a place for each of the others."""

@@ -53,6 +53,16 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, *, here: int, all_: int) -> 
 # In the words of the machine
 
 
+def test_servers_of_several_shared_gpus_are_dropped_with_one_of_them(gpus):
+    gpus(4, "7,6,5,4")
+    split = split_machine(config_with("hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"))
+    assert split is not None and split.num_processes == 4
+    config = config_with()
+    assert place(config, split, [0, 1, 2, 3]).gpus == ("7,6", "5,4")
+    assert place(config, split, [0, 1, 3]).gpus == ("7,6",)
+    assert place(config, split, [1, 3]).gpus == ()  # a run is not restarted like this
+
+
 def test_servers_get_the_names_of_their_gpus(gpus):
     gpus(4, "7,GPU-a,5,4")
     config = config_with("hardware.processes=auto", "hardware.rollout_gpus=2", "rollout.tensor_parallel=2")

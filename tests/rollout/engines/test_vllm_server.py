@@ -19,7 +19,14 @@ from cohort.rollout.engines.servers.process import SERVER_SIDE
 from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess, check_vllm, server_command
+from cohort.rollout.engines.vllm.server import (
+    EXECUTOR,
+    WORKER_FOLDER,
+    ServerOptions,
+    ServerProcess,
+    check_vllm,
+    server_command,
+)
 from waiting import group_of, is_running, until
 
 OPTIONS: dict[str, Any] = {
@@ -77,7 +84,7 @@ def test_the_command_on_a_cpu():
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
-@pytest.mark.parametrize(("tensor_parallel", "executor"), [(1, "uni"), (2, "mp")])
+@pytest.mark.parametrize(("tensor_parallel", "executor"), [(1, "uni"), (2, EXECUTOR)])
 def test_the_command_on_gpus(tensor_parallel: int, executor: str):
     given, environment = flags(device="cuda", gpus="2,3", tensor_parallel=tensor_parallel, gpu_memory_utilization=0.8)
     assert given["--distributed-executor-backend"] == executor

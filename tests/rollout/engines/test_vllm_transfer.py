@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,12 +184,17 @@ def weights_of(rank: int, value: float) -> dict[str, Tensor]:
 
 
 class Machine:
-    """Two ranks, each with a server on its GPU that sleeps while the policy trains."""
+    """Two ranks, and servers on their GPUs that sleep while the policy trains: one on each, or one on both."""
 
-    def __init__(self, worker: Any):
+    def __init__(self, worker: Any, *, tensor_parallel: int = 1):
         self.handles = [
-            ThreadServer(make=EngineServer, worker=worker, weights=weights_of(0, -9), device=device)
-            for device in DEVICES
+            ThreadServer(
+                make=EngineServer,
+                worker=worker,
+                weights=weights_of(0, -9),
+                devices=DEVICES[first : first + tensor_parallel],
+            )
+            for first in range(0, 2, tensor_parallel)
         ]
         for handle in self.handles:
             handle.start()
@@ -198,7 +204,7 @@ class Machine:
                 handle.url,
                 secret=Secret(SECRET),
                 device=DEVICES[0],
-                num_workers=1,
+                num_workers=tensor_parallel,
                 timeout_s=PATIENCE_S,
                 sleeps=True,
                 ipc_gpus={"GPU-0", "GPU-1"},
@@ -239,7 +245,8 @@ class Machine:
                 done.result()
 
     def assert_served(self, number: int, rank: int, value: float) -> None:
-        served = self.servers[number].model.weights
+        engines = [engine for server in self.servers for engine in server.engines]
+        served = engines[number].model.weights
         expected = weights_of(rank, value)
         assert served.keys() == expected.keys()
         assert all(torch.equal(served[name], expected[name]) for name in expected)
@@ -271,6 +278,27 @@ def test_each_server_reads_the_memory_of_the_rank_on_its_gpu(machine: Machine, m
             assert machine.servers[number].calls["/update_weights"] == version * (1 + 3)  # declared, and make_buckets
     assert len(memory.shared) == 4  # one handle for each rank and update
     assert not any(channel.notes for channel in machine.channels)
+
+
+def test_workers_of_one_server_read_the_memory_of_the_ranks_on_their_gpus(
+    memory: Memory, worker: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """And where that cannot be opened, both receive the weights of rank 0."""
+    monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", 1024)
+    with closing(Machine(worker, tensor_parallel=2)) as machine:
+        (channel,) = machine.channels
+        for version, value in ((1, 10.0), (2, 20.0)):
+            channel.sleep()
+            assert machine.publish(value, version) == {} and channel.transport == "ipc"
+            for number in range(2):
+                machine.assert_served(number, rank=number, value=value)
+    memory.fails = True
+    with closing(Machine(worker, tensor_parallel=2)) as machine:
+        (channel,) = machine.channels
+        assert machine.publish(30.0, 1) == {} and channel.transport == "gloo"
+        for number in range(2):
+            machine.assert_served(number, rank=0, value=30.0)
+        assert "pidfd_getfd: Operation not permitted" in channel.notes[0]
 
 
 def test_weights_take_another_way_where_memory_cannot_be_opened(

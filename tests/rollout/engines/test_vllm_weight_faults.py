@@ -74,7 +74,7 @@ class Place:
         return {"gpu": f"GPU of the {who}" if on_gpu else None, "nccl": self.nccl[who] if on_gpu else None}
 
     def server(self, device: torch.device) -> EngineServer:
-        handle = ThreadServer(make=EngineServer, worker=self.worker, weights=OLD, device=device)
+        handle = ThreadServer(make=EngineServer, worker=self.worker, weights=OLD, devices=[device])
         handle.start()
         self.servers.append(handle)
         (fake,) = handle.fakes

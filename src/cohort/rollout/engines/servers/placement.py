@@ -26,7 +26,7 @@ class Placement:
     """Servers that a run starts, with physical device ids."""
 
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each server, such as "6,7"; "" on CPU
-    shared: bool  # server i is on the GPU of rank i, which puts it to sleep
+    shared: bool  # all of these GPUs have a rank, too; servers sleep while they train
     keeps_base: bool = False  # see `GpuSplit`
     reason: str  # for the user
 
@@ -85,10 +85,8 @@ def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
         slots: indices into `split.training_gpus` in use; a failed GPU may have been dropped.
     """
     devices = visible_devices(config)
-    # no server on a dropped shared GPU: no rank would put it to sleep
-    servers = [split.server_gpus[slot] for slot in slots] if split.shared else split.server_gpus
     return Placement(
-        gpus=tuple(",".join(devices[i] for i in gpus) for gpus in servers),
+        gpus=tuple(",".join(devices[i] for i in gpus) for gpus in split.servers_beside(slots)),
         shared=split.shared,
         keeps_base=split.keeps_base and len(slots) == split.num_processes,  # fewer processes need more memory each
         reason=split.reason,

@@ -18,6 +18,7 @@ from cohort.rollout.engines.servers.secret import Secret
 from cohort.run.provenance import release
 
 POLICY_NAME = "policy"  # the `model` of requests
+EXECUTOR = "cohort_vllm_executor.CohortExecutor"  # of several workers
 WORKER_FOLDER = Path(__file__).parent / "worker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
@@ -89,7 +90,7 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     else:
         arguments |= {"gpu_memory_utilization": options.gpu_memory_utilization}
         arguments |= {"tensor_parallel_size": options.tensor_parallel}
-        arguments |= {"distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp"}
+        arguments |= {"distributed_executor_backend": "uni" if options.tensor_parallel == 1 else EXECUTOR}
         arguments |= {"enable_sleep_mode": options.sleep}
         environment |= {"CUDA_VISIBLE_DEVICES": options.gpus}
     if options.lora_rank:
