@@ -125,6 +125,7 @@ docs: $(READY)
 	@$(BIN)/python tools/docs/check_findings.py docs/check.md
 	@$(BIN)/python tools/docs/reward_arguments.py docs/rewards.md
 	@$(BIN)/python tools/docs/metric_table.py docs/metrics.md
+	@$(BIN)/python tools/docs/family_table.py docs/tools.md
 	@$(BIN)/python tools/docs/trl_fields.py docs/from-trl.md
 	@$(BIN)/python tools/docs/api_page.py > docs/api.md
 

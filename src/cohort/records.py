@@ -53,6 +53,7 @@ class TurnStats:
     tool_calls: int = 0
     tool_errors: int = 0  # calls of tools that raised, missed their deadline or do not exist
     malformed_calls: int = 0  # tool calls that could not be parsed
+    rewritten: int = 0  # turns that the chat template started a new token sequence for
     attempts: int = 1  # 1 plus the number of times that the environment failed and was replaced
     model_s: float = 0.0  # seconds in which at least one model call was waiting
     environment_s: float = 0.0  # all other seconds

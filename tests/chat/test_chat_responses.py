@@ -161,11 +161,6 @@ def test_templates_without_reasoning_keep_it_in_the_content():
         ("qwen2_5", json_call("[1, 2]"), "the arguments are an object with one value per parameter, not list"),
         ("qwen2_5", json_call('{"city": "\\ud800"}'), "surrogates not allowed"),
         ("qwen2_5", json_call("[" * 100_000), "it is nested too deeply"),
-        (
-            "llama3_1",
-            '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "weather", "parameters": {}}',
-            "Extra data",
-        ),
         ("gptoss", " to=functions.weather<|channel|>commentary json<|message|>Rome<|call|>", "Expecting value"),
     ],
 )
@@ -188,8 +183,8 @@ def test_a_malformed_call_does_not_spoil_the_others():
 
 
 def test_calls_that_the_chat_template_rejects_are_errors():
-    call = '{"name": "weather", "parameters": {}}<|eot_id|>'
-    reply = parse(family_tokenizer("llama3_1"), call + call)
+    call = '{"name": "weather", "parameters": {}}'
+    reply = parse(family_tokenizer("llama3_1"), f"{call}; {call}<|eot_id|>")
     assert reply.tool_calls == ()
     assert reply.errors == ("The tool calls cannot be made: This model only supports single tool-calls at once!",)
     assert reply.content.count('"weather"') == 2

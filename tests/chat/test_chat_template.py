@@ -265,3 +265,33 @@ def test_check_tools_refuses_templates_without_tools(source: str):
             ChatTemplate(tokenizer).check_tools(TOOLS)
         with pytest.raises(UserError, match=r"known format of tool calls.* Set response_template"):
             ResponseParser(tokenizer).check_tools()
+
+
+def test_what_a_template_rewrites_is_known_and_can_be_kept():
+    tokenizer = make_tokenizer(fixture_template("qwen3"), tokenizers.QWEN3)
+    template = ChatTemplate(tokenizer)
+    assert template.rewrites(TOOLS) == "drops thoughts before a new user message"
+    assert ChatTemplate(tokenizer, kwargs={"enable_thinking": False}).rewrites() == (
+        "changes earlier turns before a new user message"
+    )
+    assert ChatTemplate(make_tokenizer(fixture_template("qwen2_5"), tokenizers.CHATML)).rewrites(TOOLS) is None
+
+    def ids(text: str) -> np.ndarray:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    user, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "more"}
+    for answer, sampled in [
+        ({"content": "hello", "reasoning_content": "why"}, "<think>\nwhy\n</think>\n\nhello<|im_end|>"),
+        ({"content": "", "reasoning_content": "why"}, "<think>\nwhy<|im_end|>"),
+    ]:
+        history = [user, {"role": "assistant", **answer}]
+        arguments = {"sampled_ids": ids(sampled), "finish_reason": "stop"}
+        assert template.suffix(history, [more], **arguments) is None
+        kept = template.suffix(history, [more], **arguments, keep_history=True)
+        assert tokenizer.decode(kept) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_errors_of_malformed_calls_are_tool_messages_where_the_template_takes_them():
+    strict = "{% for m in messages %}{{ raise_exception('no call') if m.role == 'tool' else m.content }}{% endfor %}"
+    for template, takes in ((fixture_template("qwen3"), True), (strict, False)):
+        assert ChatTemplate(make_tokenizer(template, tokenizers.QWEN3)).takes_errors_as_results is takes

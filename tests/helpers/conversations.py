@@ -10,6 +10,7 @@ import numpy as np
 import chat_tokenizers as tokenizers
 from chat_tokenizers import fixture_template, make_tokenizer, trl_template
 from cohort.chat import ChatTemplate, ResponseParser, tool_schema
+from cohort.chat.messages import arguments_as_text, takes_text_arguments
 from cohort.records import FinishReason, IntArray, Message, ModelCall
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -125,8 +126,11 @@ class Conversation:
             {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
             for message in (*self.messages, *new)  # as later versions of transformers do
         ]
+        if takes_text_arguments(self.tokenizer):
+            messages = arguments_as_text(messages)
+        variables = {"xml_tools": self.tools} if "xml_tools" in self.tokenizer.chat_template else {}
         return self.tokenizer.apply_chat_template(
-            messages, tools=self.tools, add_generation_prompt=True, tokenize=False, **self.kwargs
+            messages, tools=self.tools, add_generation_prompt=True, tokenize=False, **variables, **self.kwargs
         )
 
     def sample(self, sampled: str | IntArray, finish_reason: FinishReason = "stop") -> None:

@@ -182,6 +182,11 @@ def save_turns_model(path: Path, **overrides: Any) -> Path:
     """A folder with a random model that calls the tool `look` often."""
     tokenizer = chat_tokenizers.make_tokenizer(TEMPLATE, chat_tokenizers.CHATML)
     tokenizer.response_template = LETTER_CALLS
+    return save_model(path, tokenizer, **overrides)
+
+
+def save_model(path: Path, tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Path:
+    """A folder with a random model and a tokenizer."""
     end = tokenizer.eos_token_id
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end, "max_position_embeddings": 4096}
     make_model("llama", **{**sizes, **overrides}).save_pretrained(path)

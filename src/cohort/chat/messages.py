@@ -132,6 +132,41 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
+def takes_text_arguments(tokenizer: Any) -> bool:
+    """Whether the chat template wants the arguments of tool calls as JSON text (DeepSeek's do), not as objects."""
+    try:
+        text = tokenizer.apply_chat_template(plain_messages(EXAMPLE[:2]), [EXAMPLE_TOOL], tokenize=False)
+        is_printed = "{'key': 'SentinelCall'}" in text  # as Python prints an object
+    except Exception:  # templates are code and may raise anything
+        is_printed = True
+    if not is_printed:
+        return False
+    try:
+        tokenizer.apply_chat_template(arguments_as_text(plain_messages(EXAMPLE[:2])), [EXAMPLE_TOOL], tokenize=False)
+    except Exception:  # then it rejects calls
+        return False
+    return True
+
+
+def arguments_as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with the arguments of tool calls as JSON text."""
+    return [
+        {**message, "tool_calls": [_call_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _call_with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return dict(call)
+    function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
     """Messages whose assistant contents, reasoning and arguments are sentinels."""

@@ -5,11 +5,23 @@ K = tokens of a context, C = sampled tokens of a turn, S = tokens of a suffix.
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cohort.chat.messages import EXAMPLE, EXAMPLE_TOOL, Masked, any_of, mask, plain_messages
+from cohort.chat.formats import find_thoughts
+from cohort.chat.messages import (
+    EXAMPLE,
+    EXAMPLE_TOOL,
+    REASONING_KEYS,
+    Masked,
+    any_of,
+    arguments_as_text,
+    mask,
+    plain_messages,
+    takes_text_arguments,
+)
 from cohort.errors import UserError, describe_error, did_you_mean
 from cohort.records import FinishReason, IntArray, Message
 
@@ -48,6 +60,9 @@ class ChatTemplate:
         self._name = f"the chat template of {name}" if name else "the chat template"
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         self._added_tokens = any_of(text for text in added if text.strip())  # Gemma's has line breaks
+        template = tokenizer.get_chat_template(tools=self._kwargs.get("tools"))
+        self._tool_variables = ("tools", "xml_tools") if "xml_tools" in template else ("tools",)  # SmolLM3's
+        self._takes_text = takes_text_arguments(tokenizer)
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> IntArray:
@@ -79,6 +94,7 @@ class ChatTemplate:
         *,
         sampled_ids: IntArray,
         finish_reason: FinishReason,
+        keep_history: bool = False,
     ) -> IntArray | None:
         """Return the ids that follow a sampled turn: its end, the messages `new` and the generation prompt, [S].
 
@@ -92,6 +108,7 @@ class ChatTemplate:
             sampled_ids: tokens of the sampled turn, including the end-of-turn token if sampled, [C].
             finish_reason: "stop": the suffix does not repeat the end-of-turn token, if one was sampled; "length": the
                 suffix supplies it.
+            keep_history: go on from the sampled tokens even where the template rewrites what was before.
 
         Returns:
             The ids, or None if the template does not continue what was sampled: given `new`, it drops or changes what
@@ -109,12 +126,83 @@ class ChatTemplate:
             self._text([*messages, *following], tools)  # raises unless only the sentinels were rejected
             return None
         if turn is None or not all(sentinel in turn for sentinel in masked.last):
-            return None
-        if messages[-1].get("reasoning_content") == "" and not turn.lstrip().startswith(self._marker(masked, tools)):
-            return None
+            return self._kept_suffix(masked, following, tools, sampled_ids, finish_reason) if keep_history else None
+        if messages[-1].get("reasoning_content") == "":
+            marker = self._marker(masked, tools)  # of the empty thought that the model wrote, unless the prompt did
+            if marker in self._decode(sampled_ids) and not turn.lstrip().startswith(marker):
+                return None
         end = max((turn.index(sentinel) + len(sentinel) for sentinel in masked.last), default=0)
         ends_inside_call = masked.last_is_call or not masked.last
         return self._continue(turn[end:], sampled_ids, finish_reason, ends_inside_call)
+
+    def _kept_suffix(
+        self, masked: Masked, new: Sequence[Message], tools: Tools, sampled_ids: IntArray, finish_reason: FinishReason
+    ) -> IntArray | None:
+        """Return what the template writes after the last assistant message, whatever it makes of those before."""
+        last = {key: value for key, value in masked.messages[-1].items() if key not in REASONING_KEYS}
+        if not last.get("content") and not masked.last_is_call:
+            last["content"] = masked.unused
+        text = self._text([*masked.messages[:-1], last, *new], tools)
+        end = max(text.rfind(sentinel) + len(sentinel) for sentinel in (*masked.last, masked.unused))
+        if not any(sentinel in text for sentinel in (*masked.last, masked.unused)):
+            return None
+        return self._continue(text[end:], sampled_ids, finish_reason, masked.last_is_call)
+
+    def rewrites(self, tools: Tools = None) -> str | None:
+        """Say what of its history the template changes, by a conversation with it; None if it keeps everything.
+
+        Sampled tokens then are not what the template renders, so a new token sequence starts.
+        """
+        template = self._tokenizer.get_chat_template(tools=self._kwargs.get("tools"))
+        user, call, result = EXAMPLE
+        answer: Message = {"role": "assistant", "content": "Done."}
+        more: Message = {"role": "user", "content": "More."}
+        schemas = tools or [EXAMPLE_TOOL]
+        conversations = [(answer, more, "drops thoughts before a new user message")]
+        if tools:
+            conversations.insert(0, (call, result, "drops thoughts once another message follows"))
+        for reasoning in self._possible_reasoning(find_thoughts(template, ()), template, schemas):
+            for turn, new, dropped in conversations:
+                if not self._keeps([user, {**turn, **reasoning}], [new], schemas):
+                    if reasoning.get("reasoning_content"):
+                        return dropped
+                    return (
+                        "changes a turn once another follows"
+                        if turn is call
+                        else ("changes earlier turns before a new user message")
+                    )
+        return None
+
+    def _possible_reasoning(
+        self, thoughts: tuple[str, str] | None, template: str, tools: Tools
+    ) -> Sequence[Mapping[str, str]]:
+        """Return the reasoning that turns may have: none, an empty one that the prompt writes, or some."""
+        some = {"reasoning_content": "Why."}
+        if thoughts is None:
+            return [{}, some] if "analysis" in template and "<|channel|>" in template else [{}]
+        prompt = self._text(plain_messages(EXAMPLE[:1]), tools).rstrip()
+        if prompt.endswith(thoughts[1]):
+            return [{"reasoning_content": ""}]
+        return [some] if prompt.endswith(thoughts[0]) else [{}, some]
+
+    def _keeps(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> bool:
+        masked = mask(plain_messages(history), plain_messages(new))
+        try:
+            turn = self._turn(masked.messages, plain_messages(new), tools)
+        except UserError:
+            return True  # a conversation that cannot be
+        return turn is not None and all(sentinel in turn for sentinel in masked.last)
+
+    @cached_property
+    def takes_errors_as_results(self) -> bool:
+        """Whether a tool message may follow an assistant message without calls, as after a malformed one."""
+        sentinel = "SentinelResult"
+        answer: Message = {"role": "assistant", "content": "Call."}
+        error: Message = {"role": "tool", "name": "call_me", "tool_call_id": "call00000", "content": sentinel}
+        try:
+            return sentinel in self._text(plain_messages([EXAMPLE[0], answer, error]), [EXAMPLE_TOOL])
+        except UserError:
+            return False
 
     def check_tools(self, tools: Tools) -> None:
         """Check that the template renders tool schemas, assistant tool calls and tool messages.
@@ -186,7 +274,9 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message], tools: Tools) -> str:
         """Render messages with the generation prompt as text."""
-        kwargs = self._kwargs | ({"tools": [dict(tool) for tool in tools]} if tools else {})
+        schemas = [dict(tool) for tool in tools or ()]
+        kwargs = self._kwargs | (dict.fromkeys(self._tool_variables, schemas) if schemas else {})
+        messages = arguments_as_text(messages) if self._takes_text else messages
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **kwargs

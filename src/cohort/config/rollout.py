@@ -25,6 +25,7 @@ _TURN_KEYS = (
     "max_turns",
     "max_trajectory_tokens",
     "trajectory_timeout_s",
+    "keep_thoughts",
     "environment_retries",
     "max_failed_ratio",
     "isolate",
@@ -112,6 +113,11 @@ class TurnsConfig(Section):
     )
     tool_timeout_s: float = Field(
         30.0, gt=0, description="Maximum time in seconds of a tool call, and of each call of an environment's methods."
+    )
+    keep_thoughts: bool = Field(
+        False,
+        description="Go on from the sampled tokens where the chat template would drop earlier thoughts or otherwise "
+        "rewrite the history. The model is then trained on contexts that its template does not render at inference.",
     )
     environment_retries: int = Field(
         1,

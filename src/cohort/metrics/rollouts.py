@@ -32,6 +32,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "turns/model_calls": _mean_or_nan([len(t.calls) for t, _ in intact]),
             "turns/masked_tokens": _mean_or_nan([num_masked_tokens(t) for t, _ in intact]),
             "turns/model_s": _mean_or_nan([s.model_s for _, s in intact]),
+            "turns/rewritten": _mean_or_nan([s.rewritten for _, s in intact]),
             "turns/environment_s": _mean_or_nan([s.environment_s for _, s in intact]),
         }
     return metrics | _tool_metrics(stats) | _environment_metrics([trajectory for trajectory, _ in intact])

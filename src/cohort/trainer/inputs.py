@@ -83,7 +83,8 @@ class Inputs:
             if dropped
         ]
         lost_text = describe_lost_text(self.tokenizer, self.prompts.prompts)
-        return [*dropped_prompts, *filter(None, [lost_text]), *self.sandbox.notes, *self.rewards.notes()]
+        rewrites = self.environments.notes() if self.environments is not None else []
+        return [*dropped_prompts, *filter(None, [lost_text]), *rewrites, *self.sandbox.notes, *self.rewards.notes()]
 
 
 def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:

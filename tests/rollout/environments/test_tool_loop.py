@@ -267,7 +267,7 @@ def test_a_failed_call_cancels_the_others(folder: Path, monkeypatch: pytest.Monk
 
 def test_a_malformed_call_is_answered_and_counted(folder: Path):
     trajectory = trajectory_of(folder, "<tool_call>{look}</tool_call>", "Sorry.", tools="look")
-    assert [message["role"] for message in trajectory.messages] == ["assistant", "user", "assistant"]
+    assert [message["role"] for message in trajectory.messages] == ["assistant", "tool", "assistant"]
     assert trajectory.stats is not None
     assert (trajectory.stats.malformed_calls, trajectory.stats.tool_calls) == (1, 0)
 

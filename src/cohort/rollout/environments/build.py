@@ -34,11 +34,30 @@ class Environments:
     parser: ResponseParser
     rewards: tuple[str, ...]  # names of the rewards that trajectories get from the program
     schemas: tuple[Schema, ...]  # of the tools that every row has
+    keep_thoughts: bool  # `rollout.keep_thoughts`
     plays_prompt: bool  # trajectories start with the row's prompt as it is, so every row needs one
     reset_columns: Mapping[str, tuple[str, ...]]  # columns that `reset` needs, by class
     names: tuple[str, ...]  # values of the column `environment`; empty without a mixture
     sources: tuple[EnvironmentSource, ...]
     agent: "AgentProgram | None" = None  # the program, if it is an agent
+
+    def notes(self) -> list[str]:
+        """Say what the chat template changes of sampled turns."""
+        if self.template is None:
+            return []
+        change = self.template.rewrites(self.schemas)
+        only_results_follow = self.plays_prompt and self.template.takes_errors_as_results
+        if change is None or (only_results_follow and "user message" in change):
+            return []
+        if self.keep_thoughts:
+            return [
+                f"the chat template {change}; rollout.keep_thoughts trains on the sampled history instead, which the "
+                "model will not see at inference"
+            ]
+        return [
+            f"the chat template {change}: such trajectories are trained as several sequences (turns/rewritten); "
+            "rollout.keep_thoughts: true trains on the sampled history instead"
+        ]
 
     def rows(self, count: int, *, seed: int) -> Rows | None:
         """Return the rows that the environment brings for a run without data; None if it brings none.
@@ -92,6 +111,7 @@ class Environments:
             prompt_column=prompt_column,
             retries=rollout.environment_retries,
             step_rewards_per_token=step_rewards_per_token,
+            keep_thoughts=rollout.keep_thoughts,
         )
 
 
@@ -147,6 +167,7 @@ def load_environments(
         parser=load.parser,
         rewards=tuple(dict.fromkeys(p.reward for p in parts.values() if p.reward is not None)),
         schemas=(*load.tool_schemas, *(only.schemas if only else ())),
+        keep_thoughts=rollout.keep_thoughts,
         plays_prompt=rollout.environment is None and rollout.agent is None,
         reset_columns={} if only is None or is_mixture else {only.name: only.required_columns},
         names=tuple(parts) if is_mixture else (),

@@ -96,6 +96,7 @@ class RolloutModel:
         sampling: SamplingParams,
         key: CallKey,
         limits: TurnLimits,
+        keep_thoughts: bool = False,
     ):
         """Create the model of one trajectory.
 
@@ -108,6 +109,7 @@ class RolloutModel:
             sampling: sampling parameters of all calls.
             key: key of the first call.
             limits: limits of the trajectory.
+            keep_thoughts: `rollout.keep_thoughts`.
         """
         self.prompt = prompt
         self.key = key
@@ -123,6 +125,8 @@ class RolloutModel:
         self._generate = generate
         self._sampling = sampling
         self._limits = limits
+        self._keep_thoughts = keep_thoughts
+        self.num_rewritten = 0  # continued chats for which the chat template started a new token sequence
         self._calls: dict[int, ModelCall] = {}  # by turn
         self._turns: list[_Turn] = []
         self._num_started = 0
@@ -185,7 +189,10 @@ class RolloutModel:
         call = await self._call(
             context_ids, train=train, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids
         )
-        reply = replace(self.parser.parse(call.token_ids, context_ids=context_ids, tools=tools), call=call)
+        reply = self.parser.parse(
+            call.token_ids, context_ids=context_ids, tools=tools, finish_reason=call.finish_reason
+        )
+        reply = replace(reply, call=call)
         if stop:
             reply = replace(reply, content=truncate_at_stop(reply.content, stop))
         message = copy.deepcopy(reply.message)
@@ -247,9 +254,11 @@ class RolloutModel:
                 tools,
                 sampled_ids=turn.call.token_ids,
                 finish_reason=turn.call.finish_reason,
+                keep_history=self._keep_thoughts,
             )
             if suffix is not None:
                 return np.concatenate([turn.call.context_ids, turn.call.token_ids, suffix])
+            self.num_rewritten += 1
         return self.template.render(messages, tools)
 
     async def _call(

@@ -124,8 +124,8 @@ class _Play:
         if not reply.errors:
             return messages
         errors = self.executor.cut("\n".join(reply.errors))
-        if not messages:
-            return [{"role": "user", "content": errors}]
+        if not messages:  # some templates forget all thoughts once a user message follows
+            return [{"role": "tool" if self.model.template.takes_errors_as_results else "user", "content": errors}]
         # templates that pair tool messages with calls have no place for one more message
         last = messages[-1]
         return [*messages[:-1], {**last, "content": f"{last['content']}\n{errors}"}]

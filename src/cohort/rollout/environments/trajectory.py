@@ -67,6 +67,7 @@ class TrajectoryRunner:
     limits: TurnLimits  # of every trajectory
     prompt_column: str  # name of the prompt column in rows
     retries: int  # times that a trajectory is repeated after its environment failed
+    keep_thoughts: bool = False  # go on from sampled tokens where the chat template rewrites the history
     step_rewards_per_token: bool = False  # credit step rewards to their turns, not only to the trajectory
 
     async def __call__(
@@ -86,6 +87,7 @@ class TrajectoryRunner:
                 sampling=sampling,
                 key=key,
                 limits=self.limits,
+                keep_thoughts=self.keep_thoughts,
             )
             try:
                 outcome, error = await self._attempt(model)
@@ -187,6 +189,7 @@ def _trajectory(
         stats=replace(
             outcome.stats,
             attempts=attempts,
+            rewritten=model.num_rewritten,
             model_s=model.model_s,
             environment_s=max(0.0, seconds - model.model_loop_s),
         ),
