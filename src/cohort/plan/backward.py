@@ -26,7 +26,8 @@ def layer_bytes_per_token(workload: Workload) -> int:
         trained, norm_input_bytes = _saved_inputs_adapter(workload, workload.adapter), 0
     norms = shape.norms_per_layer * (8 if workload.autocasts else 4 + norm_input_bytes) * shape.hidden
     query_norms = shape.has_query_norm * (4 + norm_input_bytes) * (shape.query_width + shape.key_width)
-    return norms + query_norms + attention + mlp + trained + a * shape.other_features
+    other = a * shape.other_features + 4 * shape.eager_features * (not workload.on_gpu)
+    return norms + query_norms + attention + mlp + trained + other
 
 
 def _saved_inputs_full(workload: Workload) -> int:
@@ -134,9 +135,7 @@ def _saved_bytes(workload: Workload) -> int:
 def transient_bytes(workload: Workload) -> int:
     """Peak temporaries besides the saved tensors: gradients in a layer's MLP, or DoRA's norms."""
     shape = workload.shape
-    gradients = (
-        2 * workload.compute_bytes * (shape.mlp_features + shape.hidden) * workload.packed_tokens
-    )
+    gradients = 2 * workload.compute_bytes * (shape.mlp_features + shape.hidden) * workload.packed_tokens
     return max(gradients, norm_bytes(workload))
 
 

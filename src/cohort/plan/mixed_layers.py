@@ -24,6 +24,7 @@ class Layer:
     vectors: int = 0  # parameters in norms, biases, convolutions
     expert_vectors: int = 0  # biases of one expert
     features: int = 0  # per token, saved for backward besides those of attention and MLP
+    eager_features: int = 0  # the same in float32 by PyTorch code instead of a GPU's kernels
     state: int = 0  # elements of the recurrent state of one sequence
 
 
@@ -75,7 +76,8 @@ def _qwen(config: Mapping[str, Any]) -> Layers:
     head, hidden = config.get("head_dim", 256), config["hidden_size"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     heads, size = config.get("linear_num_value_heads", 32), config.get("linear_value_head_dim", 128)
-    keys = config.get("linear_num_key_heads", 16) * config.get("linear_key_head_dim", 128)
+    key_size = config.get("linear_key_head_dim", 128)
+    keys = config.get("linear_num_key_heads", 16) * key_size
     values, kernel = heads * size, config.get("linear_conv_kernel_dim", 4)
     experts = config.get("num_experts") or 0
     shared = config.get("shared_expert_intermediate_size", 512) if experts else config["intermediate_size"]
@@ -98,7 +100,9 @@ def _qwen(config: Mapping[str, Any]) -> Layers:
         vectors=norms + mixed * kernel + 2 * heads + size,
         # convolution's inputs and outputs, outputs before and after the norm, gates, and products within chunks of 64
         features=2 * mixed + 3 * values + (64 + 4) * heads,
-        state=mixed * kernel + heads * size * config.get("linear_key_head_dim", 128),
+        # queries, keys, values and products with them; in chunks of 64, decays, scores and states
+        eager_features=heads * (8 * key_size + 4 * size + 5 * 64 + key_size * size // 32),
+        state=mixed * kernel + heads * size * key_size,
         **common,
     )
     types = _types(config, lambda i: "linear_attention" if (i + 1) % 4 else "full_attention")
@@ -140,7 +144,8 @@ def _gemma(config: Mapping[str, Any]) -> Layers:
                 **({"per_layer_input_gate": own, "per_layer_projection": own} if own else {}),
             },
             vectors=norms + head * (1 if borrows else 2) + bias,
-            features=4 * own,
+            # the gated input and its norm; norms save float32
+            features=(4 * own + 5 * hidden) * (own > 0) + 2 * key,
         )
 
     types = _types(config, lambda i: "sliding_attention" if (i + 1) % 6 and i + 1 < number else "full_attention")
@@ -186,15 +191,16 @@ def _gpt_oss(config: Mapping[str, Any]) -> Layers:
     query, key, experts = heads * head, config["num_key_value_heads"] * head, config["num_local_experts"]
     bias = (query + 2 * key + hidden) if config.get("attention_bias", True) else 0
     mlp = config["intermediate_size"]
+    chosen = config.get("num_experts_per_tok") or config.get("experts_per_token") or 4
     layer = Layer(
         query=query,
         key=key,
         expert=mlp,
+        features=4 * mlp * chosen,  # clamped and scaled gates
         linears=_attention(query, key),
         vectors=2 * hidden + bias + heads + experts,
         expert_vectors=2 * mlp + hidden,
     )
-    chosen = config.get("num_experts_per_tok") or config.get("experts_per_token") or 4
     return Layers(layers=(layer,) * config["num_hidden_layers"], experts=experts, chosen=chosen)
 
 

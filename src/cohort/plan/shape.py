@@ -1,7 +1,8 @@
 """Shape of a language model and its adapter, from `config.json` or a table of presets, without weights or torch.
 
-Supports decoders with attention and a gated MLP or mixture of experts per layer, and as their mean layer those with
-different ones (`mixed_layers`). Parameter counts are exact; tests compare them with the models that transformers builds.
+Supports decoders with attention and a gated MLP or mixture of experts per layer. Models whose layers differ are counted
+by the mean of their layers (`mixed_layers`). Parameter counts are exact; tests compare them with the models that
+transformers builds.
 
 A target of an adapter matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an
 unknown name all linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`.
@@ -60,6 +61,7 @@ class ModelShape:
     own_experts: tuple[WeightShape, ...] = ()  # its router and experts
     shared_mlp: int = 0  # width of an MLP beside experts
     other_features: int = 0  # per token and layer, saved for backward besides those of attention and MLP
+    eager_features: int = 0  # more of them without a GPU's kernels, in float32
     state_elements: int = 0  # of one sequence: recurrent states of all layers
     has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
     approximate: bool = False  # from `similar_shape`
@@ -336,7 +338,7 @@ def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         num_heads=_number(config, "num_attention_heads"),
         tied=bool(config.get("tie_word_embeddings", tied)),
         norms_per_layer=4 if "gemma4" in config["model_type"] else 2,
-        has_query_norm="gpt_oss" != config["model_type"],
+        has_query_norm=config["model_type"] != "gpt_oss",
         layer_parameters=total // count,
         active_layer_parameters=active // count,
         other_parameters=parts.outer_parameters + total % count,
@@ -352,6 +354,7 @@ def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         if routed
         else (),
         other_features=parts.mean("features"),
+        eager_features=parts.mean("eager_features"),
         state_elements=sum(layer.state for layer in parts.layers),
         experts=parts.experts if routed else 1,
         experts_per_token=parts.chosen if routed else 1,
