@@ -1,15 +1,21 @@
 """The plan's shapes of `bench/families.py`'s models: parameters, and those that one token is multiplied with."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
 from cohort.config import Config
+from cohort.packing.segments import NO_PARENT, build_attention_metadata
+from cohort.plan.backward import window_bytes
+from cohort.plan.hardware import Hardware
 from cohort.plan.memory import plan_memory
 from cohort.plan.mixed_layers import MIXED
+from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import _FAMILIES, preset_shape, shape_from_config
 from cohort.plan.timing import training_operations
+from cohort.plan.workload import process_workload
 from families import FAMILIES, make_model
 from test_plan_memory import workload
 
@@ -71,6 +77,44 @@ def test_multimodal_checkpoints_are_planned_as_their_language_model(outer: str, 
     assert shape.num_parameters == model.num_parameters()
     tied = shape_from_config({**config, "tie_word_embeddings": True}, name=name)
     assert tied.num_parameters == model.num_parameters() - (not shape.tied) * shape.head_parameters
+
+
+def test_keys_of_windows_are_in_the_memory_of_backward():
+    """Of each completion's copy, with its gradients, in as many rows as attention gathers."""
+    prompt, completion, group, window = 12, 5, 3, 8
+    lengths, parents = [prompt, *[completion] * group], [NO_PARENT, *[0] * group]
+    keys = build_attention_metadata(lengths, parents).limited(window, None).varlen.keys
+    assert keys is not None
+    gathered = sum(int(block.cu_seqlens[-1]) for block in keys) - sum(lengths)
+    run = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "exact"}]}
+    sizes = {"max_prompt_tokens": prompt, "max_completion_tokens": completion, "num_generations": group}
+    config, shape = Config(**run, rollout=sizes), preset_shape("mistral-7b")
+    some, all_seen = (
+        process_workload(
+            *(config, replace(shape, window=tokens)),
+            Hardware(gpu_name="", gpu_memory_bytes=1, gpus_per_node=1, nodes=1),
+            plan_micro_batches(config, 1, prompt + group * completion),
+            shared=False,
+        )
+        for tokens in (window, prompt + completion)
+    )
+    assert some.window_tokens == gathered == group * (window - 1)
+    assert all_seen.window_tokens == 0
+    assert window_bytes(some, backward=True) == 4 * some.compute_bytes * 1024 * gathered
+    assert window_bytes(replace(some, on_gpu=False), backward=True) == 0
+    many = replace(some, window_tokens=10**7)
+    assert (
+        plan_memory(many).total("backward")
+        > plan_memory(some).total("backward") + 4 * some.compute_bytes * 1024 * 9 * 10**6
+    )
+
+
+@pytest.mark.parametrize(("name", "window"), [("Mistral", 512), ("Llama 4 (text), short chunks", 8), ("Qwen3", None)])
+def test_windows(name: str, window: int | None):
+    config = make_model(FAMILIES[name]).config.to_dict()
+    if name == "Qwen3":
+        config["sliding_window"] = 4096  # unused without use_sliding_window
+    assert shape_from_config(config, name=name).window == window
 
 
 def test_recurrent_states_are_in_the_memory_of_sampling():

@@ -86,6 +86,15 @@ def attention_transient_bytes(workload: Workload) -> int:
     return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
 
 
+def window_bytes(workload: Workload, *, backward: bool) -> int:
+    """Temporary copies of the prompt's keys and values for each completion's window, and in backward their gradients.
+
+    On CPUs blocks of a few completions are computed one after the other, so that copies do not add up.
+    """
+    each = 2 * workload.compute_bytes * (1 + backward) * workload.shape.key_width
+    return each * workload.window_tokens * workload.on_gpu
+
+
 def saved_bytes_per_token(workload: Workload) -> int:
     """Bytes that one layer saves per token under the configured checkpointing."""
     shape, a, stream = workload.shape, workload.compute_bytes, _stream_bytes_per_token(workload)
@@ -143,7 +152,9 @@ def forward_only_bytes(workload: Workload) -> int:
     """Peak activation memory of one layer without backward: the MLP's wide tensors or a norm's float32 ones."""
     shape, a = workload.shape, workload.compute_bytes
     widest = max(3 * a * shape.mlp_features, 12 * shape.hidden)
-    return (widest + 2 * a * shape.hidden) * workload.packed_tokens + norm_bytes(workload)
+    at_attention = 2 * a * (shape.query_width + shape.key_width) * workload.packed_tokens
+    peak = max(widest * workload.packed_tokens, window_bytes(workload, backward=False) + at_attention)
+    return peak + 2 * a * shape.hidden * workload.packed_tokens + norm_bytes(workload)
 
 
 CPU_BLOCK = 1 << 21  # logits per softmax block without a fused kernel, in the symbolic run
@@ -248,6 +259,7 @@ def backward_parts(workload: Workload) -> dict[str, int]:
         activations
         - transient_bytes(workload)
         + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
+        + window_bytes(workload, backward=True)
     )
     # neither attention nor the head holds a dequantized weight
     activations = max(activations, at_attention - gathered * (workload.quantization is not None))

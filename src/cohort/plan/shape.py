@@ -56,6 +56,7 @@ class ModelShape:
     experts: int  # 1: a dense MLP
     experts_per_token: int
     max_positions: int | None  # prompt and completion together; None: unknown
+    window: int | None = None  # of layers with a window or chunks: tokens that a token attends to, at most
     other_parameters: int = 0  # outside of layers, embedding, head and norm; and what the mean of layers rounds off
     own_linears: tuple[tuple[str, int, int], ...] = ()  # `linear_layers` of the mean of different layers
     own_experts: tuple[WeightShape, ...] = ()  # its router and experts
@@ -314,6 +315,7 @@ def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
         experts=experts or 1,
         experts_per_token=chosen,
         max_positions=_known_positions(config),
+        window=_window(config),
     )
 
 
@@ -359,7 +361,18 @@ def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         experts=parts.experts if routed else 1,
         experts_per_token=parts.chosen if routed else 1,
         max_positions=_known_positions(config),
+        window=_window(config),
     )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Window or chunk size of those layers that have one; None if no layer has."""
+    types = config.get("layer_types")
+    if types and not {"sliding_attention", "chunked_attention"} & set(types):
+        return None
+    qwen = str(config.get("model_type")).startswith("qwen")  # these have to be asked for it
+    window = config.get("sliding_window") if config.get("use_sliding_window", not qwen) else None
+    return window or config.get("attention_chunk_size") or None
 
 
 def _known_positions(config: Mapping[str, Any]) -> int | None:
