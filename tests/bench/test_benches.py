@@ -38,7 +38,7 @@ SCRIPTS = {
     "trl_demo.py": "Cohort's step is ",
     "turns.py": "sampled tokens are the same",
     "view.py": "A demo step takes ",
-    "windows.py": "| 64 | shared prompts | ",
+    "windows.py": "| 64 | 256 | shared prompts | ",
 }
 
 

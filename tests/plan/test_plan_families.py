@@ -1,13 +1,36 @@
 """The plan's shapes of `bench/families.py`'s models: parameters, and those that one token is multiplied with."""
 
+import math
+from dataclasses import replace
+
 import pytest
+from transformers import AutoConfig
 
 from cohort.config import Config
-from cohort.plan.shape import _FAMILIES, shape_from_config
+from cohort.packing.segments import NO_PARENT, build_attention_metadata
+from cohort.plan.backward import window_bytes
+from cohort.plan.hardware import Hardware
+from cohort.plan.memory import plan_memory
+from cohort.plan.mixed_layers import MIXED
+from cohort.plan.schedule import plan_micro_batches
+from cohort.plan.shape import _FAMILIES, preset_shape, shape_from_config
 from cohort.plan.timing import training_operations
+from cohort.plan.workload import process_workload
 from families import FAMILIES, make_model
+from test_plan_memory import workload
 
-KNOWN = [name for name, family in FAMILIES.items() if family.model_type in _FAMILIES]
+KNOWN = [name for name, family in FAMILIES.items() if family.model_type in {**_FAMILIES, **MIXED}]
+GPT_OSS = {  # of the published config.json, which says `experts_per_token` too
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 201_088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -17,12 +40,90 @@ def test_parameters(name: str):
     assert shape.num_parameters == model.num_parameters()
     of_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     idle = of_experts * (1 - shape.experts_per_token / shape.experts)
-    assert shape.layers * (shape.layer_parameters - shape.active_layer_parameters) == idle
+    # where layers differ, the mean is rounded down
+    off = shape.layers * (shape.layer_parameters - shape.active_layer_parameters) - idle
+    assert abs(off) < (shape.layers if shape.own_linears else 1)
+    if shape.own_linears and not shape.other_parameters:  # even sizes: the mean layer has every element of the matrices
+        planned = shape.layers * sum(math.prod(w) for w in shape.layer_weights if len(w) > 1)
+        others = ("embed", "lm_head", "conv1d", "expert_gate", "_bias")
+        matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and not any(o in n for o in others)]
+        assert planned == sum(p.numel() for p in matrices)
     assert (of_experts > 0) == (shape.experts > 1)
 
 
 def test_every_family_is_compared():
-    assert {FAMILIES[name].model_type for name in KNOWN} == set(_FAMILIES)
+    assert {FAMILIES[name].model_type for name in KNOWN} == {*_FAMILIES, *MIXED}
+
+
+def test_published_models():
+    """Literal: of gpt-oss-20b's model card, 20.91 and 3.61 billion, counting the head as active."""
+    assert shape_from_config(GPT_OSS, name="gpt-oss-20b").num_parameters == 20_914_757_184
+    assert shape_from_config(GPT_OSS, name="gpt-oss-20b").active_parameters == pytest.approx(3.61e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("outer", "name"),
+    [
+        ("qwen3_5", "Qwen3.5 (text)"),
+        ("qwen3_5_moe", "Qwen3.5-MoE (text)"),
+        ("gemma4", "Gemma 4 (text) with shared keys"),
+        ("llama4", "Llama 4 (text), short chunks"),
+    ],
+)
+def test_multimodal_checkpoints_are_planned_as_their_language_model(outer: str, name: str):
+    model = make_model(FAMILIES[name])
+    config = AutoConfig.for_model(outer, text_config=model.config.to_dict()).to_dict()
+    shape = shape_from_config(config, name=name)
+    assert shape.num_parameters == model.num_parameters()
+    tied = shape_from_config({**config, "tie_word_embeddings": True}, name=name)
+    assert tied.num_parameters == model.num_parameters() - (not shape.tied) * shape.head_parameters
+
+
+def test_keys_of_windows_are_in_the_memory_of_backward():
+    """Of each completion's copy, with its gradients, in as many rows as attention gathers."""
+    prompt, completion, group, window = 12, 5, 3, 8
+    lengths, parents = [prompt, *[completion] * group], [NO_PARENT, *[0] * group]
+    keys = build_attention_metadata(lengths, parents).limited(window, None).varlen.keys
+    assert keys is not None
+    gathered = sum(int(block.cu_seqlens[-1]) for block in keys) - sum(lengths)
+    run = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "exact"}]}
+    sizes = {"max_prompt_tokens": prompt, "max_completion_tokens": completion, "num_generations": group}
+    config, shape = Config(**run, rollout=sizes), preset_shape("mistral-7b")
+    some, all_seen = (
+        process_workload(
+            *(config, replace(shape, window=tokens)),
+            Hardware(gpu_name="", gpu_memory_bytes=1, gpus_per_node=1, nodes=1),
+            plan_micro_batches(config, 1, prompt + group * completion),
+            shared=False,
+        )
+        for tokens in (window, prompt + completion)
+    )
+    assert some.window_tokens == gathered == group * (window - 1)
+    assert all_seen.window_tokens == 0
+    assert window_bytes(some, backward=True) == 4 * some.compute_bytes * 1024 * gathered
+    assert window_bytes(replace(some, on_gpu=False), backward=True) == 0
+    many = replace(some, window_tokens=10**7)
+    assert (
+        plan_memory(many).total("backward")
+        > plan_memory(some).total("backward") + 4 * some.compute_bytes * 1024 * 9 * 10**6
+    )
+
+
+@pytest.mark.parametrize(("name", "window"), [("Mistral", 512), ("Llama 4 (text), short chunks", 8), ("Qwen3", None)])
+def test_windows(name: str, window: int | None):
+    config = make_model(FAMILIES[name]).config.to_dict()
+    if name == "Qwen3":
+        config["sliding_window"] = 4096  # unused without use_sliding_window
+    assert shape_from_config(config, name=name).window == window
+
+
+def test_recurrent_states_are_in_the_memory_of_sampling():
+    """Literal: 3 rows of a layer that keeps 4 inputs of 64 channels and 4 matrices of 8 x 8."""
+    shape = shape_from_config(make_model(FAMILIES["Qwen3.5 (text)"]).config.to_dict(), name="delta")
+    some = workload(shape, sampled_sequences=3, sampled_tokens=10)
+    assert plan_memory(some).phases["sampling"]["recurrent states"] == 4 * 3 * (4 * 64 + 4 * 8 * 8)
+    other = workload(preset_shape("0.5b"), sampled_sequences=3, sampled_tokens=10)
+    assert "recurrent states" not in plan_memory(other).phases["sampling"]
 
 
 def test_a_loss_of_routers_takes_a_forward_pass():

@@ -181,6 +181,47 @@ def test_closed_form_agrees_with_the_symbolic_run(
     assert "critic" not in more or plan_memory(replace(some, shape=shape)).peak_bytes > plan.peak_bytes
 
 
+@slow(OTHER_SHAPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8192},
+        {
+            "model_type": "gemma4_text",
+            "global_head_dim": 128,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 8192,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 2048,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {
+            "model_type": "qwen3_5_text",
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ],
+    ids=lambda model: model["model_type"],
+)
+def test_the_mean_of_different_layers_agrees_with_the_symbolic_run(model: dict[str, Any], checkpointing: bool) -> None:
+    """Measured differences are at most 1 % for gpt-oss, and 9 % for the others."""
+    config = {**SMALL, "intermediate_size": 512, "vocab_size": 2048, "head_dim": 64, **model}
+    prompt, completion, group = 128, 256, 4
+    tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "num_generations": group}
+    tracked = track_step(config, world_size=2, **tokens, gradient_checkpointing=checkpointing, adapter=None)
+    shape = shape_from_config(config, name="small")
+    sizes = {"packed_tokens": prompt + group * (completion - 1), "loss_tokens": group * completion}
+    some = workload(shape, processes=2, checkpointing=checkpointing, on_gpu=False, **sizes)
+    plan = plan_memory(some)
+    assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.001)
+    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=0.1)
+    alike = replace(some, shape=replace(shape, other_features=0, eager_features=0))  # control
+    assert plan_memory(alike).total("backward") < 0.93 * tracked.train_bytes
+
+
 def test_state_of_an_adapter_on_eight_gpus() -> None:
     """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
     shape = preset_shape("7b")

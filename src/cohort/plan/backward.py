@@ -17,7 +17,7 @@ def layer_bytes_per_token(workload: Workload) -> int:
     """Bytes that one layer saves for backward per token, without checkpointing."""
     shape, a = workload.shape, workload.compute_bytes
     attention = 2 * a * (shape.query_width + shape.key_width) + 4 * shape.num_heads  # plus log-sum-exps
-    mlp = shape.experts_per_token * 3 * a * shape.mlp  # gate input, gate output, gated product
+    mlp = 3 * a * shape.mlp_features  # gate input, gate output, gated product
     if shape.experts_per_token > 1:
         mlp += shape.experts_per_token * 2 * a * shape.hidden  # tokens dispatched to experts and combined
     if workload.adapter is None:
@@ -26,7 +26,8 @@ def layer_bytes_per_token(workload: Workload) -> int:
         trained, norm_input_bytes = _saved_inputs_adapter(workload, workload.adapter), 0
     norms = shape.norms_per_layer * (8 if workload.autocasts else 4 + norm_input_bytes) * shape.hidden
     query_norms = shape.has_query_norm * (4 + norm_input_bytes) * (shape.query_width + shape.key_width)
-    return norms + query_norms + attention + mlp + trained
+    other = a * shape.other_features + 4 * shape.eager_features * (not workload.on_gpu)
+    return norms + query_norms + attention + mlp + trained + other
 
 
 def _saved_inputs_full(workload: Workload) -> int:
@@ -34,7 +35,7 @@ def _saved_inputs_full(workload: Workload) -> int:
     shape, a = workload.shape, workload.compute_bytes
     # under autocast norms return float32, and each matmul casts its own input
     into_products = 5 if workload.autocasts else shape.norms_per_layer
-    return a * (into_products * shape.hidden + shape.experts_per_token * shape.mlp)
+    return a * (into_products * shape.hidden + shape.mlp_features)
 
 
 def _saved_inputs_adapter(workload: Workload, adapter: AdapterShape) -> int:
@@ -70,7 +71,7 @@ def norm_bytes(workload: Workload) -> int:
 def mlp_bytes_per_token(workload: Workload) -> int:
     """The part of `layer_bytes_per_token` that is already freed when backward reaches the layer's attention."""
     shape, a = workload.shape, workload.compute_bytes
-    mlp = shape.experts_per_token * 4 * a * shape.mlp
+    mlp = 4 * a * shape.mlp_features
     return min(mlp, layer_bytes_per_token(workload)) + shape.norms_per_layer // 2 * 4 * shape.hidden
 
 
@@ -83,6 +84,15 @@ def attention_transient_bytes(workload: Workload) -> int:
         shared_prompts = 4 * a * shape.query_width * workload.shares_prompts
         return 2 * a * width + shared_prompts + 4 * width * shape.has_query_norm
     return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
+
+
+def window_bytes(workload: Workload, *, backward: bool) -> int:
+    """Temporary copies of the prompt's keys and values for each completion's window, and in backward their gradients.
+
+    On CPUs blocks of a few completions are computed one after the other, so that copies do not add up.
+    """
+    each = 2 * workload.compute_bytes * (1 + backward) * workload.shape.key_width
+    return each * workload.window_tokens * workload.on_gpu
 
 
 def saved_bytes_per_token(workload: Workload) -> int:
@@ -134,17 +144,17 @@ def _saved_bytes(workload: Workload) -> int:
 def transient_bytes(workload: Workload) -> int:
     """Peak temporaries besides the saved tensors: gradients in a layer's MLP, or DoRA's norms."""
     shape = workload.shape
-    gradients = (
-        2 * workload.compute_bytes * (shape.experts_per_token * shape.mlp + shape.hidden) * workload.packed_tokens
-    )
+    gradients = 2 * workload.compute_bytes * (shape.mlp_features + shape.hidden) * workload.packed_tokens
     return max(gradients, norm_bytes(workload))
 
 
 def forward_only_bytes(workload: Workload) -> int:
     """Peak activation memory of one layer without backward: the MLP's wide tensors or a norm's float32 ones."""
     shape, a = workload.shape, workload.compute_bytes
-    widest = max(3 * a * shape.experts_per_token * shape.mlp, 12 * shape.hidden)
-    return (widest + 2 * a * shape.hidden) * workload.packed_tokens + norm_bytes(workload)
+    widest = max(3 * a * shape.mlp_features, 12 * shape.hidden)
+    at_attention = 2 * a * (shape.query_width + shape.key_width) * workload.packed_tokens
+    peak = max(widest * workload.packed_tokens, window_bytes(workload, backward=False) + at_attention)
+    return peak + 2 * a * shape.hidden * workload.packed_tokens + norm_bytes(workload)
 
 
 CPU_BLOCK = 1 << 21  # logits per softmax block without a fused kernel, in the symbolic run
@@ -249,6 +259,7 @@ def backward_parts(workload: Workload) -> dict[str, int]:
         activations
         - transient_bytes(workload)
         + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
+        + window_bytes(workload, backward=True)
     )
     # neither attention nor the head holds a dequantized weight
     activations = max(activations, at_attention - gathered * (workload.quantization is not None))

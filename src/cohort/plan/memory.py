@@ -220,6 +220,7 @@ def _sampling(workload: Workload) -> dict[str, int]:
     return {
         "gathered weights": copied,
         **({"packed weights": packed} if packed else {}),
+        **({"recurrent states": 4 * shape.state_elements * workload.sampled_sequences} if shape.state_elements else {}),
         "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
         "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # float32 logits and one sorted or scaled copy
     }

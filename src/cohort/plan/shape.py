@@ -1,7 +1,8 @@
 """Shape of a language model and its adapter, from `config.json` or a table of presets, without weights or torch.
 
-Supports decoders with attention and a gated MLP or mixture of experts per layer. Parameter counts are exact; tests
-compare them with the models that transformers builds.
+Supports decoders with attention and a gated MLP or mixture of experts per layer. Models whose layers differ are counted
+by the mean of their layers (`mixed_layers`). Parameter counts are exact; tests compare them with the models that
+transformers builds.
 
 A target of an adapter matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an
 unknown name all linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`.
@@ -12,15 +13,16 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from cohort.config import Config
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.mixed_layers import MIXED
 
 _TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
@@ -54,6 +56,14 @@ class ModelShape:
     experts: int  # 1: a dense MLP
     experts_per_token: int
     max_positions: int | None  # prompt and completion together; None: unknown
+    window: int | None = None  # of layers with a window or chunks: tokens that a token attends to, at most
+    other_parameters: int = 0  # outside of layers, embedding, head and norm; and what the mean of layers rounds off
+    own_linears: tuple[tuple[str, int, int], ...] = ()  # `linear_layers` of the mean of different layers
+    own_experts: tuple[WeightShape, ...] = ()  # its router and experts
+    shared_mlp: int = 0  # width of an MLP beside experts
+    other_features: int = 0  # per token and layer, saved for backward besides those of attention and MLP
+    eager_features: int = 0  # more of them without a GPU's kernels, in float32
+    state_elements: int = 0  # of one sequence: recurrent states of all layers
     has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
     approximate: bool = False  # from `similar_shape`
 
@@ -70,7 +80,8 @@ class ModelShape:
     @property
     def non_layer_parameters(self) -> int:
         """Parameters outside of layers: embedding, head, final norm."""
-        return self.embedding_parameters + self.head_parameters * (not self.tied) + self.hidden
+        head = self.head_parameters * (not self.tied)
+        return self.embedding_parameters + head + self.hidden + self.other_parameters
 
     @property
     def num_parameters(self) -> int:
@@ -81,6 +92,11 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with, head included."""
         return self.layers * self.active_layer_parameters + self.head_parameters
+
+    @property
+    def mlp_features(self) -> int:
+        """Width of all MLPs that one token goes through in a layer."""
+        return self.experts_per_token * self.mlp + self.shared_mlp
 
     def kv_bytes(self, bytes_each: int) -> int:
         """KV-cache bytes per token."""
@@ -93,6 +109,8 @@ class ModelShape:
     @property
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
         """(in, out) features of a layer's `nn.Linear` modules, without experts and routers."""
+        if self.own_linears:
+            return {name: (fan_in, fan_out) for name, fan_in, fan_out in self.own_linears}
         hidden, query, key, mlp = self.hidden, self.query_width, self.key_width, self.mlp
         layers = {
             "q_proj": (hidden, query),
@@ -108,7 +126,8 @@ class ModelShape:
     def layer_weights(self) -> tuple[WeightShape, ...]:
         """Weight shapes of one layer as in transformers, with all vectors merged into one."""
         weights: list[WeightShape] = [(fan_out, fan_in) for fan_in, fan_out in self.linear_layers.values()]
-        if self.experts > 1:
+        weights += self.own_experts
+        if self.experts > 1 and not self.own_experts:
             experts, mlp = self.experts, self.mlp
             weights += [(experts, self.hidden), (experts, 2 * mlp, self.hidden), (experts, self.hidden, mlp)]
         return (*weights, (self.layer_parameters - sum(map(math.prod, weights)),))
@@ -118,7 +137,8 @@ class ModelShape:
         """Weight shapes outside of layers."""
         table = (self.vocabulary, self.hidden)
         head = (1, self.hidden + 1) if self.has_value_head else table
-        return (table, *([] if self.tied else [head]), (self.hidden,))
+        others = [(self.other_parameters,)] if self.other_parameters else []
+        return (table, *([] if self.tied else [head]), (self.hidden,), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +236,25 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"]
-        outer_type = str(config.get("model_type"))
-        config = {"model_type": f"{outer_type}_text", **inner}
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # decides for both
+        config = {"model_type": f"{config.get('model_type')}_text", **inner, **tied}
     model_type = config.get("model_type")
+    if model_type in MIXED:
+        return _or_refused(_mixed_shape, config, name)
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UserError(
             f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
-            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model"
+            f"({', '.join([*_FAMILIES, *MIXED])}); give the shape of a similar model with --model"
         )
+    return _or_refused(partial(_shape, family), config, name)
+
+
+def _or_refused(
+    parse: Callable[[Mapping[str, Any], str], ModelShape], config: Mapping[str, Any], name: str
+) -> ModelShape:
     try:
-        return _shape(config, family, name)
+        return parse(config, name)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a positive number") from error
 
@@ -248,7 +276,7 @@ def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) 
     return replace(like, layer_parameters=layer, active_layer_parameters=active, approximate=True)
 
 
-def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
+def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     key_heads = _number(config, "num_key_value_heads", heads)
     head_dim = _number(config, "head_dim", family.head_dim or hidden // heads)
@@ -287,7 +315,64 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
         experts=experts or 1,
         experts_per_token=chosen,
         max_positions=_known_positions(config),
+        window=_window(config),
     )
+
+
+def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The mean layer of a model whose layers differ; all its parameters are counted."""
+    read, tied = MIXED[config["model_type"]]
+    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    parts = read(config)
+    count, query, expert = len(parts.layers), parts.mean("query"), parts.mean("expert")
+    total, active = (parts.parameters(hidden, n) for n in (parts.experts, parts.chosen))
+    routed = sum(layer.expert > 0 for layer in parts.layers)
+    into_hidden = ("o_proj", "out_proj", "down_proj", "per_layer_projection")
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        mlp=expert if routed else parts.mean("mlp"),
+        shared_mlp=parts.mean("mlp") if routed else 0,
+        layers=count,
+        vocabulary=vocabulary,
+        query_width=query,
+        key_width=parts.mean("key"),
+        num_heads=_number(config, "num_attention_heads"),
+        tied=bool(config.get("tie_word_embeddings", tied)),
+        norms_per_layer=4 if "gemma4" in config["model_type"] else 2,
+        has_query_norm=config["model_type"] != "gpt_oss",
+        layer_parameters=total // count,
+        active_layer_parameters=active // count,
+        other_parameters=parts.outer_parameters + total % count,
+        own_linears=tuple(
+            (linear, side, hidden) if linear in into_hidden else (linear, hidden, side)
+            for linear, side in parts.linears.items()
+        ),
+        own_experts=(
+            (parts.experts * routed // count, hidden),
+            (parts.experts, 2 * expert, hidden),
+            (parts.experts, hidden, expert),
+        )
+        if routed
+        else (),
+        other_features=parts.mean("features"),
+        eager_features=parts.mean("eager_features"),
+        state_elements=sum(layer.state for layer in parts.layers),
+        experts=parts.experts if routed else 1,
+        experts_per_token=parts.chosen if routed else 1,
+        max_positions=_known_positions(config),
+        window=_window(config),
+    )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Window or chunk size of those layers that have one; None if no layer has."""
+    types = config.get("layer_types")
+    if types and not {"sliding_attention", "chunked_attention"} & set(types):
+        return None
+    qwen = str(config.get("model_type")).startswith("qwen")  # these have to be asked for it
+    window = config.get("sliding_window") if config.get("use_sliding_window", not qwen) else None
+    return window or config.get("attention_chunk_size") or None
 
 
 def _known_positions(config: Mapping[str, Any]) -> int | None:

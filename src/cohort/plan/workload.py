@@ -48,6 +48,7 @@ class Workload:
     framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
     shares_prompts: bool = True  # completions of a row share their prompt's computation
+    window_tokens: int = 0  # of the prompt, gathered for completions in a layer with a window or chunks
     adapter: AdapterShape | None = None  # None: full fine-tuning
     freezes: bool = False  # some weights are frozen, but counted as trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
@@ -174,6 +175,7 @@ def process_workload(
         kept_base_bytes=served_base_bytes(config, shape) if keeps_base else 0,
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
+        window_tokens=_window_tokens(config, shape, micro_batches),
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.resident_bytes,
         freezes=bool(model.freeze),
@@ -200,6 +202,14 @@ def served_base_bytes(config: Config, shape: ModelShape) -> int:
     features = sum(fan_in + fan_out for fan_in, fan_out in shape.linear_layers.values())
     space = 2 * adapter_shape(adapter, shape).rank * features * shape.layers
     return BYTES[serving_dtype(config, on_gpu=True)] * (shape.num_parameters + space) // rollout.tensor_parallel
+
+
+def _window_tokens(config: Config, shape: ModelShape, micro_batches: MicroBatchPlan) -> int:
+    """Tokens of the prompt that the windows of a micro-batch's completions reach; 0 if no sequence exceeds a window."""
+    prompt, window = config.rollout.max_prompt_tokens, shape.window
+    if window is None or prompt + config.rollout.max_new_tokens <= window:
+        return 0
+    return micro_batches.completions_per_micro_batch * min(window - 1, prompt)
 
 
 def _decode_batch(config: Config, micro_batches: MicroBatchPlan) -> tuple[int, int]:
