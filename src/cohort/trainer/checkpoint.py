@@ -157,7 +157,7 @@ def _check_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
     reader, found = dcp.FileSystemReader(folder / _OPTIMIZER), {"made_by": _BUILTIN}
     if "optimizer.custom.made_by" in reader.read_metadata().state_dict_metadata:
         dcp.load({"optimizer": {"custom": found}}, storage_reader=reader, no_dist=True)
-    now = state["optimizer"].get("custom", {}).get("made_by", _BUILTIN)
+    now = state.get("optimizer", {}).get("custom", {}).get("made_by", _BUILTIN)
     if found["made_by"] != now:
         raise UserError(
             f"optim: {str(folder)!r} has the state of {found['made_by']}, and this run has {now}; resume with the same "
