@@ -387,7 +387,7 @@ def _checkpointed(plan: Plan) -> str:
         return ""
     kind = "selective" if plan.config.model.gradient_checkpointing == "selective" else "full"
     difference = "more" if plan.checkpointing_s > 0 else "less"
-    return f" with {kind} checkpointing, {_digits(abs(plan.checkpointing_s), 2)} s {difference}"
+    return f" with {kind} checkpointing, {digits(abs(plan.checkpointing_s), 2)} s {difference}"
 
 
 def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
