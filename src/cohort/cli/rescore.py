@@ -193,13 +193,15 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
     section, field = (settings.eval, "eval.path") if is_eval else (settings.data, "data.path")
     if section is None or section.path is None:  # an environment brought the rows
         return {}
-    known = dict(enumerate(run.parts.eval_rows if is_eval else run.parts.rows))
-    missing = next((row["prompt_id"] for row in rows if row["prompt_id"] not in known), None)
+    dataset = run.parts.eval_rows if is_eval else run.parts.rows
+    ids = dict.fromkeys(row["prompt_id"] for row in rows)
+    missing = next((i for i in ids if i not in range(len(dataset))), None)
     if missing is not None:
         raise UserError(
-            f"--completions: prompt_id {missing} is not a row of the dataset, which has {len(known)} rows; use the "
+            f"--completions: prompt_id {missing} is not a row of the dataset, which has {len(dataset)} rows; use the "
             f"configuration of the run that wrote the file"
         )
+    known = {i: dataset[i] for i in ids}
     column = settings.eval.prompt if is_eval and settings.eval is not None else None
     for number, row in enumerate(rows):
         prompt = known[row["prompt_id"]].get(column or settings.data.prompt)

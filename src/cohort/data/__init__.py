@@ -1,15 +1,28 @@
-"""Load a dataset as prompts: files, chat template, order. Does not import torch, transformers or datasets."""
+"""Load a dataset as prompts: files, cache, chat template, order. Does not import torch, transformers or datasets."""
 
 from cohort.data.files import read_rows
 from cohort.data.order import PromptStream
-from cohort.data.prompts import PromptRenderer, PromptSet, build_prompts, describe_lost_text, read_content
+from cohort.data.prompts import (
+    PromptRenderer,
+    PromptSet,
+    SampledPrompts,
+    build_prompts,
+    describe_lost_text,
+    longest_tokens,
+    read_content,
+)
+from cohort.data.rows import columns_of, values_of
 
 __all__ = [
     "PromptRenderer",
     "PromptSet",
     "PromptStream",
+    "SampledPrompts",
     "build_prompts",
+    "columns_of",
     "describe_lost_text",
+    "longest_tokens",
     "read_content",
     "read_rows",
+    "values_of",
 ]

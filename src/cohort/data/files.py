@@ -1,24 +1,28 @@
 """Read rows, each a dict of columns, from a path or a Hugging Face dataset id.
 
 Supported: `.jsonl`, `.ndjson`, `.json`, `.parquet` and `.csv` files; a folder written by `datasets.save_to_disk`; a
-folder of data files; a dataset id on the Hugging Face Hub.
+folder of data files; a dataset id on the Hugging Face Hub. Small data are read into memory; large data stay on disk, as
+they are or converted once into the user's cache.
 """
 
 import csv
 import errno
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
+from cohort.data.cache import content_key
+from cohort.data.rows import ConvertedRows, DatasetRows, JoinedRows, ParquetRows, Row, StoredRows, file_state
 from cohort.errors import UserError, describe_error, did_you_mean, suggest
 
-Row = dict[str, Any]
+Rows = list[Row] | StoredRows
 
 # Defaults of `data.split` and `eval.split`: allowed for data without splits.
 _DEFAULT_SPLITS = ("train", "test")
@@ -26,6 +30,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # A missing path with one of these endings is meant as a file: asking the Hub for it would only hide the typo.
 _FILE_ENDINGS = {".arrow", ".bz2", ".feather", ".gz", ".parq", ".pkl", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip"}
 _CSV_FIELD_BYTES = 2**31 - 1
+_IN_MEMORY_BYTES = 32 << 20  # of data that are not worth a copy in the cache
 _MOST_FILES = 20_000  # in a folder of data files; `datasets` would look at each
 
 
@@ -33,8 +38,11 @@ class _UnreadableError(Exception):
     """Describes what is wrong with the data; `read_rows` adds the name of the field."""
 
 
-def read_rows(path: str, *, field: str, split: str = "train", name: str | None = None) -> list[Row]:
-    """Return all rows of the data at `path`, in file order, each a dict from column name to value.
+def read_rows(path: str, *, field: str, split: str = "train", name: str | None = None) -> Rows:
+    """Return the rows of the data at `path`, in file order, each a dict from column name to value.
+
+    They are checked from the first to the last, and only small data are a list. Columns of large Parquet files are
+    read, and found damaged, when they are asked for.
 
     A path that does not exist is taken as an id on the Hugging Face Hub. `field` is the configuration key named in
     messages.
@@ -53,7 +61,7 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
             and "test", is given for data without them.
     """
     try:
-        rows = _read(path, split, name)
+        rows = _read(path, split, name, f"{field}={path!r:.300}")
         if not rows:
             raise _UnreadableError("has no rows; at least one prompt is needed")
     except _UnreadableError as error:
@@ -63,7 +71,7 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
     return rows
 
 
-def _read(path: str, split: str, name: str | None) -> list[Row]:
+def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     if isinstance(path, NamedObject):
         return _read_object(path.value)
     if is_unnamed(path):
@@ -86,14 +94,16 @@ def _read(path: str, split: str, name: str | None) -> list[Row]:
     if found.is_dir():
         if found.resolve() == Path(found.resolve().anchor):
             raise _UnreadableError(f"is the root of the file system; use {_what_works()}")
-        return _read_folder(found, split, name)
+        return _read_folder(found, split, name, where)
     if split not in _DEFAULT_SPLITS or name is not None:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
         raise _UnreadableError(f"is a single file, where {option} has no effect; leave it out, or use a folder or id")
-    return _read_file(found)
+    return _read_file(found, where)
 
 
-def _read_object(rows: Iterable[Any]) -> list[Row]:
+def _read_object(rows: Iterable[Any]) -> Rows:
+    if (datasets := sys.modules.get("datasets")) and isinstance(rows, datasets.Dataset):
+        return _rows_of_dataset(rows)
     found = []
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -124,40 +134,51 @@ def _missing(file: Path) -> str:
     return f"no such file in the folder {folder}{hint}"
 
 
-def _read_file(file: Path) -> list[Row]:
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None:
+def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Rows:
+    """Read a file. `where` begins the messages of errors in columns of Parquet that are read later."""
+    kind = file.suffix.lower()
+    if kind not in _READERS:
         raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
     try:
         if file.stat().st_size == 0:
             raise _UnreadableError("the file is empty (0 bytes)")
-        return reader(file)
+        is_large = is_part_of_large or file.stat().st_size > _IN_MEMORY_BYTES
+        if (read := _READERS[kind]) is None:
+            return _read_parquet(file, where, is_large=is_large)
+        return _convert(file, read) if is_large else list(read(file))
     except OSError as error:
         raise _UnreadableError(f"cannot be read: {error.strerror or error}") from error
+
+
+def _convert(file: Path, read: "_Reader") -> StoredRows:
+    before = file_state(file)
+    rows = ConvertedRows(content_key(file, file.suffix.lower()), lambda: read(file))
+    if file_state(file) != before:
+        raise _UnreadableError("the file has changed while it was read; start again when it is complete")
+    return rows
 
 
 # JSON
 
 
-def _read_json_lines(file: Path) -> list[Row]:
-    """Read one object per line. Splits at line feeds only: JSON strings may hold other Unicode line breaks."""
-    rows = []
+def _json_lines(file: Path) -> Iterator[Row]:
+    """Yield one object per line. Splits at line feeds only: JSON strings may hold other Unicode line breaks."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"line {number}"
-                rows.append(_require_object(_parse_json(line, where), where))
-    return rows
+                yield _require_object(_parse_json(line, where), where)
 
 
-def _read_json(file: Path) -> list[Row]:
-    """Read an array of objects, or one object per line."""
+def _json(file: Path) -> Iterator[Row]:
+    """Yield the objects of an array, or one object per line."""
     with file.open("rb") as lines:
         start = next((line.strip() for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        return _read_json_lines(file)
-    values = _parse_json(file.read_bytes(), "the file")
-    return [_require_object(value, f"element {number}") for number, value in enumerate(values, start=1)]
+        yield from _json_lines(file)
+        return
+    for number, value in enumerate(_parse_json(file.read_bytes(), "the file"), start=1):
+        yield _require_object(value, f"element {number}")
 
 
 def _parse_json(data: bytes, where: str) -> Any:
@@ -199,15 +220,15 @@ def _require_object(value: Any, where: str) -> Row:
 # CSV and Parquet
 
 
-def _read_csv(file: Path) -> list[Row]:
-    """Read rows of strings; the `csv` module infers no types."""
+def _csv(file: Path) -> Iterator[Row]:
+    """Yield rows of strings; the `csv` module infers no types."""
     # Long prompts exceed the module's 128 KiB limit, which is global: restore it afterwards.
     previous_limit = csv.field_size_limit(_CSV_FIELD_BYTES)
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.reader(lines, strict=True)
             try:
-                return _csv_rows(reader)
+                yield from _csv_rows(reader)
             except csv.Error as error:
                 raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
             except UnicodeDecodeError as error:
@@ -216,10 +237,9 @@ def _read_csv(file: Path) -> list[Row]:
         csv.field_size_limit(previous_limit)
 
 
-def _csv_rows(reader: Any) -> list[Row]:
+def _csv_rows(reader: Any) -> Iterator[Row]:
     header: list[str] = next((record for record in reader if record), [])
     _refuse_repeated(header)
-    rows = []
     for record in reader:
         if not record:  # a blank line
             continue
@@ -228,18 +248,21 @@ def _csv_rows(reader: Any) -> list[Row]:
                 f"line {reader.line_num} has {len(record)} values, but the first line names {len(header)} columns "
                 f"({', '.join(header)}); put values with commas or line breaks in double quotes"
             )
-        rows.append(dict(zip(header, record, strict=True)))
-    return rows
+        yield dict(zip(header, record, strict=True))
 
 
-def _read_parquet(file: Path) -> list[Row]:
+def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as parquet:
             _refuse_repeated(parquet.schema_arrow.names)
-            return parquet.read().to_pylist()
+            groups = (parquet.metadata.row_group(i) for i in range(parquet.num_row_groups))
+            if not is_large and sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
+                rows: list[Row] = parquet.read().to_pylist()
+                return rows
+        return ParquetRows(file, where)
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
 
@@ -250,18 +273,20 @@ def _refuse_repeated(columns: Iterable[str]) -> None:
         raise _UnreadableError(f"names the column {repeated[0]!r} more than once; give every column its own name")
 
 
-_READERS: Mapping[str, Callable[[Path], list[Row]]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
+_Reader = Callable[[Path], Iterator[Row]]
+# None: Parquet, whose columns can be read on their own
+_READERS: Mapping[str, _Reader | None] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".parquet": None,
+    ".csv": _csv,
 }
 
 # Folders and the Hub
 
 
-def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
+def _read_folder(folder: Path, split: str, name: str | None, where: str) -> Rows:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _read_saved(folder, split, name)
     import datasets
@@ -284,21 +309,34 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
     # Formats known above are read here, and `datasets` only assigns files to splits: it would turn "007" into 7 and
     # give every row the keys of all others. It reads the rest: other formats, and slices such as train[:100].
     if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
-        return [row for file in chosen for row in _read_member(file, folder)]
+        return _read_members(chosen, folder, where)
     if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
         raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported; use a whole split")
     return _load_dataset(str(folder), split, name)
 
 
-def _read_member(file: Path, folder: Path) -> list[Row]:
+def _read_members(files: Sequence[Path], folder: Path, where: str) -> Rows:
+    """Read files and join their rows. If one file is large, all are read as large ones."""
+    is_large = sum(file.stat().st_size for file in files) > _IN_MEMORY_BYTES
+    parts = [_read_member(file, folder, where, is_large=is_large) for file in files]
+    if any(isinstance(part, StoredRows) for part in parts):  # compressed Parquet may be larger than its file
+        parts = [
+            part if isinstance(part, StoredRows) else _read_member(file, folder, where, is_large=True)
+            for file, part in zip(files, parts, strict=True)
+        ]
+        return JoinedRows([part for part in parts if isinstance(part, StoredRows)])
+    return [row for part in parts for row in part]
+
+
+def _read_member(file: Path, folder: Path, where: str, *, is_large: bool) -> Rows:
+    shown = file.relative_to(folder) if file.is_relative_to(folder) else file
     try:
-        return _read_file(file)
+        return _read_file(file, f"{where}: file {str(shown)!r}", is_part_of_large=is_large)
     except _UnreadableError as error:
-        shown = file.relative_to(folder) if file.is_relative_to(folder) else file
         raise _UnreadableError(f"file {str(shown)!r}: {error}") from error
 
 
-def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
+def _read_saved(folder: Path, split: str, name: str | None) -> Rows:
     """Read what `datasets.save_to_disk` wrote: one dataset, or one per split."""
     import datasets
 
@@ -314,25 +352,34 @@ def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
         saved = saved[split]
     elif split not in (*_DEFAULT_SPLITS, str(saved.split)):
         raise _UnreadableError(f"holds one dataset without splits, where split={split!r} has no effect; leave it out")
-    return list(saved)
+    return _rows_of_dataset(saved, is_read_here=True)
 
 
-def _read_hub(path: str, split: str, name: str | None, file: Path) -> list[Row]:
+def _read_hub(path: str, split: str, name: str | None, file: Path) -> Rows:
     try:
         return _load_dataset(path, split, name)
     except _UnreadableError as error:
         raise _UnreadableError(f"{error}; nor is it a file or folder here: {_missing(file)}") from error
 
 
-def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
+def _load_dataset(path: str, split: str, name: str | None) -> Rows:
     import datasets
 
     try:
-        return list(datasets.load_dataset(path, name=name, split=split))
+        return _rows_of_dataset(datasets.load_dataset(path, name=name, split=split), is_read_here=True)
     except Exception as error:  # network, access, unknown name or split, broken file: all user errors
         raise _UnreadableError(
             f"datasets.load_dataset with name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
         ) from error
+
+
+def _rows_of_dataset(dataset: Any, *, is_read_here: bool = False) -> Rows:
+    """Return the rows of a dataset. One that is read here is what its files hold, which identify it."""
+    if dataset.data.nbytes <= _IN_MEMORY_BYTES:
+        return list(dataset)
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    known = is_read_here and files and getattr(dataset, "_indices", None) is None
+    return DatasetRows(dataset, digest=content_key(*files, str(dataset.split), str(len(dataset))) if known else None)
 
 
 def _no_split(split: str, available: Iterable[str]) -> str:

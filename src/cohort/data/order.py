@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cohort.data.prompts import PromptSet
+from cohort.data.prompts import Content, PromptSet, SampledPrompts
 from cohort.errors import UserError
 from cohort.records import IntArray, Prompt
 
@@ -26,11 +26,12 @@ class PromptStream:
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
         """Start at the first prompt. Without `shuffle` every epoch is in file order."""
-        assert prompts.prompts, "build_prompts never returns an empty set"
+        assert len(prompts.prompts), "build_prompts never returns an empty set"
         self._prompts = prompts.prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = _fingerprint(self._prompts)
+        digest = self._prompts.digest if isinstance(self._prompts, SampledPrompts) else None
+        self._fingerprint = digest or self._fingerprint_of_rows
         self._num_taken = 0
 
     def take(self, n: int) -> list[Prompt]:
@@ -49,8 +50,14 @@ class PromptStream:
 
     def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
-        by_id = {prompt.id: prompt for prompt in self._prompts} if ids_and_epochs else {}
-        return [dataclasses.replace(by_id[prompt_id], epoch=epoch) for prompt_id, epoch in ids_and_epochs]
+        if isinstance(self._prompts, SampledPrompts):
+            found = [self._prompts.by_id(prompt_id) for prompt_id, _ in ids_and_epochs]
+        else:
+            by_id = {prompt.id: prompt for prompt in self._prompts} if ids_and_epochs else {}
+            found = [by_id[prompt_id] for prompt_id, _ in ids_and_epochs]
+        return [
+            dataclasses.replace(prompt, epoch=epoch) for prompt, (_, epoch) in zip(found, ids_and_epochs, strict=True)
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain JSON values, for `restore`.
@@ -67,7 +74,7 @@ class PromptStream:
             UserError: the state belongs to another dataset, seed or order. The stream is unchanged.
         """
         for key, here in self._identity().items():
-            if state[key] != here:
+            if state[key] != here and not (key == "prompts_sha256" and state[key] == self._fingerprint_of_rows):
                 raise UserError(
                     f"data.path: the saved position belongs to a different order of prompts: it was saved with "
                     f"{key}={state[key]!r}, but this run has {key}={here!r}; use the dataset, train.seed and "
@@ -86,7 +93,12 @@ class PromptStream:
     def _visit(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._prompts))
         order_N = _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-        return dataclasses.replace(self._prompts[order_N[position]], epoch=epoch)
+        return dataclasses.replace(self._prompts[int(order_N[position])], epoch=epoch)
+
+    @functools.cached_property
+    def _fingerprint_of_rows(self) -> str:
+        """Needs all rows. Runs whose data were read into memory have it even for large data."""
+        return _fingerprint(self._prompts)
 
 
 @functools.lru_cache(maxsize=2)
@@ -100,15 +112,18 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntA
     return np.argsort(bits.random_raw(num_prompts), kind="stable")
 
 
-def _fingerprint(prompts: tuple[Prompt, ...]) -> str:
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
     """Return the SHA-256 of row numbers, contents and the columns passed to rewards.
 
     Token ids are excluded: chat templates may insert today's date, and a run must resume tomorrow.
     """
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(
-            json.dumps([prompt.id, prompt.content, dict(prompt.columns)], sort_keys=True, default=str).encode()
-        )
+    entries: Iterable[tuple[int, Content, Mapping[str, Any]]] = (
+        ((row, content, columns) for content, (row, columns) in zip(prompts.contents(), prompts.rows(), strict=True))
+        if isinstance(prompts, SampledPrompts)
+        else ((prompt.id, prompt.content, dict(prompt.columns)) for prompt in prompts)
+    )
+    for entry in entries:
+        digest.update(json.dumps(entry, sort_keys=True, default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()

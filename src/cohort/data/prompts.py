@@ -1,21 +1,23 @@
 """Render rows as prompts: chat template, tokenizer, length limit.
 
-P = tokens of one prompt.
+P = tokens of one prompt, N = prompts of a set.
 """
 
 import ast
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cohort.chat import ChatTemplate, prompt_messages
+from cohort.data.cache import content_key, recall, remember
+from cohort.data.rows import RowColumns, StoredRows, columns_of, values_of
 from cohort.errors import UserError, excerpt, suggest
 from cohort.records import IntArray, Message, Prompt
 
@@ -29,12 +31,108 @@ _MAX_CHARACTERS = 2000  # of each
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 
+_RENDERED_ROWS = 10_000  # of data in memory, that are rendered before the run: more are rendered when they are sampled
+_BATCH = 1000  # texts that are tokenized at a time
+_SLACK = 16  # tokens by which the length of a text in the template may differ from that of its parts
+_PLAIN_ROLES = frozenset({"system", "user", "assistant"})  # around whose contents templates write a few tokens
+_MOST_EXPANSION = 11  # bytes that Unicode normalization makes of one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """Prompts of a dataset, rendered once, in file order."""
+    """Prompts of a dataset, in file order."""
 
-    prompts: tuple[Prompt, ...]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
+    prompts: Sequence[Prompt]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
     num_dropped_overlong: int  # rows dropped because their prompt exceeds the limit
+
+
+class SampledPrompts(Sequence[Prompt]):
+    """Prompts of large data, each rendered when it is asked for."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        renderer: "PromptRenderer",
+        lengths: "Lengths",
+        *,
+        max_prompt_tokens: int,
+        where: str,
+        optional: bool,
+    ):
+        """Use the rows `lengths.kept`. The other arguments are those of `build_prompts`."""
+        self._rows, self._renderer, self._where, self._optional = rows, renderer, where, optional
+        self._ids = lengths.kept
+        self._max_prompt_tokens = max_prompt_tokens
+        self._names = {name: None for name in columns_of(rows) if name != renderer.prompt_column}
+        self.longest_tokens = lengths.longest  # at least the tokens of the longest prompt
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._render(int(row)) for row in self._ids[index]]
+        return self._render(int(self._ids[index]))
+
+    def by_id(self, row: int) -> Prompt:
+        """Return the prompt of a row."""
+        return self._render(row)
+
+    @property
+    def digest(self) -> str | None:
+        """Identifies the rows and which of them are kept; None if nothing but reading all of them does."""
+        digest = self._rows.digest if isinstance(self._rows, StoredRows) else None
+        return digest and content_key(digest, self._renderer.prompt_column, self._ids.tobytes())
+
+    def rows(self, columns: Iterable[str] | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield the number of each row, and these columns of it but for the prompt. None: all columns."""
+        wanted = set(self._names if columns is None else columns)
+        names = [name for name in self._names if name in wanted]
+        for row, values in self._only_kept(zip(*(values_of(self._rows, name) for name in names), strict=True)):
+            yield row, dict(zip(names, values, strict=True))
+        if not names:
+            yield from ((row, {}) for row in self._ids.tolist())
+
+    def contents(self) -> Iterator[Content]:
+        """Yield what `Prompt.content` will be, without tokens."""
+        for row, value in self._only_kept(values_of(self._rows, self._renderer.prompt_column)):
+            is_missing = value is None and self._optional
+            yield "" if is_missing else read_content(value, f"{self._where}: row {row + 1}")
+
+    def _only_kept(self, values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        kept = iter(self._ids.tolist())
+        wanted = next(kept, None)
+        for row, value in enumerate(values):
+            if row == wanted:
+                yield row, value
+                wanted = next(kept, None)
+
+    def _render(self, row: int) -> Prompt:
+        rows, column, where = self._rows, self._renderer.prompt_column, f"{self._where}: row {row + 1}"
+        value = rows.read(column, row, row + 1)[0] if isinstance(rows, StoredRows) else rows[row].get(column)
+        content: Content = ""
+        if value is None and self._optional:
+            token_ids = self._renderer.placeholder
+        else:
+            content, token_ids = self._renderer.render(value, where=where)
+        if len(token_ids) > self._max_prompt_tokens:
+            raise UserError(
+                f"{where}: the chat template makes {len(token_ids)} tokens of this prompt, more than of other texts of "
+                f"its length, and more than rollout.max_prompt_tokens={self._max_prompt_tokens}; use at least "
+                f"{len(token_ids)}"
+            )
+        return Prompt(id=row, epoch=0, content=content, token_ids=token_ids, columns=RowColumns(rows, row, self._names))
+
+
+def longest_tokens(prompts: Sequence[Prompt], *, exact: bool = False) -> int:
+    """Return the tokens of the longest prompt, or a number that is not less, if finding it means rendering all."""
+    if isinstance(prompts, SampledPrompts) and not exact:
+        return prompts.longest_tokens
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 class PromptRenderer:
@@ -68,6 +166,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._tools = tools
+        self._template_kwargs = dict(chat_template_kwargs or {})
         self._template = ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if apply_chat_template else None
 
     def render(self, value: Any, *, where: str) -> tuple[Content, IntArray]:
@@ -85,6 +184,107 @@ class PromptRenderer:
         if len(token_ids) == 0:
             raise UserError(f"{where}: the prompt has no tokens in this tokenizer's vocabulary")
         return content, token_ids
+
+    def find_lengths(
+        self, contents: Iterable[Any], *, max_prompt_tokens: int, where: str, optional: bool
+    ) -> "Iterator[tuple[int, int, bool]]":
+        """Yield row number, tokens and whether that is exact or only a bound. Bounds are within the limit.
+
+        Bytes bound tokens, so most texts need no look. The others are tokenized in batches, and rendered if that does
+        not show that they fit. Everything that `render` would refuse is refused.
+        """
+        waiting: list[tuple[int, Any, list[str]]] = []
+        for row, value in enumerate(contents):
+            at = f"{where}: row {row + 1}"
+            if value is None and optional:
+                yield row, len(self.placeholder), True
+                continue
+            content = read_content(value, at)
+            texts = self._plain_texts(content)
+            if texts is None:
+                yield row, len(self.render(value, where=at)[1]), True
+            elif (bound := self._bound(sum(map(self._most_tokens, texts)), len(texts))) <= max_prompt_tokens:
+                yield row, bound, False
+            else:
+                waiting.append((row, value, texts))
+                if len(waiting) == _BATCH:
+                    yield from self._tokenize(waiting, max_prompt_tokens, where)
+                    waiting = []
+        yield from self._tokenize(waiting, max_prompt_tokens, where)
+
+    def _tokenize(
+        self, waiting: "list[tuple[int, Any, list[str]]]", max_prompt_tokens: int, where: str
+    ) -> "Iterator[tuple[int, int, bool]]":
+        texts = [text for _, _, of_row in waiting for text in of_row]
+        options = {"add_special_tokens": False, "return_attention_mask": False}
+        lengths = map(len, self._tokenizer(texts, **options)["input_ids"] if texts else [])
+        for row, value, of_row in waiting:
+            bound = self._bound(sum(next(lengths) for _ in of_row), len(of_row))
+            is_exact = bound > max_prompt_tokens
+            yield row, len(self.render(value, where=f"{where}: row {row + 1}")[1]) if is_exact else bound, is_exact
+
+    def _plain_texts(self, content: Content) -> list[str] | None:
+        """Return the texts of a prompt whose length can be bounded by theirs; None if it must be rendered.
+
+        Those are texts and messages of roles and keys that have been rendered before, without special tokens.
+        """
+        if self._tokenizer_is_unknown:
+            return None
+        if isinstance(content, str):
+            shape: Any = None
+            texts = [content]
+        elif any(m.keys() != {"role", "content"} or m["role"] not in _PLAIN_ROLES for m in content):
+            return None
+        else:
+            shape = tuple(message["role"] for message in content)
+            texts = [message["content"] for message in content]
+        if shape not in self._rendered_shapes:
+            self._rendered_shapes.add(shape)
+            return None
+        if any(text.lstrip().startswith(self._special) for text in texts):
+            return None
+        return texts
+
+    def _most_tokens(self, text: str) -> int:
+        size = len(text.encode())
+        return size if text.isascii() or not self._normalizes else size * _MOST_EXPANSION
+
+    def _bound(self, tokens: int, num_messages: int) -> int:
+        return tokens + self._overhead * num_messages + _SLACK
+
+    @cached_property
+    def _overhead(self) -> int:
+        """Tokens of a prompt of one letter: at least those that the template adds to each message."""
+        return len(self.render("a", where="data.prompt")[1])
+
+    @cached_property
+    def _rendered_shapes(self) -> set[Any]:
+        return set()
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+
+    @cached_property
+    def _tokenizer_is_unknown(self) -> bool:
+        """Whether it may make more than one token of a byte: it is not of the `tokenizers` package."""
+        return getattr(self._tokenizer, "backend_tokenizer", None) is None
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        return self._tokenizer.backend_tokenizer.normalizer is not None
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Identifies all that lengths depend on, but for the data; None if the tokenizer is unknown."""
+        if self._tokenizer_is_unknown:
+            return None
+        settings = [self.prompt_column, self._system_prompt, self._tools, self._template_kwargs]
+        template = None if self._template is None else self._tokenizer.get_chat_template(tools=self._tools)
+        specials = sorted(self._tokenizer.added_tokens_decoder), str(self._tokenizer.special_tokens_map)
+        return content_key(
+            self._tokenizer.backend_tokenizer.to_str(), json.dumps([*settings, template, specials], default=str)
+        )
 
     @cached_property
     def placeholder(self) -> IntArray:
@@ -127,7 +327,8 @@ def build_prompts(
     field: str = "data.path",
     optional: bool = False,
 ) -> PromptSet:
-    """Render every row. A prompt's id is its row number, counted from 0 (error messages count from 1).
+    """Check every row, and render them if they are few. A prompt's id is its row number, counted from 0 (error
+    messages count from 1).
 
     A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
     than `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated.
@@ -140,9 +341,15 @@ def build_prompts(
     if not rows:
         raise UserError(f"{field}: the data has no rows; at least one prompt is needed")
     where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = columns_of(rows)
     if renderer.prompt_column not in columns and not optional:
         raise UserError(f"{where}: the data has no such column{suggest(renderer.prompt_column, columns, 'Columns')}")
+    if isinstance(rows, StoredRows) or len(rows) > _RENDERED_ROWS:
+        lengths = _find_lengths(rows, renderer, max_prompt_tokens=max_prompt_tokens, where=where, optional=optional)
+        _check_overlong(lengths.overlong, len(rows), max_prompt_tokens, overlong, field)
+        options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
+        sampled = SampledPrompts(rows, renderer, lengths, **options)
+        return PromptSet(prompts=sampled, num_dropped_overlong=len(lengths.overlong))
     prompts = []
     for index, row in enumerate(rows):
         value = row.get(renderer.prompt_column)
@@ -154,10 +361,46 @@ def build_prompts(
         others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
         prompts.append(Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others))
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
-    num_overlong = len(prompts) - len(kept)
-    if num_overlong and (overlong == "error" or not kept):
-        raise _overlong_error(prompts, max_prompt_tokens, field)
-    return PromptSet(prompts=kept, num_dropped_overlong=num_overlong)
+    too_long = {prompt.id: n for prompt in prompts if (n := len(prompt.token_ids)) > max_prompt_tokens}
+    _check_overlong(too_long, len(rows), max_prompt_tokens, overlong, field)
+    return PromptSet(prompts=kept, num_dropped_overlong=len(too_long))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Which rows are too long."""
+
+    kept: IntArray  # [N] rows that are not
+    overlong: Mapping[int, int]  # row -> tokens of those that are
+    longest: int  # at least the tokens of the longest kept prompt; 0 if there is none
+
+
+def _find_lengths(
+    rows: Sequence[Mapping[str, Any]], renderer: PromptRenderer, *, max_prompt_tokens: int, where: str, optional: bool
+) -> Lengths:
+    """Find or recall the lengths of all rows' prompts, which are checked as by rendering."""
+    digest = rows.digest if isinstance(rows, StoredRows) else None
+    key = None
+    if digest is not None and renderer.digest is not None:
+        key = content_key("lengths", digest, renderer.digest, str(max_prompt_tokens), str(optional))
+        if (known := recall(key)) is not None:
+            overlong = {int(row): tokens for row, tokens in known["overlong"].items()}
+            return _lengths(len(rows), overlong, known["longest"])
+    options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
+    overlong, longest = {}, 0
+    for row, tokens, _ in renderer.find_lengths(values_of(rows, renderer.prompt_column), **options):
+        if tokens > max_prompt_tokens:
+            overlong[row] = tokens
+        else:
+            longest = max(longest, tokens)
+    if key is not None:
+        remember(key, {"overlong": overlong, "longest": longest})
+    return _lengths(len(rows), overlong, longest)
+
+
+def _lengths(num_rows: int, overlong: Mapping[int, int], longest: int) -> Lengths:
+    kept = np.setdiff1d(np.arange(num_rows), np.fromiter(overlong, np.int64, len(overlong)), assume_unique=True)
+    return Lengths(kept=kept, overlong=dict(sorted(overlong.items())), longest=longest)
 
 
 def describe_lost_text(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> str | None:
@@ -203,19 +446,23 @@ def _words(text: str) -> tuple[str, set[int]]:
     return "".join(words), set(accumulate(map(len, words)))
 
 
-def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: str) -> UserError:
+def _check_overlong(
+    overlong: Mapping[int, int], num_rows: int, max_prompt_tokens: int, wanted: Literal["drop", "error"], field: str
+) -> None:
+    """Refuse data whose prompts are all too long, or any if that is an error. `overlong`: row -> tokens."""
+    if not overlong or (wanted == "drop" and len(overlong) < num_rows):
+        return
     limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    num_overlong = sum(length > max_prompt_tokens for length in lengths)
-    if num_overlong == len(prompts):
-        return UserError(
-            f"{limit}: no prompt of {field} is that short; the shortest of {len(prompts)} has {min(lengths)} tokens, "
+    lengths = overlong.values()
+    if len(overlong) == num_rows:
+        raise UserError(
+            f"{limit}: no prompt of {field} is that short; the shortest of {num_rows} has {min(lengths)} tokens, "
             f"the longest {max(lengths)}; use at least {min(lengths)} ({max(lengths)} keeps every prompt)"
         )
-    first = next(prompt for prompt, length in zip(prompts, lengths, strict=True) if length > max_prompt_tokens)
-    return UserError(
-        f"{limit}: the prompt in row {first.id + 1} of {field} has {len(first.token_ids)} tokens, and {num_overlong} "
-        f"of {len(prompts)} prompts are too long; use at least {max(lengths)}, or data.overlong_prompts: drop"
+    first = min(overlong)
+    raise UserError(
+        f"{limit}: the prompt in row {first + 1} of {field} has {overlong[first]} tokens, and {len(overlong)} "
+        f"of {num_rows} prompts are too long; use at least {max(lengths)}, or data.overlong_prompts: drop"
     )
 
 

@@ -1,7 +1,7 @@
 """Limits of a model: vocabulary, EOS tokens, maximum positions, and trainable weights, some frozen by name."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -120,13 +120,16 @@ def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
-    """Check that every token of the prompts has an embedding.
+def check_vocabulary(policy: Policy, prompts: Iterable[Prompt], tokenizer: Any = None) -> None:
+    """Check that every token of the prompts has an embedding. They are not read if all tokens of `tokenizer` have one.
 
     Raises:
         UserError: one has none, e.g. because tokens were added to the tokenizer but not to the model.
     """
     rows = len(policy.model.get_input_embeddings().weight)
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    if vocabulary and max(vocabulary.values()) < rows:
+        return
     largest = max(int(p.token_ids.max()) for p in prompts)
     if largest >= rows:
         raise UserError(

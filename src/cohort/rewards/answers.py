@@ -1,7 +1,7 @@
 """Find a row's expected answer, recorded so that readers can spot wrong verdicts."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from cohort.config.rewards import CodeSettings
@@ -29,15 +29,19 @@ def expected_answer(
     """
     settings = [f.settings for f in functions if isinstance(f, BuiltinReward)]
     compared = [s.answer_column for s in settings if hasattr(s, "answer_column")]
+    values: Iterator[Any]  # read one after the other: columns of large data are on disk
     if compared:
-        values = [row.get(column) for column in compared]
+        values = (row.get(column) for column in compared)
     else:
         tests = {s.tests_column for s in settings if isinstance(s, CodeSettings)}
         names = [name for name in (*_NAMES, *_IF_TAKEN) if name in named] or _NAMES
-        nested = row.get("reward_model")
-        values = [row.get(name) for name in names if name not in tests]
-        values.append(nested.get("ground_truth") if isinstance(nested, Mapping) else None)
+        values = (_nested(row) if name is None else row.get(name) for name in (*names, None) if name not in tests)
     return next((_as_text(value) for value in values if value is not None), None)
+
+
+def _nested(row: Mapping[str, Any]) -> Any:
+    of_verl = row.get("reward_model")
+    return of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
 
 
 def _as_text(value: Any) -> str:

@@ -4,7 +4,6 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 """
 
 import dataclasses
-import itertools
 import time
 import traceback
 from collections import Counter
@@ -101,8 +100,12 @@ def scaled(reward: RewardFunction, values_N: FloatArray) -> FloatArray:
 
 def is_for(prompt: Prompt, reward: RewardFunction) -> bool:
     """Whether a reward's `where` selects a prompt's row."""
+    return _selects(reward, prompt.columns)
+
+
+def _selects(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
     return all(
-        any(_is_same(prompt.columns.get(column), value) for value in (wanted if _is_list(wanted) else [wanted]))
+        any(_is_same(row.get(column), value) for value in (wanted if _is_list(wanted) else [wanted]))
         for column, wanted in reward.where.items()
     )
 
@@ -182,20 +185,31 @@ class RewardRunner:
         """Weight of each reward in the sum, by name."""
         return {f.name: f.weight for f in self.functions}
 
-    def check_rows(self, prompts: Iterable[Prompt], *, field: str) -> None:
-        """Check the rows of prompts with the rewards that are for them and can (`ChecksRows`).
+    def checked_columns(self) -> set[str] | None:
+        """Return the columns that `check_rows` reads; None: perhaps all."""
+        columns: set[str] = set()
+        for f in self.functions:
+            if isinstance(f.function, BuiltinReward):
+                columns |= {*f.function.required_columns(), *f.where}
+            elif isinstance(f.function, ChecksRows):
+                return None
+        return columns
+
+    def check_rows(self, rows: Iterable[tuple[int, Mapping[str, Any]]], *, field: str) -> None:
+        """Check rows, with their numbers, with the rewards that are for them and can (`ChecksRows`).
 
         Raises:
             UserError: a reward cannot score a row.
         """
         checked = [f for f in self.functions if isinstance(f.function, ChecksRows)]
-        for prompt, f in itertools.product(prompts, checked):
-            assert isinstance(f.function, ChecksRows)
-            if is_for(prompt, f):
-                try:
-                    f.function.check_row(prompt.columns, **f.args)
-                except UserError as error:
-                    raise UserError(f"{field}: row {prompt.id + 1}: reward {f.name!r}: {error}") from error
+        for number, row in rows if checked else ():
+            for f in checked:
+                assert isinstance(f.function, ChecksRows)
+                if _selects(f, row):
+                    try:
+                        f.function.check_row(row, **f.args)
+                    except UserError as error:
+                        raise UserError(f"{field}: row {number + 1}: reward {f.name!r}: {error}") from error
 
     def score(
         self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""
@@ -431,16 +445,13 @@ class RewardRunner:
     def _arguments(self, reward: RewardFunction, samples: Sequence[Sample]) -> dict[str, Any]:
         """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
-        columns = {
-            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
-            for name in column_names
-        }
+        columns = _SampleColumns(samples, column_names, self._prompt_column)
         parameters = self._parameters[reward.name]
         if isinstance(reward.function, BuiltinReward):
             names = parameters.names
             return {n: columns if n == "columns" else [_OF_BUILTIN[n](*p) for p in samples] for n in names}
         arguments: dict[str, Any] = {
-            name: v for name, v in columns.items() if parameters.accepts(name, unless=_ONE_EACH)
+            name: columns[name] for name in columns if parameters.accepts(name, unless=_ONE_EACH)
         }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
@@ -474,6 +485,29 @@ class RewardRunner:
             f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
             f"there is nothing to learn from; check the answer column{counted and f' (counted: {counted})'}"
         )
+
+
+class _SampleColumns(Mapping[str, list[Any]]):
+    """Columns with one entry per completion, made when they are asked for: large data stay on disk."""
+
+    def __init__(self, samples: Sequence[Sample], names: Collection[str], prompt_column: str | None):
+        self._samples, self._names, self._prompt_column = samples, names, prompt_column
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        if name == self._prompt_column:
+            return [_prompt(*sample) for sample in self._samples]
+        return [prompt.columns.get(name) for prompt, _ in self._samples]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
 
 
 def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:

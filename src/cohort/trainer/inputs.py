@@ -1,14 +1,24 @@
 """Build the inputs of a run from its parts: prompts, rewards and evaluation, checked before any weights are loaded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
-from cohort.data import PromptRenderer, PromptSet, build_prompts, describe_lost_text
+from cohort.data import (
+    PromptRenderer,
+    PromptSet,
+    SampledPrompts,
+    build_prompts,
+    columns_of,
+    describe_lost_text,
+    longest_tokens,
+    values_of,
+)
+from cohort.errors import UserError
 from cohort.learner import WorstCaseShard, check_weights
 from cohort.models import (
     AdapterSpec,
@@ -50,7 +60,7 @@ class Inputs:
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest training prompt, or of what an environment may make of it."""
+        """Tokens of the longest training prompt, or of what an environment may make of it; a bound for large data."""
         return _longest_prompt_tokens(self.prompts.prompts, self.environments, self.max_prompt_tokens)
 
     def worst_case_shard(self, dp_size: int) -> WorstCaseShard:
@@ -113,10 +123,11 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     prompts = render_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
-    rewards.check_rows(prompts.prompts, field=field)
-    check_lengths(
-        config.model,
-        _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
+    _check_answers(rewards, prompts.prompts, field=field)
+    _check_context(
+        config,
+        prompts.prompts,
+        environments,
         max_new_tokens=config.rollout.max_new_tokens,
         field=config.rollout.max_new_tokens_key,
     )
@@ -165,7 +176,28 @@ def _longest_prompt_tokens(prompts: Sequence[Prompt], environments: Environments
     """Return the length of the longest prompt; environments may make any prompt that long."""
     if environments is not None and not environments.plays_prompt:
         return max_prompt_tokens
-    return max(len(p.token_ids) for p in prompts)
+    return longest_tokens(prompts)
+
+
+def _check_context(
+    config: Config, prompts: Sequence[Prompt], environments: Environments | None, *, max_new_tokens: int, field: str
+) -> None:
+    """Check that prompts and completions fit into the model's context."""
+    longest = _longest_prompt_tokens(prompts, environments, config.rollout.max_prompt_tokens)
+    try:
+        check_lengths(config.model, longest, max_new_tokens=max_new_tokens, field=field)
+    except UserError:
+        # the longest may be shorter than its bound
+        if not isinstance(prompts, SampledPrompts) or (environments is not None and not environments.plays_prompt):
+            raise
+        check_lengths(config.model, longest_tokens(prompts, exact=True), max_new_tokens=max_new_tokens, field=field)
+
+
+def _check_answers(rewards: RewardRunner, prompts: Sequence[Prompt], *, field: str) -> None:
+    rows: Iterable[tuple[int, Mapping[str, Any]]] = ((prompt.id, prompt.columns) for prompt in prompts)
+    if isinstance(prompts, SampledPrompts):
+        rows = prompts.rows(rewards.checked_columns())
+    rewards.check_rows(rows, field=field)
 
 
 def build_reward_runner(config: Config, parts: Parts, columns: Sequence[str]) -> RewardRunner:
@@ -233,10 +265,11 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
     _check_environment_columns(parts.eval_rows, parts.environments, field="eval.path")
     rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
     prompts = render_prompts(config, parts, rows, column=column, field="eval.path")
-    rewards.check_rows(prompts.prompts, field="eval.path")
-    check_lengths(
-        config.model,
-        _longest_prompt_tokens(prompts.prompts, parts.environments, config.rollout.max_prompt_tokens),
+    _check_answers(rewards, prompts.prompts, field="eval.path")
+    _check_context(
+        config,
+        prompts.prompts,
+        parts.environments,
         max_new_tokens=config.eval_max_new_tokens,
         field=config.rollout.max_new_tokens_key if config.rollout.has_turns else "eval.max_completion_tokens",
     )
@@ -265,12 +298,14 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
 
 def column_names(rows: Rows) -> list[str]:
     """Return the sorted column names of all rows."""
-    return sorted({column for row in rows for column in row})
+    return sorted(columns_of(rows))
 
 
 def _check_environment_columns(rows: Rows, environments: Environments | None, *, field: str) -> None:
     if environments is not None:
-        environments.check_columns(column_names(rows), [row.get(COLUMN) for row in rows], field=field)
+        names = column_names(rows)
+        values = set(map(str, filter(None, values_of(rows, COLUMN)))) if COLUMN in names else ()
+        environments.check_columns(names, values, field=field)
 
 
 def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:

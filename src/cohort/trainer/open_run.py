@@ -61,7 +61,7 @@ class OpenRun:
         device = resolve_device(config.hardware.device)
         request = LoadRequest(with_base(config.model), device=device, tokenizer=tokenizer, trainable=False)
         policy = load_policy(request)
-        check_vocabulary(policy, prompts)
+        check_vocabulary(policy, prompts, tokenizer)
         sampler = Sampler(
             policy,
             end_token_ids=end_token_ids(policy, tokenizer),

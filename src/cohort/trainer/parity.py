@@ -25,9 +25,13 @@ SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StepKey], Mapping[str
 _NUM_PROMPTS, _NUM_COMPLETIONS, _MAX_TOKENS = 4, 2, 64
 
 
+_NUM_COMPARED = 1000  # prompts whose lengths are compared
+
+
 def probe_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Choose a few training prompts of different lengths; the longest one stresses caches most."""
-    by_length = sorted(prompts, key=lambda prompt: (-len(prompt.token_ids), prompt.id))
+    some = prompts[:: -(-len(prompts) // _NUM_COMPARED)]
+    by_length = sorted(some, key=lambda prompt: (-len(prompt.token_ids), prompt.id))
     places = np.linspace(0, len(by_length) - 1, min(_NUM_PROMPTS, len(by_length))).astype(int)
     return [by_length[place] for place in places]
 

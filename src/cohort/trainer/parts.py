@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from cohort.rollout.environments.build import Environments, load_environments
 from cohort.run.log import EVENTS
 from cohort.sandbox import SharedSandbox
 
-Rows = list[dict[str, Any]]
+Rows = Sequence[dict[str, Any]]
 _NUM_ROWS = 1024  # of an environment that brings its own
 
 

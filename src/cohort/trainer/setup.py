@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -115,9 +116,8 @@ def build_run(
         TrainingError: the rollout engine cannot be started.
     """
     config, inputs = run.config, run.inputs
-    check_vocabulary(
-        workers.local.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())]
-    )
+    held_out = inputs.evaluation.prompts if inputs.evaluation else ()
+    check_vocabulary(workers.local.policy, chain(inputs.prompts.prompts, held_out), inputs.tokenizer)
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)

@@ -1,0 +1,170 @@
+"""Time to a run's second step, and its memory, for small and large data: Cohort, and TRL if it is installed.
+
+    python bench/large_data.py [--rows 1000000] [--wide 60000] [--folder DIR] [--only NAME]
+
+- `thousand`: 1,000 short rows; `million`: a million of them as JSON lines, first with an empty cache, then again.
+- `wide`: 4 GB of Parquet, 60,000 rows of 81 kB in columns that nobody reads, as in OpenR1-Math-220k.
+- `long`: 100,000 prompts of about 200 tokens and more bytes than `max_prompt_tokens`, with the chat template.
+
+Each run is a process of its own: two steps of the demo's model with the reward `math`, without an evaluation. CPU time
+is user and system time of the process and its children; on a busy machine it says more than wall time. TRL, with the
+same model, data and reward, is one process as well. Data are written once into `--folder` and kept.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+NAMES = ("thousand", "million", "wide", "long")
+WORDS = ("adding", "two", "numbers", "is", "a", "thing", "of", "joy", "and", "so", "on", "then")
+STEPS, PROMPTS, GENERATIONS, LIMIT = 2, 4, 4, 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the million")
+    parser.add_argument("--wide", type=int, default=60_000, help="rows of the Parquet file")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cohort-large-data")
+    parser.add_argument("--only", choices=NAMES)
+    parser.add_argument("--run", nargs=2, metavar=("TRAINER", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        run(*args.run)
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    trainers = ["cohort", "trl"] if find_spec("trl") else ["cohort"]
+    print(f"{'':10}{'trainer':9}{'cache':7}{'wall s':>8}{'CPU s':>8}{'peak GB':>9}", flush=True)
+    for name in [args.only] if args.only else NAMES:
+        file = make(name, args)
+        for trainer in trainers:
+            cache = args.folder / f"cache-{name}-{trainer}"
+            shutil.rmtree(cache, ignore_errors=True)
+            for seen in ("empty", "filled"):
+                wall, cpu, peak = measure(trainer, file, cache)
+                print(f"{name:10}{trainer:9}{seen:7}{wall:8.1f}{cpu:8.1f}{peak:9.2f}", flush=True)
+
+
+def measure(trainer: str, file: Path, cache: Path) -> tuple[float, float, float]:
+    """Train in a process of its own. Return wall seconds, CPU seconds and the peak of memory in GB."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1"}
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", trainer, str(file)], env=environment, capture_output=True, text=True
+    )
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall, cpu, json.loads(done.stdout.splitlines()[-1])["peak_gb"]
+
+
+def run(trainer: str, path: str) -> None:
+    """Train two steps, and print the peak of this process."""
+    base = Path(__file__).parents[1] / "src" / "cohort" / "demo" / "base"
+    with tempfile.TemporaryDirectory() as folder:
+        if trainer == "cohort":
+            with_cohort(base, path, folder)
+        else:
+            with_trl(base, path, folder)
+    print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
+
+
+def with_cohort(base: Path, path: str, folder: str) -> None:
+    import cohort
+    from cohort.display import Display
+
+    config = {
+        "model": {"path": str(base)},
+        "data": {"path": path},
+        "rewards": [{"use": "math"}],
+        "rollout": {"num_generations": GENERATIONS, "max_prompt_tokens": LIMIT, "max_completion_tokens": 8},
+        "train": {"steps": STEPS, "prompts_per_step": PROMPTS},
+        "run": {"dir": f"{folder}/run", "checkpoint_every": 0},
+    }
+    cohort.train(config, display=Display())
+
+
+def with_trl(base: Path, path: str, folder: str) -> None:
+    import datasets
+    from trl import GRPOConfig, GRPOTrainer
+
+    def is_right(completions, answer, **kwargs):
+        return [float(str(a) in str(c)) for c, a in zip(completions, answer, strict=True)]
+
+    kind = "parquet" if path.endswith(".parquet") else "json"
+    data = datasets.load_dataset(kind, data_files=path, split="train")
+    config = GRPOConfig(
+        output_dir=f"{folder}/run",
+        max_steps=STEPS,
+        num_generations=GENERATIONS,
+        per_device_train_batch_size=PROMPTS * GENERATIONS,
+        max_completion_length=8,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+    )
+    GRPOTrainer(model=str(base), reward_funcs=is_right, args=config, train_dataset=data).train()
+
+
+def make(name: str, args: argparse.Namespace) -> Path:
+    """Write the data of a case, unless they are there."""
+    size = {"thousand": 1000, "million": args.rows, "wide": args.wide, "long": min(100_000, args.rows)}[name]
+    file = args.folder / f"{name}-{size}.{'parquet' if name == 'wide' else 'jsonl'}"
+    if file.exists():
+        return file
+    unfinished = file.with_suffix(".unfinished")
+    if name == "wide":
+        write_wide(unfinished, size)
+    else:
+        with unfinished.open("w") as out:
+            for number in range(size):
+                out.write(json.dumps(row(number, 70 if name == "long" else 5)) + "\n")
+    unfinished.rename(file)
+    return file
+
+
+def row(number: int, words: int) -> dict[str, object]:
+    rng = random.Random(number)
+    prompt = " ".join(rng.choice(WORDS) for _ in range(words))
+    a, b = rng.randrange(1000), rng.randrange(1000)
+    return {
+        "prompt": f"{prompt}: {a} + {b} = ?",
+        "answer": str(a + b),
+        "source": "sums",
+        "level": number % 7,
+        "note": f"row {number} " + "x" * 180,
+    }
+
+
+def write_wide(file: Path, size: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    letters = random.Random(0).randbytes(2 << 20).hex()
+    writer = None
+    for start in range(0, size, 1000):
+        rows = []
+        for number in range(start, min(start + 1000, size)):
+            of_row = row(number, 5)
+            place = number * 7919 % (len(letters) - 54_000)
+            texts = [letters[place : place + 27_000], letters[place + 27_000 : place + 54_000]]
+            rows.append({**of_row, "solution": texts[0], "generations": texts})
+        table = pa.Table.from_pylist(rows)
+        writer = writer or pq.ParquetWriter(file, table.schema)
+        writer.write_table(table)
+    assert writer is not None
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Rows of data that stay on disk: columns are read when they are asked for, some rows at a time."""
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from cohort.data.cache import cached_table, content_key
+from cohort.errors import UserError, describe_error
+from cohort.records import IntArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, Any]
+
+_BATCH = 1024  # rows that are read or written at a time
+_MOST_TEXT_COLUMNS = 100
+_OTHERS = "others"  # the column with what is no text, as JSON
+
+
+class StoredRows(Sequence[Row]):
+    """Rows on disk, each a dict of columns.
+
+    Iterating reads some rows at a time. `digest` identifies the content: two sets of rows with the same digest are
+    equal. It is None where finding it would mean reading everything.
+    """
+
+    columns: tuple[str, ...]  # in the order in which the rows first have them
+    digest: str | None
+
+    @abstractmethod
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """Return the values of a column in rows `start` to `stop`, None where a row lacks it."""
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the values of a column in all rows."""
+        for start in range(0, len(self), _BATCH):
+            yield from self.read(column, start, min(start + _BATCH, len(self)))
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """Return rows as dicts."""
+        values = {column: self.read(column, start, stop) for column in self.columns}
+        return [{column: of_column[i] for column, of_column in values.items()} for i in range(stop - start)]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> "StoredRows": ...
+    def __getitem__(self, index: int | slice) -> "Row | StoredRows":
+        if isinstance(index, slice):
+            return SelectedRows(self, np.arange(len(self))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.read_rows(index % len(self), index % len(self) + 1)[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), _BATCH):
+            yield from self.read_rows(start, min(start + _BATCH, len(self)))
+
+
+class SelectedRows(StoredRows):
+    """Some rows of others."""
+
+    def __init__(self, rows: StoredRows, indices: IntArray):
+        """Select the rows `indices`, in this order."""
+        self._rows = rows
+        self._indices = indices
+        self.columns = rows.columns
+        self.digest = rows.digest and content_key(rows.digest, indices.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`. Neighbors are read together."""
+        chosen = self._indices[start:stop].tolist()
+        if chosen and chosen == list(range(chosen[0], chosen[0] + len(chosen))):
+            return self._rows.read(column, chosen[0], chosen[-1] + 1)
+        return [self._rows.read(column, i, i + 1)[0] for i in chosen]
+
+
+class JoinedRows(StoredRows):
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[StoredRows]):
+        """Join the rows of `parts`."""
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts]).tolist()
+        self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
+        digests = [part.digest for part in parts]
+        self.digest = None if None in digests else content_key(*filter(None, digests))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _parts_of(self, start: int, stop: int) -> Iterator[tuple[StoredRows, int, int]]:
+        for part, end in zip(self._parts, self._ends, strict=True):
+            begin = end - len(part)
+            if start < end and stop > begin:
+                yield part, max(start, begin) - begin, min(stop, end) - begin
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`."""
+        found: list[Any] = []
+        for part, first, last in self._parts_of(start, stop):
+            found += part.read(column, first, last) if column in part.columns else [None] * (last - first)
+        return found
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """See `StoredRows`. Rows have the keys of their own file."""
+        return [row for part, first, last in self._parts_of(start, stop) for row in part.read_rows(first, last)]
+
+
+class ConvertedRows(StoredRows):
+    """Rows of JSON or CSV, converted to Arrow: texts as such, everything else as JSON, so that no value changes."""
+
+    def __init__(self, key: str, make: Callable[[], Iterator[Row]]):
+        """Convert the rows that `make` yields, unless the cache has those of `key`."""
+        table, metadata = cached_table(key, lambda sink: _convert(make(), sink))
+        known = json.loads(metadata[b"columns"])
+        self.columns = tuple(known["all"])
+        self.digest = key
+        self._texts = {name: table.column(str(n)) for n, name in enumerate(known["texts"])}
+        self._in_others = frozenset(known["others"])
+        self._others = table.column(_OTHERS)
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`."""
+        values = _cut(self._texts[column], start, stop) if column in self._texts else [None] * (stop - start)
+        if column in self._in_others:
+            for i, others in enumerate(_cut(self._others, start, stop)):
+                if values[i] is None and others is not None:
+                    values[i] = json.loads(others).get(column)
+        return values
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """See `StoredRows`. Rows have their own keys only."""
+        texts = {name: _cut(values, start, stop) for name, values in self._texts.items()}
+        others = [{} if text is None else json.loads(text) for text in _cut(self._others, start, stop)]
+        return [
+            {name: values[i] for name, values in texts.items() if values[i] is not None} | others[i]
+            for i in range(stop - start)
+        ]
+
+
+def _cut(column: "pa.ChunkedArray", start: int, stop: int) -> list[Any]:
+    found: list[Any] = column.slice(start, stop - start).to_pylist()
+    return found
+
+
+def _convert(rows: Iterator[Row], sink: Any) -> None:
+    """Write rows as an Arrow file. Which columns are stored as text is decided by the first rows."""
+    import pyarrow as pa
+
+    batch = list(islice(rows, _BATCH))
+    texts = list(dict.fromkeys(name for row in batch for name, value in row.items() if type(value) is str))
+    texts = texts[:_MOST_TEXT_COLUMNS]
+    schema = pa.schema([*((str(n), pa.large_string()) for n in range(len(texts))), (_OTHERS, pa.large_string())])
+    seen: dict[str, None] = {}
+    in_others: dict[str, None] = {}
+    with pa.ipc.new_file(sink, schema) as writer:
+        while batch:
+            for row in batch:
+                seen.update(dict.fromkeys(row))
+            try:
+                arrays, others = _arrays(batch, texts, lambda value: type(value) is str)
+            except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape, is no text for Arrow
+                arrays, others = _arrays(batch, texts, _is_encodable)
+            in_others.update(dict.fromkeys(name for row in others for name in row))
+            as_json = pa.array([json.dumps(row) if row else None for row in others], pa.large_string())
+            writer.write_batch(pa.record_batch([*arrays, as_json], schema=schema))
+            batch = list(islice(rows, _BATCH))
+        known = json.dumps({"all": list(seen), "texts": texts, "others": list(in_others)})
+        writer.write_batch(
+            pa.record_batch([pa.array([], field.type) for field in schema], schema=schema),
+            custom_metadata={"columns": known},
+        )
+
+
+def _arrays(
+    rows: Sequence[Row], texts: Sequence[str], is_text: Callable[[Any], bool]
+) -> tuple[list["pa.Array"], list[Row]]:
+    """Return the text columns of rows, and what is left of each row."""
+    import pyarrow as pa
+
+    columns = [[value if is_text(value := row.get(name)) else None for row in rows] for name in texts]
+    arrays = [pa.array(values, pa.large_string()) for values in columns]
+    names = frozenset(texts)
+    return arrays, [{k: v for k, v in row.items() if k not in names or not is_text(v)} for row in rows]
+
+
+def _is_encodable(value: Any) -> bool:
+    return type(value) is str and value.encode(errors="replace") == value.encode(errors="surrogatepass")
+
+
+class ParquetRows(StoredRows):
+    """Rows of a Parquet file. A column is converted to Arrow when it is first asked for."""
+
+    def __init__(self, file: Path, field: str):
+        """Open a file. `field` begins the messages of errors while columns are read.
+
+        Raises:
+            OSError, pa.ArrowException: it is not Parquet.
+        """
+        import pyarrow.parquet as pq
+
+        self._file = file
+        self._field = field
+        self._state = file_state(file)
+        self._parquet = pq.ParquetFile(file)
+        self.columns = tuple(self._parquet.schema_arrow.names)
+        self.digest: str = content_key(file)
+        self._read: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return int(self._parquet.metadata.num_rows)
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`.
+
+        Raises:
+            UserError: the file is damaged, or has changed since it was opened.
+        """
+        import pyarrow as pa
+
+        try:
+            if column not in self._read:
+                key = content_key(self.digest, "column", column)
+                self._read[column] = cached_table(key, lambda sink: self._convert(column, sink))[0].column(0)
+            return _cut(self._read[column], start, stop)
+        except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{self._field}: is not a readable Parquet file: column {column!r}: {describe_error(error, 300)}"
+            ) from error
+
+    def _convert(self, column: str, sink: Any) -> None:
+        import pyarrow as pa
+
+        field = self._parquet.schema_arrow.field(column)
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        schema = pa.schema([pa.field(column, kind)])
+        with pa.ipc.new_file(sink, schema) as writer:
+            for values in self._batches(column):
+                writer.write_batch(pa.record_batch([values.cast(kind)], schema=schema))
+        if file_state(self._file) != self._state:
+            raise UserError(f"{self._field}: the file has changed since the run started; start again")
+
+    def _batches(self, column: str) -> Iterator["pa.Array"]:
+        import pyarrow as pa
+
+        try:
+            for batch in self._parquet.iter_batches(_BATCH, columns=[column]):
+                yield batch.column(batch.schema.get_field_index(column))
+        except OSError as error:  # of the source, not of the cache
+            raise pa.ArrowInvalid(str(error)) from error
+
+
+class DatasetRows(StoredRows):
+    """Rows of a `datasets.Dataset`, which maps its Arrow files into memory itself."""
+
+    def __init__(self, dataset: Any, *, digest: str | None = None):
+        """Use the rows of `dataset`."""
+        self._dataset = dataset
+        self._of_column: dict[str, Any] = {}
+        self.columns = tuple(dataset.column_names)
+        self.digest = digest
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`."""
+        if column not in self._of_column:
+            self._of_column[column] = self._dataset.select_columns([column])
+        return list(self._of_column[column][start:stop][column])
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """See `StoredRows`."""
+        return [self._dataset[i] for i in range(start, stop)]
+
+
+class RowColumns(Mapping[str, Any]):
+    """The columns of a row, each read when it is asked for."""
+
+    __slots__ = ("_index", "_known", "_names", "_rows")
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], index: int, names: Mapping[str, None]):
+        """Row `index` of `rows`, which counts as having all columns `names`."""
+        self._rows, self._index, self._names = rows, index, names
+        self._known: Row = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._known:
+            rows, i = self._rows, self._index
+            self._known[name] = rows.read(name, i, i + 1)[0] if isinstance(rows, StoredRows) else rows[i].get(name)
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[Row], tuple[Row]]:
+        return dict, (dict(self),)
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all rows' columns, in the order in which the rows first have them."""
+    if isinstance(rows, StoredRows):
+        return list(rows.columns)
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def values_of(rows: Sequence[Mapping[str, Any]], column: str) -> Iterable[Any]:
+    """Return the values of a column, None where a row lacks it."""
+    return rows.values(column) if isinstance(rows, StoredRows) else (row.get(column) for row in rows)
+
+
+def file_state(file: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written."""
+    state = os.stat(file)
+    return state.st_size, state.st_mtime_ns, state.st_ino
