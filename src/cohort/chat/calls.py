@@ -310,7 +310,7 @@ def read_xml(cursor: Cursor, form: Format) -> list[RawCall]:
     tags = form.tags
     assert tags is not None
     cursor.expect(*form.opens)
-    name = cursor.name(cursor.until(tags.name_end).strip())
+    name = cursor.name(_unquoted(cursor.until(tags.name_end)))
     pairs: list[tuple[str, Any]] = []
     while True:
         cursor.skip()
@@ -325,7 +325,9 @@ def read_xml(cursor: Cursor, form: Format) -> list[RawCall]:
 def _xml_parameter(cursor: Cursor, form: Format) -> tuple[str, Any]:
     tags = form.tags
     assert tags is not None
-    key, quote, attribute = cursor.until(tags.parameter_name_end).partition('"')  # DeepSeek's have string="true"
+    key, quote, attribute = _unquoted(cursor.until(tags.parameter_name_end)).partition(
+        '"'
+    )  # DeepSeek's have string="true"
     key = cursor.name(key.strip())
     begin = cursor.pos
     value = cursor.until(tags.parameter_close)
@@ -345,6 +347,11 @@ def _xml_parameter(cursor: Cursor, form: Format) -> tuple[str, Any]:
     if inner.pos < len(value):
         inner.fail(f"the parameter {key!r} is not one JSON value")
     return key, parsed
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def read_glm(cursor: Cursor, form: Format) -> list[RawCall]:

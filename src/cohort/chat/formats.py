@@ -147,13 +147,13 @@ FORMATS: tuple[Format, ...] = (
         example='<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>',
         syntax="xml",
         markers=("<minimax:tool_call>",),
-        opens=('<invoke name="',),
+        opens=("<invoke name=",),  # vLLM takes names in either kind of quotes, or without
         close="</invoke>",
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         tags=Tags(
-            name_end='">',
-            parameter='<parameter name="',
-            parameter_name_end='">',
+            name_end=">",
+            parameter="<parameter name=",
+            parameter_name_end=">",
             parameter_close="</parameter>",
         ),
     ),
