@@ -35,13 +35,16 @@ def main() -> None:
     parser.add_argument("--wide", type=int, default=60_000, help="rows of the Parquet file")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cohort-large-data")
     parser.add_argument("--only", choices=NAMES)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     parser.add_argument("--run", nargs=2, metavar=("TRAINER", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         run(*args.run)
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    trainers = ["cohort", "trl"] if find_spec("trl") else ["cohort"]
+    trainers = ["cohort", "trl"] if find_spec("trl") and not args.quick else ["cohort"]
+    if args.quick:
+        args.only = "thousand"
     print(f"{'':10}{'trainer':9}{'cache':7}{'wall s':>8}{'CPU s':>8}{'peak GB':>9}", flush=True)
     for name in [args.only] if args.only else NAMES:
         file = make(name, args)

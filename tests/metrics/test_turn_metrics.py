@@ -55,6 +55,7 @@ def test_all_of_them():
         "turns/max": 2.0,
         "turns/model_calls": 2.0,
         "turns/masked_tokens": 1.5,
+        "turns/rewritten": 0.0,
         "turns/model_s": 2.0,
         "turns/environment_s": 1.5,
         "tools/call_frequency": pytest.approx(4 / 3),

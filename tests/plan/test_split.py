@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
         "compared with the memory"
     )
     assert split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=4", model="32b").shared
-    assert "use model.gradient_checkpointing: true with model.dtype: bfloat16 with rollout.tensor_parallel: 2 or" in (
+    assert "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or" in (
         message(8, AUTO, "rollout.max_staleness=1", model="32b")
     )
     assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")
