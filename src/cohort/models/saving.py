@@ -191,7 +191,7 @@ def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: Save
     files = plan_files(
         infos,
         save_options.max_shard_bytes,
-        writers=ranks_that_see(folder / "config.json", ranks),
+        writers=ranks_that_see(folder, ranks),
         min_shard_bytes=save_options.min_shard_bytes,
         on_rank0=beside,
     )

@@ -5,6 +5,7 @@ gathered. No file is written by two ranks, which would not be safe on network fi
 is being gathered and the one before it, which it may be writing.
 """
 
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +16,15 @@ from typing import BinaryIO
 from torch import Tensor
 
 from cohort.errors import TrainingError
-from cohort.models.loading.safetensors_files import SHARD, SINGLE, TensorInfo, write_header, write_index, write_tensor
+from cohort.models.loading.safetensors_files import (
+    INDEX,
+    SHARD,
+    SINGLE,
+    TensorInfo,
+    write_header,
+    write_index,
+    write_tensor,
+)
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks, first_line
 from cohort.run.atomic import disk_errors
 
@@ -94,24 +103,35 @@ def write_weights(
     done = 0
     problem: BaseException | None = None
     with _Writer(folder) as writer:
-        for name, weights in tensors:
-            done += weights.nbytes
-            try:
-                if problem is None:
-                    if name in own:
-                        writer.write(*own[name], weights)
-                    if ranks.is_rank0:
-                        on_progress(done, total)
-            except BaseException as error:
-                problem = error  # the other ranks gather with this one to the end
-            del weights  # free it before the next one is gathered
         try:
+            for name, weights in tensors:
+                done += weights.nbytes
+                try:
+                    if problem is None:
+                        if name in own:
+                            writer.write(*own[name], weights)
+                        if ranks.is_rank0:
+                            on_progress(done, total)
+                except BaseException as error:
+                    problem = error  # the other ranks gather with this one to the end
+                del weights  # free it before the next one is gathered
             writer.finish()
-        except BaseException as error:
+        except BaseException as error:  # such as a tensor that rank 0 alone cannot read any more
             problem = problem or error
     _agree(ranks, folder, problem)
+    on_rank0(ranks, folder, lambda: _finish(folder, files))
+
+
+def _finish(folder: Path, files: Sequence[WeightFile]) -> None:
+    """Write the index, and delete the weights of a model that was saved here before in other files."""
+    names = {file.name for file in files}
     if len(files) > 1:
-        on_rank0(ranks, folder, lambda: write_index(folder, {file.name: file.tensors for file in files}))
+        write_index(folder, {file.name: file.tensors for file in files})
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in names:
+            old.unlink()
 
 
 @dataclass(slots=True)
@@ -163,9 +183,12 @@ def on_rank0(ranks: Ranks, folder: Path, write: Callable[[], None]) -> None:
     _agree(ranks, folder, problem)
 
 
-def ranks_that_see(file: Path, ranks: Ranks) -> list[int]:
-    """Return the ranks for which a file that rank 0 has written exists: those that share its file system."""
-    seen = ranks.gather(file.exists())
+def ranks_that_see(folder: Path, ranks: Ranks) -> list[int]:
+    """Return the ranks for which a file that rank 0 writes into the folder exists: those that share its file system."""
+    name = ranks.broadcast(f".seen-{uuid.uuid4().hex}" if ranks.is_rank0 else None)
+    on_rank0(ranks, folder, (folder / name).touch)
+    seen = ranks.gather((folder / name).exists())
+    on_rank0(ranks, folder, (folder / name).unlink)
     return ranks.broadcast(None if seen is None else [rank for rank, sees in enumerate(seen) if sees])
 
 

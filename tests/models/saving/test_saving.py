@@ -1,6 +1,7 @@
 """Saved weights: files of a stated size, one tensor at a time, whole or not there."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
-from cohort.models import LoadRequest, SaveOptions, load_policy, save_policy, stream_weights
+from cohort.models import LoadRequest, SaveOptions, load_policy, save_policy, stream_weights, weight_files
 from cohort.models.loading.safetensors_files import INDEX, SINGLE, TensorInfo, stored_weights
 from cohort.models.weight_files import plan_files
 from cohort.packing import collate
@@ -99,6 +100,35 @@ def test_a_folder_is_that_of_the_library(tmp_path, dtype):
     for file in (tmp_path / "saved").glob("*.safetensors"):
         tensors = load_file(file).values()
         assert sum(t.nbytes for t in tensors) <= 20_000 or len(tensors) == 1
+
+
+def test_a_folder_that_is_saved_to_again_has_the_new_weights_alone(tmp_path):
+    """In other files than before, of which transformers would prefer the single one."""
+    for seed, max_shard_bytes in ((0, 10**9), (1, 20_000), (2, 40_000), (3, 10**9)):
+        torch.manual_seed(seed)
+        model = make_model("qwen3", tie=False, num_hidden_layers=5)
+        with torch.no_grad():
+            model.lm_head.weight.fill_(seed)
+        save_policy(policy_of(model), TOKENIZER, tmp_path, save_options=SaveOptions(max_shard_bytes=max_shard_bytes))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert again.lm_head.weight.eq(seed).all()
+        shards = [path.name for path in tmp_path.glob("model-*")]
+        assert (tmp_path / INDEX).exists() == bool(shards) != (tmp_path / SINGLE).exists()
+        assert len({name.partition("-of-")[2] for name in shards}) <= 1
+
+
+def test_a_weight_that_cannot_be_read_is_known_to_all_ranks(tmp_path, monkeypatch):
+    """It is read by rank 0 alone, for which the others would wait."""
+    agreed: list[object] = []
+    monkeypatch.setattr(weight_files, "_agree", lambda ranks, folder, problem: agreed.append(problem))
+    described = [info("a", 40), info("b", 60)]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(10)
+        raise OSError("gone")
+
+    weight_files.write_weights(tmp_path, plan_files(described, 100), tensors())
+    assert [str(problem) for problem in agreed] == ["gone", "None"]
 
 
 def test_saving_takes_no_memory_where_the_weights_are_as_they_are_stored(tmp_path):
