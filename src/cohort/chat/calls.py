@@ -108,17 +108,34 @@ class Cursor:
             value, self.pos = _DECODER.raw_decode(self.text, self.pos)
         except RecursionError:
             raise Malformed(_TOO_DEEP) from None
+        except Malformed:
+            raise
         except json.JSONDecodeError as error:
             # the shortest part of JSON that is none by itself, \uXXXX, has six characters
             at_end = error.msg.startswith("Unterminated") or error.pos + 6 > len(self.text)
             raise Malformed(f"{error.msg} (at character {error.pos - self.start})", at_end=at_end) from None
+        except ValueError as error:  # an integer with more digits than Python reads
+            self.fail(str(error).partition(";")[0])
         return value
+
+
+def json_of(text: str) -> Any:
+    """Return the JSON value that is all of a text inside a call."""
+    inner = Cursor(text, 0, 0)
+    try:
+        value = inner.json()
+    except Malformed as error:
+        raise Malformed(str(error)) from None  # the text is whole, so nothing is cut off
+    inner.skip()
+    if inner.pos < len(text):
+        inner.fail("text follows the JSON value")
+    return value
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
     """Return the arguments of a call: an object, or the JSON text of one."""
     if isinstance(value, str):
-        value = Cursor(value, 0, 0).json() if value.strip() else {}
+        value = json_of(value) if value.strip() else {}
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise Malformed(f"the arguments are an object with one value per parameter, not {type(value).__name__}")
@@ -239,7 +256,7 @@ def read_lines(cursor: Cursor, form: Format) -> list[RawCall]:
     if not body or not all(isinstance(statement, ast.Expr) for statement in body):
         cursor.pos = begin
         cursor.fail("calls are lines such as f(a=1)")
-    return [_python_call(statement.value) for statement in body]
+    return _python_calls_of([statement.value for statement in body])
 
 
 def _parse_python(text: str, mode: Literal["eval", "exec"]) -> ast.AST:
@@ -275,7 +292,14 @@ def _python_calls(cursor: Cursor) -> list[RawCall]:
     body = _parse_python(cursor.text[begin : cursor.pos], "eval").body  # type: ignore[attr-defined]
     if not isinstance(body, ast.List) or not body.elts:
         raise Malformed("calls are a list of one or more, such as [f(a=1)]")
-    return [_python_call(node) for node in body.elts]
+    return _python_calls_of(body.elts)
+
+
+def _python_calls_of(nodes: Sequence[ast.expr]) -> list[RawCall]:
+    try:
+        return [_python_call(node) for node in nodes]
+    except RecursionError:
+        raise Malformed(_TOO_DEEP) from None
 
 
 def _python_call(node: ast.expr) -> RawCall:
@@ -293,7 +317,9 @@ def _python_value(node: ast.expr) -> Any:
             return node.value
         case ast.Name(id=("true" | "false" | "null") as name):
             return json.loads(name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
+            value, bool
+        ):
             return -value
         case ast.List() | ast.Tuple():
             return [_python_value(item) for item in node.elts]
@@ -341,12 +367,7 @@ def _xml_parameter(cursor: Cursor, form: Format) -> tuple[str, Any]:
         value = value.removeprefix("\n").removesuffix("\n")
     if 'string="false"' not in quote + attribute:
         return key, value
-    inner = Cursor(value, 0, 0)
-    parsed = inner.json()
-    inner.skip()
-    if inner.pos < len(value):
-        inner.fail(f"the parameter {key!r} is not one JSON value")
-    return key, parsed
+    return key, json_of(value)
 
 
 def _unquoted(text: str) -> str:

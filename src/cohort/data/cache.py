@@ -23,7 +23,12 @@ _BLOCK = 16 << 20
 def cache_folder() -> Path:
     """Return the folder of the cache, `$XDG_CACHE_HOME/cohort/data`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cohort" / "data"
+    if not os.path.isabs(base):
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # a user without a home, as in containers
+            base = f"{tempfile.gettempdir()}/cache-{os.getuid()}"
+    return Path(base) / "cohort" / "data"
 
 
 def content_key(*parts: Path | str | bytes) -> str:
@@ -53,7 +58,7 @@ def cached_table(key: str, write: Callable[[Any], None]) -> tuple["pa.Table", di
     file = cache_folder() / f"{key}.arrow"
     with suppress(OSError, pa.ArrowInvalid):  # missing, or damaged: it is written again
         table = _open(pa.memory_map(str(file)))
-        os.utime(file)
+        _touch(file)
         return table
     failed = _write(file, lambda path: _write_to(pa.OSFile(str(path), "wb"), write))
     if not failed:
@@ -69,9 +74,15 @@ def recall(key: str) -> Any:
     file = cache_folder() / f"{key}.json"
     with suppress(OSError, ValueError):
         value = json.loads(file.read_bytes())
-        os.utime(file)
+        _touch(file)
         return value
     return None
+
+
+def _touch(file: Path) -> None:
+    """Note that a file was used. The cache may be one that this user cannot write."""
+    with suppress(OSError):
+        os.utime(file)
 
 
 def remember(key: str, value: Any) -> None:
@@ -108,7 +119,8 @@ def _write(file: Path, write: Callable[[Path], Any]) -> bool:
     finally:
         if unfinished is not None:
             unfinished.unlink(missing_ok=True)
-    _bound(file)
+    with suppress(OSError):  # such as a folder that others write to as well
+        _bound(file)
     return False
 
 
