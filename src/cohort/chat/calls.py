@@ -317,10 +317,8 @@ def _python_value(node: ast.expr) -> Any:
             return node.value
         case ast.Name(id=("true" | "false" | "null") as name):
             return json.loads(name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
-            value, bool
-        ):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if number is not True:
+            return -number
         case ast.List() | ast.Tuple():
             return [_python_value(item) for item in node.elts]
         case ast.Dict():
