@@ -182,7 +182,7 @@ def serve(device: torch.device, shapes: dict[str, list[int]]) -> None:
 
     worker = load_worker(pytest.MonkeyPatch())
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-    server = ThreadServer(make=Server, worker=worker, weights=weights, device=device)
+    server = ThreadServer(make=Server, worker=worker, weights=weights, devices=[device])
     server.start()
     print(server.url, SECRET, flush=True)
     threading.Event().wait()

@@ -317,7 +317,7 @@ def _python_value(node: ast.expr) -> Any:
             return node.value
         case ast.Name(id=("true" | "false" | "null") as name):
             return json.loads(name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if number is not True:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if type(number) is not bool:
             return -number
         case ast.List() | ast.Tuple():
             return [_python_value(item) for item in node.elts]
