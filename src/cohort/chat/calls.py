@@ -317,8 +317,8 @@ def _python_value(node: ast.expr) -> Any:
             return node.value
         case ast.Name(id=("true" | "false" | "null") as name):
             return json.loads(name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if type(number) is not bool:
-            return -number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=number)) if type(number) in (int, float):
+            return -number  # type: ignore[operator]
         case ast.List() | ast.Tuple():
             return [_python_value(item) for item in node.elts]
         case ast.Dict():
