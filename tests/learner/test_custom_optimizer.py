@@ -102,6 +102,27 @@ def test_another_optimizer_does_not_go_on(tmp_path: Path):
         load_engine_state(tmp_path, {"optimizer": {"state": {}}})
 
 
+class Averages(torch.optim.SGD):
+    """Has more state from its second step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["average" if "count" in state else "count"] = torch.zeros(())
+
+
+def test_state_after_the_first_step_is_not_lost(tmp_path: Path):
+    model = net()
+    optimizers = Optimizers(model, config(Averages))
+    for step in range(2):
+        gradients(model, step)
+        optimizers.step(1.0)
+    _save_engine_state({"optimizer": optimizers.state_dict()}, tmp_path / "optimizer", SINGLE_PROCESS)
+    with pytest.raises(UserError, match=r"only after its first step, .*: optimizer\.state\.0\.weight\.average, "):
+        load_engine_state(tmp_path, {"optimizer": Optimizers(net(), config(Averages)).state_dict()})
+
+
 def test_what_cannot_be_used():
     def plateau(params: Any) -> Any:
         optimizer = torch.optim.SGD(params)
@@ -110,13 +131,31 @@ def test_what_cannot_be_used():
     def of_others(params: Any) -> Any:
         return torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))])
 
+    def of_none(params: Any) -> Any:
+        return torch.optim.SGD([{"params": []}])
+
+    class NoClosure(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            super().step()
+
+    class Unpicklable(LambdaLR):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rule": lambda n: n}
+
+    def unpicklable(params: Any) -> Any:
+        optimizer = torch.optim.SGD(params)
+        return optimizer, Unpicklable(optimizer, lambda n: 1.0)
+
     def by_name(named_parameters: Any) -> Any:
         assert list(named_parameters) == ["0.weight", "2.weight", "2.bias"]
         return None
 
     for use, args, message in (
-        (plateau, {}, r"ReduceLROnPlateau is no scheduler that is stepped after each update"),
+        (plateau, {}, r"ReduceLROnPlateau cannot be used, because it is not stepped after each update"),
         (of_others, {}, r"holds parameters that are not trained"),
+        (of_none, {}, r"holds none of the trained parameters, which are 0\.weight, 2\.weight"),
+        (NoClosure, {}, r"NoClosure\.step does not accept closure=None; define step\(self, c"),
+        (unpicklable, {}, r"Unpicklable cannot be used, because its state_dict\(\) cannot be pickled"),
         (by_name, {}, r"must be a torch\.optim\.Optimizer, not NoneType"),
         (torch.optim.SGD, {"rate": 1}, r"optim\.use: 'torch\.optim\.sgd:SGD': TypeError: .*'rate'"),
         (torch.optim.LBFGS, {}, r"LBFGS\.step needs a closure; use another optimizer"),

@@ -10,7 +10,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from cohort.config import AdapterConfig, ModelConfig
+from cohort.config import AdapterConfig, ModelConfig, config_from_dict
+from cohort.errors import UserError
+from cohort.launch.given_model import GivenModel
+from cohort.launch.given_optimizer import GivenOptimizer
 from cohort.models import (
     Critic,
     LoadRequest,
@@ -24,6 +27,7 @@ from cohort.models import (
 from cohort.models.adapters.merge_adapter import merge
 from cohort.models.loading.load_weights import load_with_transformers
 from cohort.models.loading.safetensors_files import StoredTensor, stored_weights
+from cohort.models.model_limits import trained_weights
 from cohort.packing import collate
 from tiny import SIZES, VOCAB_SIZE, make_tokenizer, random_sequences
 from weight_servers import load_worker
@@ -215,3 +219,23 @@ def test_servers_expect_the_weights_of_the_language_model(folder: Path, monkeypa
     worker.check_specs(sent, expected)
     with pytest.raises(ValueError, match="is missing"):
         worker.check_specs(sent[1:], expected)
+
+
+def test_a_model_object_with_a_frozen_vision_tower_and_its_optimizer(folder: Path, tmp_path: Path):
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    for name, p in model.named_parameters():
+        p.requires_grad_("vision" not in name and "visual" not in name and not name.endswith("norm.weight"))
+    keys: dict[str, Any] = {"data": {"path": "d"}, "rewards": [{"use": "math"}], "run": {"dir": str(tmp_path)}}
+    given = GivenModel(model, make_tokenizer())
+    config = given.with_paths(config_from_dict({**keys, "model": {"path": "given"}}))
+    given.save(config)
+    trained: Any = trained_weights(config.model)
+    assert len(trained) > 10 and not any(name.endswith("norm.weight") for name in trained)
+    optimizer = torch.optim.AdamW(model.parameters())  # projector and vision tower included
+    GivenOptimizer(optimizer, None, model)(trained)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in trained.values()]
+
+    lost = trained.popitem()[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match=rf"of which the run does not train 1 \({lost}\)"):
+        GivenOptimizer(optimizer, None, model)(trained)

@@ -1,5 +1,6 @@
 """A model that is given as an object: saved as a folder, which every part of a run can read."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from cohort.config import Config
 from cohort.errors import TrainingError, UserError
+from cohort.models.loading.meta_device import quiet_transformers
+from cohort.models.loading.multimodal import build_language_model, is_multimodal, multimodal_of
 from cohort.ranks.join import rank_of_launcher
 from cohort.run.atomic import write_folder_atomically
 from cohort.run.folder import GIVEN_MODEL
@@ -21,6 +24,26 @@ _PATIENCE_S = 1800.0  # of other ranks, while rank 0 writes
 def is_model(value: Any) -> bool:
     """Whether a value is a model of transformers or peft."""
     return isinstance(value, PreTrainedModel | PeftModel)
+
+
+def names_in_run(model: Any) -> dict[str, str]:
+    """Map the names of a given model's parameters to those in the model that trains, where adapters are `default`.
+
+    Of a multimodal model only the language model trains; the other parameters are left out.
+    """
+    names = {name: name for name, _ in model.named_parameters()}
+    if isinstance(model, PeftModel):
+        adapter = re.compile(rf"(\.lora_\w+)\.{re.escape(str(model.active_adapter))}(?=\.|$)")
+        names = {name: adapter.sub(r"\1.default", name).removeprefix("base_model.model.") for name in names}
+        model = model.get_base_model()
+    if not is_multimodal(model.config):
+        return names
+    with quiet_transformers(), torch.device("meta"):
+        multimodal = multimodal_of(build_language_model(model.config, ""))
+    if multimodal is None:  # it is loaded as it is
+        return names
+    own = {name: multimodal.own_name(outer) for name, outer in names.items()}
+    return {name: own_name for name, own_name in own.items() if own_name is not None}
 
 
 class GivenModel:
@@ -43,7 +66,8 @@ class GivenModel:
                 "model={'path': ..., 'quantization': 'nf4', 'adapter': {...}}"
             )
         self._tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(self._base)
-        self._frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        in_run = names_in_run(model)
+        self._frozen = [in_run[n] for n, p in model.named_parameters() if n in in_run and not p.requires_grad]
         self._weights = _base_weights(model)
         every = self._weights if self._adapter is None else model.state_dict()
         self._name = f"{GIVEN_MODEL}-{_digest(every, str(getattr(self._tokenizer, 'chat_template', '')))}"

@@ -4,17 +4,15 @@ The model that trains is loaded from what that model was saved as, and may be sh
 its parameters, by their names.
 """
 
-import re
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 
 from cohort.errors import UserError
-from cohort.launch.given_model import is_model
+from cohort.launch.given_model import is_model, names_in_run
 from cohort.learner.custom_optimizer import check_optimizers
 
 _FACTORY = (
@@ -47,8 +45,7 @@ class GivenOptimizer:
             )
         if self.optimizer.state:
             raise UserError(
-                f"{field}: {type(optimizer).__name__} has made steps already, whose state belongs to another run; pass "
-                f"a new one"
+                f"{field}: {type(optimizer).__name__} has already made steps; pass a new one, without state"
             )
         self.__name__ = type(optimizer).__name__
         self._names = self._names_in_groups(model, field)
@@ -59,27 +56,29 @@ class GivenOptimizer:
         """Return both as they began, with the optimizer updating parameters of these names.
 
         Raises:
-            UserError: it would update none.
+            UserError: the run does not train some that it should update.
         """
         optimizer, (groups, schedule) = self.optimizer, deepcopy(self._initial)
+        wanted = [name for names in self._names for name in names]
+        if missing := [name for name in wanted if name not in named_parameters]:
+            raise UserError(
+                f"optimizer: {self.__name__} has {len(wanted)} parameters, of which the run does not train "
+                f"{len(missing)} ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Freeze parameters by "
+                f"requires_grad_(False) before making it, not by model.freeze; with peft_config, add the adapter first "
+                f"(peft.get_peft_model) and make the optimizer of its parameters"
+            )
         optimizer.state.clear()
         for group, names, values in zip(optimizer.param_groups, self._names, groups, strict=True):
             group.clear()
-            group |= {**values, "params": [named_parameters[name] for name in names if name in named_parameters]}
-        if not any(group["params"] for group in optimizer.param_groups):
-            raise UserError(
-                f"optimizer: {self.__name__} has none of the trained parameters, which are "
-                f"{', '.join(list(named_parameters)[:3])} ...; "
-                f"with peft_config, add the adapter first (peft.get_peft_model) and make the optimizer of its "
-                f"parameters"
-            )
+            group |= {**values, "params": [named_parameters[name] for name in names]}
         if self.scheduler is not None:
             self.scheduler.load_state_dict(schedule)
         return optimizer, self.scheduler
 
     def _names_in_groups(self, model: Any, field: str) -> list[list[str]]:
         """Return the names of the optimizer's parameters that the model trains, by group."""
-        names = {id(p): _name_in_run(name, model) for name, p in model.named_parameters()}
+        in_run = names_in_run(model)
+        names = {id(p): in_run.get(name) for name, p in model.named_parameters()}
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         ids = {id(p) for p in held}
         if foreign := len(ids - names.keys()):
@@ -90,7 +89,10 @@ class GivenOptimizer:
         others = {k: v for k, v in vars(self.optimizer).items() if k not in ("param_groups", "state", "defaults")}
         if any(id(value) in ids for other in others.values() for value in _inside(other)):
             raise UserError(f"{field}: {self.__name__} keeps parameters outside of its param_groups; {_FACTORY}")
-        return [[names[id(p)] for p in g["params"] if p.requires_grad] for g in self.optimizer.param_groups]
+        return [
+            [name for p in group["params"] if p.requires_grad and (name := names[id(p)]) is not None]
+            for group in self.optimizer.param_groups
+        ]
 
 
 def optim_section(optimizer: Any, model: Any) -> dict[str, Any]:
@@ -109,14 +111,6 @@ def optim_section(optimizer: Any, model: Any) -> dict[str, Any]:
             f"makes one, not {type(optimizer).__name__}"
         )
     return {"name": "custom", "use": optimizer}
-
-
-def _name_in_run(name: str, model: Any) -> str:
-    """Return the name that a parameter of a given model has in the model that trains, where adapters are `default`."""
-    if not isinstance(model, PeftModel):
-        return name
-    name = re.sub(rf"(\.lora_\w+)\.{re.escape(str(model.active_adapter))}(?=\.|$)", r"\1.default", name)
-    return name.removeprefix("base_model.model.")
 
 
 def _inside(value: Any) -> list[Any]:

@@ -51,6 +51,11 @@ class CustomOptimizer:
                 f"optim.use: {config.use!r}: the optimizer holds parameters that are not trained; make it from those "
                 f"that it is called with"
             )
+        if not any(held):
+            raise UserError(
+                f"optim.use: {config.use!r}: the optimizer holds none of the trained parameters, which are "
+                f"{', '.join(list(named)[:3])} ...; make it from those"
+            )
         if isinstance(optimizer, torch.optim.Adafactor) and any(isinstance(p, DTensor) for p in named.values()):
             raise UserError(
                 "optim.use: torch's Adafactor does not support sharded weights; use another optimizer, or one process"
@@ -126,20 +131,33 @@ def check_optimizers(optimizer: Any, scheduler: Any, *, field: str) -> tuple[Opt
     name = _class_name(optimizer)
     for start, instead in _INSTEAD.items():
         if name.startswith(start):
-            raise UserError(f"{field}: {name} is not supported, because checkpoints cannot hold it; use {instead}")
+            raise UserError(
+                f"{field}: {name} is not supported, because checkpoints cannot store its state; use {instead}"
+            )
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         raise UserError(f"{field}: {name}.step needs a closure; use another optimizer") from None
+    try:  # as torch calls it to save and load the state
+        inspect.signature(type(optimizer).step).bind(optimizer, closure=None)
+    except TypeError:
+        raise UserError(f"{field}: {name}.step does not accept closure=None; define step(self, closure=None)") from None
     if scheduler is None:
         return optimizer, None
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
-            f"{field}: {type(scheduler).__name__} is no scheduler that is stepped after each update; use another class "
-            f"of torch.optim.lr_scheduler, or a get_*_schedule of transformers"
+            f"{field}: {type(scheduler).__name__} cannot be used, because it is not stepped after each update; use "
+            f"another scheduler of torch.optim.lr_scheduler, or a get_*_schedule of transformers"
         )
     if scheduler.optimizer is not optimizer:
         raise UserError(f"{field}: the scheduler was made for another optimizer; make it for this one")
+    try:
+        pickle.dumps(scheduler.state_dict())
+    except Exception as error:  # of many types
+        raise UserError(
+            f"{field}: {_class_name(scheduler)} cannot be used, because its state_dict() cannot be pickled for "
+            f"checkpoints: {describe_error(error)}; leave out what cannot, as LambdaLR does"
+        ) from error
     return optimizer, scheduler
 
 

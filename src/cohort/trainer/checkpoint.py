@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # keys as in the files
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -149,19 +150,29 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = SINGLE
 
 
 def _check_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
-    """Check that a checkpoint has the state of the user's optimizer, if there is one.
+    """Check that a checkpoint has the state of the user's optimizer, if there is one, and that all of it is loaded.
 
     Raises:
-        UserError: it has another one's.
+        UserError: it has another one's, or some that is not created in the first step.
     """
     reader, found = dcp.FileSystemReader(folder / _OPTIMIZER), {"made_by": _BUILTIN}
-    if "optimizer.custom.made_by" in reader.read_metadata().state_dict_metadata:
+    saved = reader.read_metadata().state_dict_metadata
+    if "optimizer.custom.made_by" in saved:
         dcp.load({"optimizer": {"custom": found}}, storage_reader=reader, no_dist=True)
     now = state.get("optimizer", {}).get("custom", {}).get("made_by", _BUILTIN)
     if found["made_by"] != now:
         raise UserError(
             f"optim: {str(folder)!r} has the state of {found['made_by']}, and this run has {now}; resume with the same "
             f"optimizer, or start a new run"
+        )
+    if now == _BUILTIN:
+        return
+    loaded = flatten_state_dict(dict(state))[0]
+    if lost := [key for key in saved if key.startswith("optimizer.state.") and key not in loaded]:
+        raise UserError(
+            f"optim: {str(folder)!r} has state that the optimizer creates only after its first step, so the run cannot "
+            f"go on exactly: {', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''}; create all state in the first "
+            f"step, and start a new run"
         )
 
 

@@ -56,12 +56,12 @@ class TrainerAttributes:
 
     @property
     def optimizer(self) -> Any:
-        """The given optimizer, or while the run trains that of `args`; otherwise None."""
+        """The given optimizer; otherwise the run's own while it trains, or None."""
         return self.callback_handler.optimizer if self._optimizer is None else self._optimizer.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The given scheduler, or while the run trains one that tells the learning rates; otherwise None."""
+        """The given scheduler; otherwise an object whose get_last_lr() returns the current learning rates, or None."""
         given = None if self._optimizer is None else self._optimizer.scheduler
         return self.callback_handler.lr_scheduler if given is None else given
 

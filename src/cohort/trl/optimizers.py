@@ -15,7 +15,7 @@ def given_optimizer(optimizers: Any, model: Any) -> GivenOptimizer | None:
     """Return what was given as `optimizers`; None for the optimizer of the arguments.
 
     Raises:
-        UserError: it is no pair, or the optimizer cannot train this model.
+        UserError: it is not a pair, or the optimizer cannot train this model.
     """
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise UserError(f"optimizers: must be a pair (optimizer, scheduler), not {type(optimizers).__name__}")
@@ -33,7 +33,7 @@ def without_optimizer(sections: dict[str, dict[str, Any]], given: GivenOptimizer
 
 
 def scheduler_of(optimizer: Optimizers) -> Any:
-    """Return the given scheduler, or one that tells the learning rates that Cohort sets."""
+    """Return the given scheduler, or an object whose get_last_lr() returns the current learning rates."""
     given = None if optimizer.custom is None else optimizer.custom.scheduler
     return _Rates(optimizer.first) if given is None else given
 

@@ -35,6 +35,13 @@ class Multimodal:
                 return outer + name[len(own) :]
         return name
 
+    def own_name(self, name: str) -> str | None:
+        """Return the language model's name of a module or tensor of the multimodal model; None if outside of it."""
+        for own, outer in self.modules.items():
+            if name == outer or name.startswith(f"{outer}."):
+                return own + name[len(outer) :]
+        return None
+
 
 def multimodal_of(model: Any) -> Multimodal | None:
     """Return the multimodal model that a language model is part of, if any."""
