@@ -23,6 +23,7 @@ from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import CERTAIN
+from cohort.plan.timing import digits
 from cohort.plan.workload import Checkpointing, Workload, critic_workload, process_workload
 
 CHECKPOINTING: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the most saving
@@ -65,7 +66,7 @@ class Plan:
             return "false, since training fits without checkpointing"
         if not self.fits:
             return "true, which needs the least memory"
-        difference = f"{abs(seconds):.2g} s {'more' if seconds > 0 else 'less'}"
+        difference = f"{digits(abs(seconds), 2)} s {'more' if seconds > 0 else 'less'}"
         return f"{str(kind).lower()}, the fastest that fits: {difference} per step than without checkpointing"
 
     @property

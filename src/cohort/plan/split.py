@@ -15,7 +15,7 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
 from cohort.plan.schedule import group_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape, preset_shape
-from cohort.plan.timing import DEFAULT_GPU, step_times
+from cohort.plan.timing import DEFAULT_GPU, digits, step_times
 from cohort.plan.workload import process_workload, served_base_bytes
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
@@ -436,11 +436,14 @@ def _fastest_split(
     if may_share and is_known:
         shared = step_times(config, shape, hardware, num_training=num_gpus, num_sampling=num_gpus, shared=True)
         if shared.step_s < times[best].step_s:
-            why = f"{shared.describe()} predicted; {num_gpus - best} + {best} would take {times[best].step_s:.3g} s"
+            separate_s = digits(times[best].step_s, 3)
+            why = f"{shared.describe()} predicted; {num_gpus - best} + {best} would take {separate_s} s"
             return _shared(config, rollout, num_gpus, why, shape, hardware)
     why = f"{times[best].describe()} predicted"
     near = [
-        f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
+        f"{num_gpus - n} + {n} would take {digits(times[n].step_s, 3)} s"
+        for n in (best - size, best + size)
+        if n in times
     ]
     why += f"; {' and '.join(near)}" if near else ""
     if not is_known:
