@@ -72,3 +72,13 @@ def test_ranks_exchange_weights_and_gradients_for_every_micro_batch(gpu: str, no
         assert training.value >= found.value
         assert ("less than the overlapped copies" in training.how) == (gpu == "l40s")
     assert "gathering_s" not in timing()
+
+
+def test_the_reason_of_a_split_has_the_times_of_the_plan() -> None:
+    """Both count the copies between GPUs, which take longer here than the computation."""
+    wanted = config("rollout.engine=vllm", "rollout.max_completion_tokens=512", "train.micro_batch_tokens=4096")
+    plan = predict_run(wanted, preset_shape("1.5b"), hardware(gpu="l40s", gpus=4, nodes=1, gpu_memory=None))
+    seconds = {phase: plan.timing[f"{phase}_s"].value for phase in ("training", "sampling", "step", "gathering")}
+    assert seconds["training"] == seconds["gathering"]
+    assert f"{seconds['training']:.3g} s of training and {seconds['sampling']:.3g} s of sampling" in plan.layout.reason
+    assert f": {seconds['step']:.3g} s predicted" in plan.layout.reason

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from cohort.plan.advice import replan
+from cohort.plan.defaults import with_checkpointing
 from cohort.plan.hardware import local_cpu
 from cohort.plan.predict import CHECKPOINTING, Plan
+from cohort.trainer import preflight
 from cohort.trainer.preflight import choose_checkpointing_on
 from plans import EIGHT, config, on_gpus, plan_of
 
@@ -68,3 +70,20 @@ def test_a_run_chooses_what_its_plan_says_and_tells_it() -> None:
     assert unknown.model.gradient_checkpointing is False and "without a memory plan" in notes[0]
     on_cpu, notes = choose_checkpointing_on(config(*settings), local_cpu(1), longest_prompt_tokens=512, **about)
     assert on_cpu.model.gradient_checkpointing is False and notes == []
+
+
+def test_a_resumed_run_chooses_again_if_what_it_began_with_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about: dict[str, Any] = {"shared": True, "keeps_base": False, "longest_prompt_tokens": 512}
+    wanted = config("model.path=Qwen/Qwen2.5-7B", AUTO, "rollout.max_completion_tokens=8000", "rollout.engine=local")
+    begun = with_checkpointing(wanted, False)
+    fresh, said = choose_checkpointing_on(wanted, on_gpus(3, gpu="a100"), **about)
+    assert fresh.model.gradient_checkpointing == "selective"
+    monkeypatch.setattr(preflight, "recorded_config", lambda folder: begun)
+    kept, notes = choose_checkpointing_on(wanted, on_gpus(8, gpu="a100"), **about)
+    assert kept.model.gradient_checkpointing is False
+    assert notes == ["model.gradient_checkpointing: auto: false, as when the run started"]
+    again, notes = choose_checkpointing_on(wanted, on_gpus(3, gpu="a100"), **about)
+    assert again == fresh
+    assert notes == [f"{said[0]} (the run started with false, which does not fit here)"]

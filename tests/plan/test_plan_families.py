@@ -7,13 +7,14 @@ import pytest
 from transformers import AutoConfig
 
 from cohort.config import Config
+from cohort.errors import UserError
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.plan.backward import window_bytes
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import plan_memory
 from cohort.plan.mixed_layers import MIXED
 from cohort.plan.schedule import plan_micro_batches
-from cohort.plan.shape import _FAMILIES, preset_shape, shape_from_config
+from cohort.plan.shape import _FAMILIES, PRESETS, preset_shape, shape_from_config
 from cohort.plan.timing import training_operations
 from cohort.plan.workload import process_workload
 from families import FAMILIES, make_model
@@ -136,3 +137,13 @@ def test_a_loss_of_routers_takes_a_forward_pass():
     assert balanced["router statistics"] == 2 * 2 * shape.active_parameters
     assert balanced["attention"] == pytest.approx(plain["attention"] * 8 / 6)
     assert balanced.keys() - plain.keys() == {"router statistics"}
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+def test_a_bad_number_is_refused_by_its_name(key: str) -> None:
+    for config in (GPT_OSS, PRESETS["qwen3-0.6b"]):
+        for bad in ({key: 0}, {key: "8"}):
+            with pytest.raises(UserError, match=f"config.json: '{key}' is missing or not a positive integer"):
+                shape_from_config({**config, **bad}, name="x")
+    with pytest.raises(UserError, match="'num_experts' is missing or not"):
+        shape_from_config({**PRESETS["qwen3-0.6b"], "num_experts": "8"}, name="x")

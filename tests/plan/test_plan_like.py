@@ -89,7 +89,7 @@ def test_the_times_are_those_of_completions_as_long_as_they_were(run: Path) -> N
         CliRunner().invoke(app, ["plan", config, "--like", str(run)], env={"COLUMNS": "400"}).output.split()
     )
     assert f"expected tokens after a prompt mean 100, longest 400 (of {run})" in told
-    (row,) = [row for row in compare_run(run) if row.what == "mean completion"]
+    (row,) = [row for row in compare_run(run) if row.what == "mean completion, of the limit"]
     assert (row.predicted, row.measured) == (512, 100)
 
 

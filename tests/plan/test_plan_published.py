@@ -154,6 +154,10 @@ def test_a_plan_with_lengths_is_faster_and_needs_the_same_memory(tmp_path: Path)
     assert shorter["memory"] == longest["memory"]
     told = " ".join(CliRunner().invoke(app, ["plan", *command, "--length", "800:3000"]).output.split())
     assert "expected tokens after a prompt mean 800, longest 3000 (--length)" in told
+    told = " ".join(CliRunner().invoke(app, ["plan", *command, "--length", "800:5000"]).output.split())
+    assert "expected tokens after a prompt mean 800, longest 4096 (--length)" in told
+    refused = CliRunner().invoke(app, ["plan", *command, "--length", "5000"])
+    assert refused.exit_code == 2 and "5000 tokens exceeds rollout.max_completion_tokens: 4096" in refused.output
     refused = CliRunner().invoke(app, ["plan", *command, "--length", "8:7"])
     assert refused.exit_code == 2 and "--length: '8:7' is not" in refused.output
     for wrong in ("0", "x", "800:700", "8.5"):

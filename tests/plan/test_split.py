@@ -14,7 +14,8 @@ from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, similar_shape
 from cohort.plan.split import GpuSplit, base_fits, memory_shortfall, split_gpus
-from cohort.plan.timing import StepTimes, step_times
+from cohort.plan.step import plan_step
+from cohort.plan.timing import StepTimes
 from selection import examples
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -27,7 +28,7 @@ def config_with(*overrides: str) -> Config:
 
 
 def gpus_of(gigabytes: float, *, gpu: str = H100) -> Hardware:
-    return Hardware(gpu_name=gpu, gpu_memory_bytes=round(gigabytes * 1e9), gpus_per_node=1, nodes=1)
+    return Hardware(gpu_name=gpu, gpu_memory_bytes=round(gigabytes * 1e9), gpus_per_node=8, nodes=1)
 
 
 EIGHTY = gpus_of(80)
@@ -45,7 +46,7 @@ def message(num_gpus: int, *overrides: str, model: str = "1.5b", hardware: Hardw
 
 def times(model: str, *overrides: str, training: int = 1, sampling: int = 1) -> StepTimes:
     settings, shape = config_with(*overrides), preset_shape(model)
-    return step_times(settings, shape, EIGHTY, num_training=training, num_sampling=sampling)
+    return plan_step(settings, shape, EIGHTY, num_training=training, num_sampling=sampling).times
 
 
 # The numbers of the configuration are kept
@@ -132,7 +133,9 @@ def test_auto_shares_the_gpus_with_servers_of_several():
     found = split(8, *parallel, model="32b", hardware=gpus_of(110))
     assert found.shared and found.server_gpus == ((0, 1, 2, 3), (4, 5, 6, 7))
     shared, apart = (
-        step_times(config_with(*parallel), shape, gpus_of(110), num_training=n, num_sampling=n, shared=n == 8).step_s
+        plan_step(
+            config_with(*parallel), shape, gpus_of(110), num_training=n, num_sampling=n, shared=n == 8
+        ).times.step_s
         for n in (8, 4)
     )
     assert found.reason.endswith(f"{shared:.3g} s predicted; 4 + 4 would take {apart:.3g} s") and shared < apart
@@ -224,7 +227,7 @@ def test_servers_keep_their_base_where_it_fits(
 
 def test_the_base_is_part_of_the_plan():
     """7,615,616,512 weights, and a rank of 32, twice the adapter's, of 90,112 rows and columns on 28 layers."""
-    config, hardware = config_with(*ADAPTER, "hardware.rollout_gpus=shared"), gpus_of(80)
+    config, hardware = config_with(*ADAPTER, "hardware.rollout_gpus=shared"), replace(EIGHTY, gpus_per_node=1)
     plan = predict_run(config, preset_shape("7b"), hardware)
     rows = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
     base = 2 * (7_615_616_512 + 32 * rows * 28)

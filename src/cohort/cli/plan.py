@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cohort.cli.command import Debug, Overrides
-from cohort.cli.sweep import digits, run_sweep
+from cohort.cli.sweep import run_sweep
 from cohort.config import Config, load_config
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.rollout import AutoRolloutConfig
@@ -22,12 +22,13 @@ from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
 from cohort.plan.dataset import count_prompts, missing_files
 from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
-from cohort.plan.lengths import answer_lengths, parse_lengths
+from cohort.plan.lengths import Lengths, answer_lengths, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan, predict_wanted
 from cohort.plan.proposal import path_of, propose
 from cohort.plan.shape import PRESETS, find_shape, read_shape
+from cohort.plan.timing import digits
 
 _LABELS = {
     "products_tflops": "matrix products, TFLOP/s",
@@ -152,7 +153,10 @@ def plan(
                 raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
         lengths = None if length is None else parse_lengths(length)
         machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
-        _print_proposal(*propose(model, machines, arguments))
+        proposed, text = propose(model, machines, arguments)
+        if lengths is not None:
+            _check_limit(lengths, proposed.config)
+        _print_proposal(proposed, text)
         return
     pace = None if like is None else read_pace(like)
     if pace is not None and pace.lengths is None and length is not None:
@@ -168,6 +172,9 @@ def plan(
         if length is not None:
             is_column = length[:1].isalpha() or length.startswith("_")
             lengths = answer_lengths(settings.data.path, length) if is_column else parse_lengths(length)
+            _check_limit(lengths, settings)
+        if lengths is not None:
+            lengths = lengths.cut_at(settings.rollout.max_new_tokens)
         return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
 
     if sweep is not None:
@@ -200,6 +207,20 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name} has no effect {why}")
+
+
+def _check_limit(lengths: Lengths, settings: Config) -> None:
+    """Check that the expected mean length is possible.
+
+    Raises:
+        UserError: it exceeds the limit of the configuration.
+    """
+    rollout = settings.rollout
+    if lengths.mean > rollout.max_new_tokens:
+        raise UserError(
+            f"--length: a mean of {lengths.mean} tokens exceeds {rollout.max_new_tokens_key}: "
+            f"{rollout.max_new_tokens}, where completions are cut; raise that key, or expect at most as many"
+        )
 
 
 def _print_proposal(plan: Plan, text: str) -> None:

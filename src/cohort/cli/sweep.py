@@ -13,6 +13,7 @@ from rich.table import Table
 from cohort.errors import UserError
 from cohort.plan.advice import NODE_GPUS, parse_sweep
 from cohort.plan.predict import Plan
+from cohort.plan.timing import digits
 
 _MAX_BAR, _MIN_BAR = 40, 8  # characters
 _GAP = 2  # characters between columns
@@ -81,11 +82,6 @@ def _row(plan: Plan, price: float | None) -> dict[str, Any]:
 
 def _number(name: str, value: float | None) -> str:
     return "" if not value else f"{value:.3f}" if name == "cost_per_step" else digits(value, 3)
-
-
-def digits(value: float, number: int) -> str:
-    """Format with `number` significant digits and no exponent."""
-    return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
 def _print_table(key: str, rows: Sequence[dict[str, Any]], console: Console) -> None:

@@ -115,7 +115,7 @@ class ModelConfig(Section):
         description="Recompute activations in backward: less memory, about a third slower. selective: save attention "
         "outputs, which cost quadratic time, and the adjacent projections; recompute the rest. auto: the fastest of "
         "false, selective and true that fits according to the plan; false on CPU and for models of unknown shape. A "
-        "resumed run keeps the choice.",
+        "resumed run keeps the choice if it fits.",
     )
     activation_offload: bool = Field(
         False,

@@ -53,7 +53,7 @@ def prepare_activations(model: Any, config: ModelConfig) -> None:
             raise UserError(
                 "model.activation_offload: true with model.gradient_checkpointing needs transformers 5.23 or newer, "
                 f"and this is {version('transformers')}, with which it would move what backward recomputes; update it, "
-                "or remove one of the two keys"
+                "or set model.gradient_checkpointing: false or model.activation_offload: false"
             )
         enable_offload(model)
 

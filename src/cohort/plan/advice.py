@@ -13,8 +13,9 @@ from typing import Any, Literal
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.plan.memory import PHASES
-from cohort.plan.predict import CHECKPOINTING, Plan, largest_number, predict_run, predict_wanted
+from cohort.plan.predict import CHECKPOINTING, Plan, predict_run, predict_wanted
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape
+from cohort.plan.step import largest_number
 
 Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 

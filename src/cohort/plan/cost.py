@@ -3,18 +3,15 @@
 Good enough to see which phase dominates and what a change is worth; trust a run's own metrics over it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cohort.config import Config
-from cohort.plan.backward import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
-from cohort.plan.hardware import Hardware, link_bandwidth
+from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout
-from cohort.plan.schedule import MicroBatchPlan
-from cohort.plan.timing import BUS_BANDWIDTH, Rate, compute_rate, memory_rate, step_times, training_operations
-from cohort.plan.workload import Workload
+from cohort.plan.step import PlannedStep
+from cohort.plan.timing import BUS_BANDWIDTH, Rate, compute_rate, memory_rate, training_operations
 
 Origin = Literal["measured", "assumed", "derived"]
 
@@ -35,50 +32,27 @@ class PlannedValue:
     how: str
 
 
-_NIC_BANDWIDTH = 50e9  # bytes/s per GPU between nodes, assumed
 _PUBLISHING = "weights at the speed of the bus, with sleep and wake-up of servers on shared GPUs (assumed)"
 
 
 def plan_timing(
-    config: Config,
-    hardware: Hardware,
-    layout: GpuLayout,
-    micro_batches: MicroBatchPlan,
-    workload: Workload,
-    *,
-    num_steps: int | None,
+    config: Config, hardware: Hardware, layout: GpuLayout, step: PlannedStep, *, num_steps: int | None
 ) -> dict[str, PlannedValue]:
-    """Predict seconds per phase, with the rates used, and GPU hours if the number of steps is known.
+    """Seconds per phase, with the rates used, and GPU hours if the number of steps is known.
 
     Returns nothing for a CPU without an earlier run: CPUs differ too much.
     """
     if not hardware.on_gpu and hardware.pace is None:
         return {}
-    pace = hardware.pace
+    pace, times, blocking = hardware.pace, step.times, step.blocking
     computing = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
     reading = memory_rate(hardware)
-    num_sampling = layout.num_sampling
-    if config.rollout.uses_servers and config.rollout.urls:
-        # external servers: assume tensor_parallel GPUs per URL
-        num_sampling = len(config.rollout.urls) * config.rollout.tensor_parallel
-    times = step_times(
-        config,
-        workload.shape,
-        replace(hardware, pace=None),
-        num_training=layout.num_training,
-        num_sampling=num_sampling,
-        shared=layout.shared,
-    )
-    blocking = dict(_blocking_transfers(config, micro_batches, workload))
-    overlapped = dict(_overlapped_transfers(config, hardware, micro_batches, workload))
-    # overlapped transfers cost time only if they take longer than the computation
-    longest_s = max([times.training_s, *(n.value for n in overlapped.values())])
+    overlapped = {name: _derived(seconds, how) for name, (seconds, how) in step.overlapped.items()}
     used = f"at {computing.utilization:.0%} of that (assumed)"
-    if longest_s > times.training_s:
+    if step.waits:
         used += ", less than the overlapped copies"
     used += "".join(f", and {what}" for what in blocking)
-    times = replace(times, training_s=longest_s + sum(blocking.values()) / BUS_BANDWIDTH).at(pace)
-    operations = ", ".join(training_operations(config, workload.shape))
+    operations = ", ".join(training_operations(config, step.workload.shape))
     sampler = (
         f"weights, keys and values are read at {reading.utilization:.0%} of the bandwidth, or computed with at "
         f"{computing.utilization:.0%}"
@@ -109,32 +83,6 @@ def _run_hours(seconds: float, num_steps: int, layout: GpuLayout) -> dict[str, P
     }
 
 
-def _blocking_transfers(
-    config: Config, micro_batches: MicroBatchPlan, workload: Workload
-) -> Iterator[tuple[str, float]]:
-    """Yield transfers over the bus that computation waits for, with their bytes per step."""
-    updates = config.train.updates_per_rollout
-    if workload.reference_on_host:
-        yield "the reference's weights from host memory", workload.weight_bytes * workload.shape.num_parameters
-    if workload.masters_on_host:
-        # the update itself is bound by the CPU's memory bandwidth, which is unknown
-        trained = sum(model.trained_parameters for model in workload.models) // workload.processes
-        yield (
-            "gradients to host memory and weights back",
-            updates * trained * (workload.trained_bytes + workload.compute_bytes),
-        )
-    if workload.parameters_on_host:
-        # FSDP2 waits for gradients, which go to unpinned memory, and on one process copies weights in the same stream
-        visits = sum(
-            2 * model.weight_bytes * model.shape.num_parameters + model.gradient_bytes * model.trained_parameters
-            for model in workload.models
-        )
-        yield (
-            "weights from host memory twice and gradients back per micro-batch",
-            micro_batches.num_micro_batches * visits / workload.processes,
-        )
-
-
 def _derived(value: float, how: str) -> PlannedValue:
     return PlannedValue(value=value, origin="derived", how=how)
 
@@ -150,39 +98,3 @@ def _paced(value: float, how: str, ratio: float | None, hardware: Hardware) -> P
 
 def _peak(rate: Rate, unit: float) -> PlannedValue:
     return PlannedValue(value=rate.peak * unit, origin="assumed", how=rate.source)
-
-
-def _overlapped_transfers(
-    config: Config, hardware: Hardware, micro_batches: MicroBatchPlan, workload: Workload
-) -> Iterator[tuple[str, PlannedValue]]:
-    """Yield transfers that overlap with computation: activations over the bus, shards between GPUs."""
-    if workload.offload and hardware.on_gpu:
-        moved = (
-            2
-            * offloaded_bytes_per_token(workload)
-            * workload.shape.layers
-            * workload.packed_tokens
-            * micro_batches.num_micro_batches
-        )
-        yield "offloading_s", _derived(moved / BUS_BANDWIDTH, "activations out and back, overlapped with training")
-    if workload.processes > 1 and hardware.on_gpu and not workload.parameters_on_host:
-        rate, how = _shard_rate(hardware, workload.processes)
-        shards = sum(map(_shard_bytes, workload.models)) * (workload.processes - 1) / workload.processes
-        passes = micro_batches.num_micro_batches * config.train.updates_per_rollout
-        yield "gathering_s", _derived(passes * shards / rate, f"FSDP2's shards, overlapped with training; {how}")
-
-
-def _shard_bytes(model: Workload) -> int:
-    """Bytes of weights for forward and backward, and of gradients, that the ranks exchange per micro-batch."""
-    gathers = 1 if model.reshard_after_forward is False else 2
-    return gathers * model.compute_bytes * model.shape.num_parameters + model.gradient_bytes * model.trained_parameters
-
-
-def _shard_rate(hardware: Hardware, processes: int) -> tuple[float, str]:
-    """Bytes/s of a ring of ranks, and where they come from (docs/scaling.md)."""
-    link = link_bandwidth(hardware.gpu_name)
-    rate, how = (link, "links by data sheet") if link is not None else (BUS_BANDWIDTH, "PCIe 4.0 x16 (assumed)")
-    network = _NIC_BANDWIDTH * hardware.gpus_per_node
-    if processes > hardware.gpus_per_node and network < rate:
-        return network, "a NIC of 50 GB/s per GPU (assumed)"
-    return rate, how

@@ -17,7 +17,7 @@ from cohort.plan.split import (
     split_nodes_alike,
 )
 from cohort.plan.state_memory import check_optimizer_sharding
-from cohort.plan.timing import step_times
+from cohort.plan.step import plan_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLa
     sampling = {number: number * per_node for number in numbers}
     fitting = [n for n in numbers if not memory_shortfall(config, shape, hardware, training[n])]
     times = {
-        n: step_times(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).step_s
+        n: plan_step(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).times.step_s
         for n in fitting or numbers
     }
     number = min(times, key=lambda n: times[n])

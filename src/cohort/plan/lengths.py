@@ -3,7 +3,7 @@
 import json
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cohort.errors import UserError
@@ -18,6 +18,10 @@ class Lengths:
     mean: int
     longest: int | None = None  # None: as for an exponential distribution
     source: str = "--length"  # in words
+
+    def cut_at(self, limit: int) -> "Lengths":
+        """The lengths of completions that are cut at `limit` tokens."""
+        return replace(self, mean=min(self.mean, limit), longest=self.longest and min(self.longest, limit))
 
 
 def parse_lengths(text: str) -> Lengths:

@@ -109,7 +109,7 @@ def compare_run(run: Path) -> list[Comparison]:
                 (f"memory in {PHASES[phase]}", "GB", (sum(parts.values()) - outside) / 1e9, max(measured) / 1e9)
             )
     if (lengths := _lengths(plan.config, steps, run)) is not None:  # the times are predicted for the maximum
-        rows.append(("mean completion", "tokens", plan.config.rollout.max_new_tokens, lengths.mean))
+        rows.append(("mean completion, of the limit", "tokens", plan.config.rollout.max_new_tokens, lengths.mean))
     return [Comparison(what=what, unit=unit, predicted=p, measured=m) for what, unit, p, m in rows]
 
 

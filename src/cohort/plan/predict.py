@@ -1,6 +1,6 @@
 """Predict layout, memory and time of a run from the configuration and the model's shape."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,11 @@ from cohort.plan.memory import (
     plan_memory,
 )
 from cohort.plan.rollout_engine import plan_engine
-from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches, schedule_run
+from cohort.plan.schedule import MicroBatchPlan, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import CERTAIN
+from cohort.plan.step import plan_step
+from cohort.plan.timing import digits
 from cohort.plan.workload import Checkpointing, Workload, critic_workload, process_workload
 
 CHECKPOINTING: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the most saving
@@ -65,7 +67,7 @@ class Plan:
             return "false, since training fits without checkpointing"
         if not self.fits:
             return "true, which needs the least memory"
-        difference = f"{abs(seconds):.2g} s {'more' if seconds > 0 else 'less'}"
+        difference = f"{digits(abs(seconds), 2)} s {'more' if seconds > 0 else 'less'}"
         return f"{str(kind).lower()}, the fastest that fits: {difference} per step than without checkpointing"
 
     @property
@@ -220,12 +222,14 @@ def predict_run(
     layout = layout or plan_layout(config, shape, hardware)
     check_cpu_offload(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     check_processes(config, layout.num_training)
-    budget = config.train.micro_batch_tokens
-    if budget == "auto":
-        budget = _largest_budget(config, shape, hardware, layout)
-    micro_batches = plan_micro_batches(config, layout.num_training, budget)
-    workload = process_workload(
-        config, shape, hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
+    step = plan_step(
+        config,
+        shape,
+        hardware,
+        num_training=layout.num_training,
+        num_sampling=layout.num_sampling,
+        shared=layout.shared,
+        keeps_base=layout.keeps_base,
     )
     num_steps = config.train.steps
     if num_prompts is not None:
@@ -235,13 +239,13 @@ def predict_run(
         shape=shape,
         hardware=hardware,
         layout=layout,
-        micro_batches=micro_batches,
-        workload=workload,
-        memory=plan_memory(workload),
+        micro_batches=step.micro_batches,
+        workload=step.workload,
+        memory=plan_memory(step.workload),
         num_prompts=num_prompts,
         num_steps=num_steps,
-        timing=plan_timing(config, hardware, layout, micro_batches, workload, num_steps=num_steps),
-        trl_bytes=_trl_bytes(config, workload, micro_batches),
+        timing=plan_timing(config, hardware, layout, step, num_steps=num_steps),
+        trl_bytes=_trl_bytes(config, step.workload, step.micro_batches),
     )
 
 
@@ -292,33 +296,6 @@ def predict_wanted(config: Config, shape: ModelShape, hardware: Hardware, *, num
     settings, reason = plan_engine(config, shape, hardware) if hardware.on_gpu else (config, None)
     plan = predict_run(settings, shape, hardware, num_prompts=num_prompts)
     return replace(plan, wanted=config, engine_reason=reason)
-
-
-def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: GpuLayout) -> int:
-    """Largest useful token budget that fits, as the run finds it; the smallest one if none fits."""
-
-    def fits(tokens: int) -> bool:
-        micro_batches = plan_micro_batches(config, layout.num_training, tokens)
-        workload = process_workload(
-            config, shape, hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
-        )
-        return plan_memory(workload).total("backward") <= hardware.gpu_memory_bytes
-
-    low = min_budget(config)
-    high = max(low, max_useful_budget(config, layout.num_training))
-    return largest_number(fits, low, high, tolerance=16) or low
-
-
-def largest_number(fits: Callable[[int], bool], low: int, high: int, *, tolerance: int = 1) -> int | None:
-    """Bisect for the largest fitting number in [low, high], up to `tolerance`; None if `low` does not fit."""
-    if high < low or not fits(low):
-        return None
-    if fits(high):
-        return high
-    while high - low > tolerance:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _part_origin(part: str, workload: Workload, hardware: Hardware) -> Source:

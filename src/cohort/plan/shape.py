@@ -255,8 +255,11 @@ def _or_refused(
 ) -> ModelShape:
     try:
         return parse(config, name)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a positive number") from error
+    except (KeyError, ValueError) as error:
+        key = error.args[0]
+        raise UserError(f"model.path: {name}: config.json: {key!r} is missing or not a positive integer") from error
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"model.path: {name}: config.json has a value that the plan cannot read: {error}") from error
 
 
 def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) -> ModelShape | None:
@@ -286,7 +289,8 @@ def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
     if family.qkv_bias or (family.reads_bias and config.get("attention_bias")):
         attention += query + 2 * key + (0 if family.qkv_bias else hidden)
     attention += 2 * head_dim * family.query_norm + (query + key) * family.wide_norm + family.norms * hidden
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts_key = next((key for key in ("num_experts", "num_local_experts") if config.get(key)), None)
+    experts = 0 if experts_key is None else _number(config, experts_key)
     chosen = _number(config, "num_experts_per_tok", 2) if experts else 1
     mlp = _number(
         config, "moe_intermediate_size" if experts and "moe_intermediate_size" in config else "intermediate_size"
@@ -323,6 +327,8 @@ def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """The mean layer of a model whose layers differ; all its parameters are counted."""
     read, tied = MIXED[config["model_type"]]
     hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        _number(config, key)  # raises
     parts = read(config)
     count, query, expert = len(parts.layers), parts.mean("query"), parts.mean("expert")
     total, active = (parts.parameters(hidden, n) for n in (parts.experts, parts.chosen))

@@ -15,7 +15,8 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
 from cohort.plan.schedule import group_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape, preset_shape
-from cohort.plan.timing import DEFAULT_GPU, step_times
+from cohort.plan.step import plan_step
+from cohort.plan.timing import DEFAULT_GPU, digits
 from cohort.plan.workload import process_workload, served_base_bytes
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
@@ -431,16 +432,27 @@ def _fastest_split(
         if may_share:
             return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}", shape, hardware)
         raise _nothing_fits(config, rollout, shape, hardware, num_gpus, problem)
-    times = {n: step_times(config, shape, hardware, num_training=num_gpus - n, num_sampling=n) for n in fitting}
+    times = {n: plan_step(config, shape, hardware, num_training=num_gpus - n, num_sampling=n).times for n in fitting}
     best = min(fitting, key=lambda n: (times[n].step_s, n))
     if may_share and is_known:
-        shared = step_times(config, shape, hardware, num_training=num_gpus, num_sampling=num_gpus, shared=True)
+        shared = plan_step(
+            config,
+            shape,
+            hardware,
+            num_training=num_gpus,
+            num_sampling=num_gpus,
+            shared=True,
+            keeps_base=base_fits(config, shape, hardware, num_gpus),
+        ).times
         if shared.step_s < times[best].step_s:
-            why = f"{shared.describe()} predicted; {num_gpus - best} + {best} would take {times[best].step_s:.3g} s"
+            separate_s = digits(times[best].step_s, 3)
+            why = f"{shared.describe()} predicted; {num_gpus - best} + {best} would take {separate_s} s"
             return _shared(config, rollout, num_gpus, why, shape, hardware)
     why = f"{times[best].describe()} predicted"
     near = [
-        f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
+        f"{num_gpus - n} + {n} would take {digits(times[n].step_s, 3)} s"
+        for n in (best - size, best + size)
+        if n in times
     ]
     why += f"; {' and '.join(near)}" if near else ""
     if not is_known:

@@ -222,6 +222,11 @@ def memory_rate(hardware: Hardware) -> Rate:
     return Rate(bandwidth, _BANDWIDTH_UTILIZATION, _DATA_SHEET)
 
 
+def digits(value: float, number: int) -> str:
+    """Format with `number` significant digits and no exponent."""
+    return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Predicted duration of a step's phases, in seconds."""
@@ -251,10 +256,8 @@ class StepTimes:
     def describe(self) -> str:
         """The times in words."""
         how = "overlapping" if self.overlap else "in turn"
-        return (
-            f"{self.training_s:.3g} s of training and {self.sampling_s:.3g} s of sampling per step, {how}: "
-            f"{self.step_s:.3g} s"
-        )
+        training, sampling, step = (digits(s, 3) for s in (self.training_s, self.sampling_s, self.step_s))
+        return f"{training} s of training and {sampling} s of sampling per step, {how}: {step} s"
 
 
 def step_times(

@@ -59,7 +59,7 @@ def preflight(
 def choose_checkpointing(
     config: Config, inputs: Inputs, setup: EngineSetup, *, device: torch.device, world_size: int
 ) -> tuple[Config, list[str]]:
-    """Resolve `model.gradient_checkpointing: auto`: as the run in `run.dir` did, else by the plan of this run.
+    """Resolve `model.gradient_checkpointing: auto`: as the run in `run.dir` did if that fits, else by the plan.
 
     Arguments are those of `preflight`.
 
@@ -82,17 +82,25 @@ def choose_checkpointing_on(
 ) -> tuple[Config, list[str]]:
     """Resolve `model.gradient_checkpointing: auto` for given hardware; see `choose_checkpointing`."""
     recorded = recorded_config(Path(config.run.dir))
-    if recorded is not None:
-        kind = checkpointing(recorded.model)
-        why = f"{str(kind).lower()}, as when the run started"
-    else:
-        layout = _layout_as_launched(config, hardware, shared=shared, keeps_base=keeps_base)
-        wanted = _with_prompts(config, longest_prompt_tokens)
-        try:
-            plan = predict_run(wanted, read_shape(config.model.path), hardware, layout=layout)
+    layout = _layout_as_launched(config, hardware, shared=shared, keeps_base=keeps_base)
+    wanted = _with_prompts(config, longest_prompt_tokens)
+
+    def predict(config: Config) -> Plan:
+        return predict_run(config, read_shape(config.model.path), hardware, layout=layout)
+
+    kept = None if recorded is None else checkpointing(recorded.model)
+    try:
+        if kept is not None and (not hardware.on_gpu or predict(with_checkpointing(wanted, kept)).fits):
+            kind, why = kept, f"{str(kept).lower()}, as when the run started"
+        else:  # the first choice, or the hardware has changed
+            plan = predict(wanted)
             kind, why = checkpointing(plan.config.model), plan.chosen_checkpointing or ""
-        except UserError as error:
-            kind, why = False, f"false, without a memory plan: {error}"
+            if kept is not None and kept != kind:
+                why += f" (the run started with {str(kept).lower()}, which does not fit here)"
+    except UserError as error:
+        kind = kept or False
+        begun = "" if kept is None else ", as when the run started"
+        why = f"{str(kind).lower()}{begun}, without a memory plan: {error}"
     notes = [f"model.gradient_checkpointing: auto: {why}"] if hardware.on_gpu else []
     return with_checkpointing(config, kind), notes
 
