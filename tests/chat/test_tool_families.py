@@ -112,6 +112,37 @@ def long(completions, **kwargs):
 
 
 @over_families
+def test_a_model_can_be_told_why_its_call_is_malformed(family: ToolFamily):
+    template = ChatTemplate(tokenizer_of(family.name), kwargs=family.kwargs)
+    reply = read(family, ids_of(family, family.turn("", "", family.syntax.malformed[0])), "stop")
+    answer = {"role": "tool" if template.takes_errors_as_results else "user", "content": "NOT A CALL"}
+    ids = template.render([USER, reply.message, answer], TOOLS)
+    assert "NOT A CALL" in tokenizer_of(family.name).decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "malformed", "good"),
+    [
+        ("qwen3", '<tool_call>{"nme": 1}</tool_call>', '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
+        (
+            "glm4_5",
+            "<tool_call>now\n" + "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n" * 2 + "</tool_call>",
+            "<tool_call>now\n</tool_call>",
+        ),
+        ("olmo3", "<function_calls>now(</function_calls>", "<function_calls>now()</function_calls>"),
+    ],
+)
+def test_a_malformed_call_ends_where_it_says(name: str, malformed: str, good: str):
+    """The call after it is made, and a limit that comes later has not cut it off."""
+    (family,) = (f for f in FAMILIES if f.name == name)
+    reply = read(family, ids_of(family, malformed + good), "stop")
+    assert (calls_of(reply), len(reply.errors)) == ([("now", {})], 1)
+    assert malformed in reply.errors[0] and good not in reply.errors[0]
+    reply = read(family, ids_of(family, f"{malformed} So I"), "length")
+    assert (len(reply.errors), reply.is_cut) == (1, False)
+
+
+@over_families
 def test_tools_are_accepted(family: ToolFamily):
     ChatTemplate(tokenizer_of(family.name), kwargs=family.kwargs).check_tools(TOOLS)
     reader_of(family.name)[1].check_tools()

@@ -174,9 +174,9 @@ def _call_of_json(value: Any, form: Format) -> RawCall:
 def read_json(cursor: Cursor, form: Format) -> list[RawCall]:
     """Read JSON between two texts."""
     cursor.expect(*form.opens)
-    value = cursor.json()
+    calls = calls_of_json(cursor.json(), form)  # before the end, at which a malformed call ends too
     cursor.close(form.close)
-    return calls_of_json(value, form)
+    return calls
 
 
 def read_mistral(cursor: Cursor, form: Format) -> list[RawCall]:
@@ -249,14 +249,16 @@ def read_lines(cursor: Cursor, form: Format) -> list[RawCall]:
     cursor.expect(*form.opens)
     begin = cursor.pos
     lines = cursor.until(form.close).strip()
+    end, cursor.pos = cursor.pos, begin  # where a malformed call is looked at for its end
     depth = max(lines.count(bracket) for bracket in "([{")
     if depth > 10 * _MAX_DEPTH:  # which Python's parser might not survive
         raise Malformed(_TOO_DEEP)
     body = _parse_python(lines, "exec").body  # type: ignore[attr-defined]
     if not body or not all(isinstance(statement, ast.Expr) for statement in body):
-        cursor.pos = begin
         cursor.fail("calls are lines such as f(a=1)")
-    return _python_calls_of([statement.value for statement in body])
+    calls = _python_calls_of([statement.value for statement in body])
+    cursor.pos = end
+    return calls
 
 
 def _parse_python(text: str, mode: Literal["eval", "exec"]) -> ast.AST:
@@ -385,8 +387,10 @@ def read_glm(cursor: Cursor, form: Format) -> list[RawCall]:
     pairs: list[tuple[str, Any]] = []
     while True:
         cursor.skip()
-        if cursor.take(form.close):
-            return [RawCall(name, _unique(pairs))]
+        if cursor.text.startswith(form.close, cursor.pos):
+            calls = [RawCall(name, _unique(pairs))]
+            cursor.expect(form.close)
+            return calls
         cursor.expect("<arg_key>")
         key = cursor.name(cursor.until("</arg_key>").strip())
         cursor.skip()

@@ -182,8 +182,9 @@ class ResponseParser:
             if piece.kind == "call":
                 try:
                     made = [_tool_call(call, tools, turn, len(calls) + i) for i, call in enumerate(piece.calls)]
-                except ValueError as error:
-                    piece = replace(piece, kind="malformed", reason=str(error))
+                except (ValueError, RecursionError) as error:
+                    reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+                    piece = replace(piece, kind="malformed", reason=reason)
             if piece.kind == "malformed":
                 errors.append(f"The tool call cannot be parsed: {piece.reason}. It was: {piece.text:.{_MAX_SHOWN}}")
             elif piece.kind == "beyond":

@@ -130,7 +130,7 @@ class ChatTemplate:
         if messages[-1].get("reasoning_content") == "":
             marker = self._marker(masked, tools)  # of the empty thought that the model wrote, unless the prompt did
             if marker in self._decode(sampled_ids) and not turn.lstrip().startswith(marker):
-                return None
+                return self._kept_suffix(masked, following, tools, sampled_ids, finish_reason) if keep_history else None
         end = max((turn.index(sentinel) + len(sentinel) for sentinel in masked.last), default=0)
         ends_inside_call = masked.last_is_call or not masked.last
         return self._continue(turn[end:], sampled_ids, finish_reason, ends_inside_call)
@@ -143,6 +143,9 @@ class ChatTemplate:
         if not last.get("content") and not masked.last_is_call:
             last["content"] = masked.unused
         text = self._text([*masked.messages[:-1], last, *new], tools)
+        if not any(sentinel in text for sentinel in (*masked.last, masked.unused)):  # a call without arguments
+            last["content"] = masked.unused
+            text = self._text([*masked.messages[:-1], last, *new], tools)
         end = max(text.rfind(sentinel) + len(sentinel) for sentinel in (*masked.last, masked.unused))
         if not any(sentinel in text for sentinel in (*masked.last, masked.unused)):
             return None
@@ -157,11 +160,12 @@ class ChatTemplate:
         user, call, result = EXAMPLE
         answer: Message = {"role": "assistant", "content": "Done."}
         more: Message = {"role": "user", "content": "More."}
-        schemas = tools or [EXAMPLE_TOOL]
+        schemas = tools or None
+        tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         conversations = [(answer, more, "drops thoughts before a new user message")]
         if tools:
             conversations.insert(0, (call, result, "drops thoughts once another message follows"))
-        for reasoning in self._possible_reasoning(find_thoughts(template, ()), template, schemas):
+        for reasoning in self._possible_reasoning(find_thoughts(template, tokens), template, schemas):
             for turn, new, dropped in conversations:
                 if not self._keeps([user, {**turn, **reasoning}], [new], schemas):
                     if reasoning.get("reasoning_content"):
@@ -198,7 +202,7 @@ class ChatTemplate:
         """Whether a tool message may follow an assistant message without calls, as after a malformed one."""
         sentinel = "SentinelResult"
         answer: Message = {"role": "assistant", "content": "Call."}
-        error: Message = {"role": "tool", "name": "call_me", "tool_call_id": "call00000", "content": sentinel}
+        error: Message = {"role": "tool", "content": sentinel}  # it answers no call, so it has neither name nor id
         try:
             return sentinel in self._text(plain_messages([EXAMPLE[0], answer, error]), [EXAMPLE_TOOL])
         except UserError:
