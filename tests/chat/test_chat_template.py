@@ -283,6 +283,7 @@ def test_what_a_template_rewrites_is_known_and_can_be_kept():
     for answer, sampled in [
         ({"content": "hello", "reasoning_content": "why"}, "<think>\nwhy\n</think>\n\nhello<|im_end|>"),
         ({"content": "", "reasoning_content": "why"}, "<think>\nwhy<|im_end|>"),
+        ({"content": "hello", "reasoning_content": ""}, "<think>\n\n</think>\n\nhello<|im_end|>"),
     ]:
         history = [user, {"role": "assistant", **answer}]
         arguments = {"sampled_ids": ids(sampled), "finish_reason": "stop"}

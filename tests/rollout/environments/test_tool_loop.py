@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from cohort.errors import UserError
-from cohort.records import Trajectory
+from cohort.records import Trajectory, join_calls
 from playing import ScriptedModel, call, load, play, replies, turns_tokenizer
+from tool_families import tokenizer_of
 
 TOOLS = '''
 import asyncio, threading, time
@@ -284,6 +285,24 @@ def test_a_reply_that_is_cut_ends_the_trajectory(folder: Path):
     trajectory = trajectory_of(folder, '<tool_call>{"name": "look"...', tools="look")
     assert (trajectory.end, len(trajectory.calls)) == ("length", 1)
     assert trajectory.stats is not None and trajectory.stats.malformed_calls == 0
+
+
+def test_a_whole_call_before_the_cut_is_not_made_either(folder: Path):
+    trajectory = trajectory_of(folder, call("look", '{"key": "a"}') + " and then I...", tools="look")
+    assert (trajectory.end, len(trajectory.calls)) == ("length", 1)
+    assert trajectory.stats is not None and trajectory.stats.tool_calls == 0
+
+
+@pytest.mark.parametrize("keep_thoughts", [False, True])
+@pytest.mark.parametrize("arguments", ['{"key": "a"}', "{}"])
+def test_thoughts_that_the_template_drops_can_be_kept(folder: Path, monkeypatch, arguments: str, keep_thoughts: bool):
+    """QwQ's template drops them once a result follows; also with a call without arguments, which is an error here."""
+    monkeypatch.setattr("playing.turns_tokenizer", lambda: tokenizer_of("qwq"))
+    texts = ("Why.\n</think>\n\n" + call("look", arguments), "So.\n</think>\n\nDone.")
+    trajectory = trajectory_of(folder, *texts, tools="look", keep_thoughts=keep_thoughts)
+    assert (trajectory.end, len(trajectory.calls)) == ("answer", 2)
+    assert len(join_calls(trajectory.calls)) == (1 if keep_thoughts else 2)
+    assert trajectory.stats is not None and trajectory.stats.rewritten == (0 if keep_thoughts else 1)
 
 
 def test_it_ends_by_turns_after_the_last_calls_are_executed(folder: Path):
