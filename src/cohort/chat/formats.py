@@ -30,6 +30,15 @@ class Tags:
     trims_newlines: bool = False  # values stand on lines of their own
 
 
+_PARAMETER_TAGS = Tags(
+    name_end=">",
+    parameter="<parameter=",
+    parameter_name_end=">",
+    parameter_close="</parameter>",
+    trims_newlines=True,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Format:
     """How a family writes its tool calls. Texts are those that its chat template writes."""
@@ -165,13 +174,7 @@ FORMATS: tuple[Format, ...] = (
         opens=("<function=",),
         close="</function>",
         section=("<seed:tool_call>", "</seed:tool_call>"),
-        tags=Tags(
-            name_end=">",
-            parameter="<parameter=",
-            parameter_name_end=">",
-            parameter_close="</parameter>",
-            trims_newlines=True,
-        ),
+        tags=_PARAMETER_TAGS,
     ),
     Format(
         family="Command R7B, Command A",
@@ -290,13 +293,7 @@ FORMATS: tuple[Format, ...] = (
         opens=("<function=",),
         close="</function>",
         section=("<tool_call>", "</tool_call>"),
-        tags=Tags(
-            name_end=">",
-            parameter="<parameter=",
-            parameter_name_end=">",
-            parameter_close="</parameter>",
-            trims_newlines=True,
-        ),
+        tags=_PARAMETER_TAGS,
     ),
     *(
         Format(

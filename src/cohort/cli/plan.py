@@ -21,7 +21,7 @@ from cohort.config.rollout import AutoRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.advice import Advice, Limit, advise, explain_no_limit, largest, replan
 from cohort.plan.dataset import count_prompts, missing_files
-from cohort.plan.hardware import GPUS, Hardware, hardware, local_cpu
+from cohort.plan.hardware import GPUS, Hardware, Pace, hardware, local_cpu
 from cohort.plan.lengths import Lengths, answer_lengths, parse_lengths
 from cohort.plan.like import Comparison, compare_run, pace_notes, read_pace
 from cohort.plan.memory import PHASES, checkpointed_activations
@@ -138,43 +138,19 @@ def plan(
         _refuse({**others, "--model": model, "--length": length, "--plot": plot}, run)
         _print_comparison(compare_run(against), as_json=json_)
         return
-    if sweep is None:
-        _refuse({"--plot": plot}, "without --sweep, whose values it draws, such as --sweep gpus=1..64")
-    else:
-        _refuse(asked, "with --sweep, which prints a line per value; plan one value to see it")
-        if sweep.startswith("gpus="):
-            _refuse({"--gpus": on["--gpus"], "--nodes": on["--nodes"]}, "with --sweep gpus, which sets it; remove it")
+    _check_sweep(sweep, asked, on, plot=plot)
     given: dict[str, Any] = {"nodes": nodes, "gpu_memory": gpu_memory, "tflops": gpu_tflops, "bandwidth": gpu_bandwidth}
     if file is None:
-        if model is None:
-            raise UserError("give a configuration file, or --model to have one proposed")
-        for name, value in {**asked, **for_steps, "--json": json_ or None}.items():
-            if value is not None:
-                raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
-        lengths = None if length is None else parse_lengths(length)
-        machines = replace(hardware(gpu=gpu or "h100", gpus=gpus or 8, **given), lengths=lengths)
-        proposed, text = propose(model, machines, arguments)
-        if lengths is not None:
-            _check_limit(lengths, proposed.config)
-        _print_proposal(proposed, text)
+        _check_proposal(model, {**asked, **for_steps, "--json": json_ or None})
+        machines = hardware(gpu=gpu or "h100", gpus=gpus or 8, **given)
+        _print_proposal(*_propose(str(model), machines, arguments, length))
         return
-    pace = None if like is None else read_pace(like)
-    if pace is not None and pace.lengths is None and length is not None:
-        raise UserError(
-            f"--length has no effect with --like: {like}, whose metrics do not give the lengths of its completions, so "
-            f"that its times are of completions as they were"
-        )
+    pace = None if like is None else _read_pace(like, length)
 
     def plan_with(overrides: Sequence[str], *, gpus: int | None = gpus, nodes: int = nodes) -> tuple[Plan, list[str]]:
         settings = load_config(file, overrides)
         machines = plan_hardware(settings, gpu=gpu, gpus=gpus, **{**given, "nodes": nodes})
-        lengths = None if pace is None else pace.lengths
-        if length is not None:
-            is_column = length[:1].isalpha() or length.startswith("_")
-            lengths = answer_lengths(settings.data.path, length) if is_column else parse_lengths(length)
-            _check_limit(lengths, settings)
-        if lengths is not None:
-            lengths = lengths.cut_at(settings.rollout.max_new_tokens)
+        lengths = _expected_lengths(settings, length, pace)
         return plan_run(settings, replace(machines, lengths=lengths, pace=pace), file.parent, model=model)
 
     if sweep is not None:
@@ -207,6 +183,55 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name} has no effect {why}")
+
+
+def _check_sweep(sweep: str | None, asked: Mapping[str, Any], on: Mapping[str, Any], *, plot: Path | None) -> None:
+    """Refuse options that a sweep does not use, and those that only a sweep does; `on` are those of the hardware."""
+    if sweep is None:
+        _refuse({"--plot": plot}, "without --sweep, whose values it draws, such as --sweep gpus=1..64")
+        return
+    _refuse(asked, "with --sweep, which prints a line per value; plan one value to see it")
+    if sweep.startswith("gpus="):
+        _refuse({"--gpus": on["--gpus"], "--nodes": on["--nodes"]}, "with --sweep gpus, which sets it; remove it")
+
+
+def _check_proposal(model: str | None, others: Mapping[str, Any]) -> None:
+    """Check that what is asked for without a configuration file is one that is proposed."""
+    if model is None:
+        raise UserError("give a configuration file, or --model to have one proposed")
+    for name, value in others.items():
+        if value is not None:
+            raise UserError(f"{name} needs a configuration file; write the proposed one to a file first")
+
+
+def _propose(model: str, machines: Hardware, arguments: Sequence[str], length: str | None) -> tuple[Plan, str]:
+    """Return the plan and the text of a configuration for a model on some hardware."""
+    lengths = None if length is None else parse_lengths(length)
+    proposed, text = propose(model, replace(machines, lengths=lengths), arguments)
+    if lengths is not None:
+        _check_limit(lengths, proposed.config)
+    return proposed, text
+
+
+def _read_pace(like: Path, length: str | None) -> Pace:
+    """Read how fast a run was, by which times are scaled."""
+    pace = read_pace(like)
+    if pace.lengths is None and length is not None:
+        raise UserError(
+            f"--length has no effect with --like: {like}, whose metrics do not give the lengths of its completions, so "
+            f"that its times are of completions as they were"
+        )
+    return pace
+
+
+def _expected_lengths(settings: Config, length: str | None, pace: Pace | None) -> Lengths | None:
+    """Return the lengths of completions to plan with: those of --length, else of --like; None: the maximum."""
+    lengths = None if pace is None else pace.lengths
+    if length is not None:
+        is_column = length[:1].isalpha() or length.startswith("_")
+        lengths = answer_lengths(settings.data.path, length) if is_column else parse_lengths(length)
+        _check_limit(lengths, settings)
+    return None if lengths is None else lengths.cut_at(settings.rollout.max_new_tokens)
 
 
 def _check_limit(lengths: Lengths, settings: Config) -> None:
