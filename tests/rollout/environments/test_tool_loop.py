@@ -287,8 +287,8 @@ def test_a_reply_that_is_cut_ends_the_trajectory(folder: Path):
     assert trajectory.stats is not None and trajectory.stats.malformed_calls == 0
 
 
-def test_a_whole_call_before_the_cut_is_not_made_either(folder: Path):
-    trajectory = trajectory_of(folder, call("look", '{"key": "a"}') + " and then I...", tools="look")
+def test_a_whole_call_before_the_one_that_is_cut_is_not_made_either(folder: Path):
+    trajectory = trajectory_of(folder, call("look", '{"key": "a"}') + '<tool_call>{"name": "look"...', tools="look")
     assert (trajectory.end, len(trajectory.calls)) == ("length", 1)
     assert trajectory.stats is not None and trajectory.stats.tool_calls == 0
 

@@ -115,7 +115,7 @@ class _Play:
         """Messages that answer the reply's tool calls; none if the trajectory ends with this reply."""
         assert reply.call is not None, "RolloutModel.chat sets it"
         cut = reply.call.finish_reason == "length"
-        if not tools or cut:  # what was cut off may have changed what the model meant
+        if not tools or (cut and not reply.tool_calls):
             return []
         self.counts.update(malformed_calls=len(reply.errors))
         results = await self.executor.execute(reply.tool_calls, tools)
