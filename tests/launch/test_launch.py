@@ -97,12 +97,18 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 def test_a_run_is_the_same_for_any_number_of_processes(
     tmp_path: Path, task: DemoTask, steps: int, numbers: tuple[int, ...]
 ):
-    """A demo with 1, 2 and 3 processes: the same prompts and trajectories throughout, the same losses."""
+    """A demo with 1, 2 and 3 processes: the same prompts and trajectories throughout, the same losses.
+
+    In float64: in float32 the order of a sum differs with the number of processes, which in one of many thousand
+    draws changes the token.
+    """
     runs = {}
     for processes in numbers:
         folder = tmp_path / f"run-{processes}"
         config = demo_config(folder, task=task, seed=0, processes=processes)
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+        model = config.model.model_copy(update={"dtype": "float64"})
+        of_steps = config.train.model_copy(update={"steps": steps})
+        config = config.model_copy(update={"model": model, "train": of_steps})
         write_data(folder, config, task=task, seed=0)
         runs[processes] = cohort.train(config).run_dir
     for processes in numbers[1:]:
@@ -113,12 +119,12 @@ def test_a_run_is_the_same_for_any_number_of_processes(
             columns = ["prompt_id", "completion_token_ids", "reward", "advantage"]
             for column in [*columns, *(["sequence_token_ids", "loss_mask"] if task is TOOLS else [])]:
                 assert one[column].to_pylist() == several[column].to_pylist(), (processes, step, column)
-        np.testing.assert_allclose(metric(runs[processes], "loss"), metric(runs[1], "loss"), atol=1e-6)
-        np.testing.assert_allclose(metric(runs[processes], "grad_norm"), metric(runs[1], "grad_norm"), rtol=1e-3)
+        np.testing.assert_allclose(metric(runs[processes], "loss"), metric(runs[1], "loss"), atol=1e-9)
+        np.testing.assert_allclose(metric(runs[processes], "grad_norm"), metric(runs[1], "grad_norm"), rtol=1e-6)
         assert metric(runs[processes], "eval/accuracy") == metric(runs[1], "eval/accuracy")
         assert metric(runs[processes], "processes") == [processes] * steps
         for name, weight in weights(runs[processes] / "final").items():
-            torch.testing.assert_close(weight, weights(runs[1] / "final")[name], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(weight, weights(runs[1] / "final")[name], rtol=1e-5, atol=1e-7)
 
 
 def of_one_prompt(folder: Path, num_generations: int, steps: int) -> dict[str, Any]:
