@@ -207,6 +207,7 @@ FAMILIES: Mapping[str, Family] = {
     "GPT-NeoX": _family("gpt_neox"),
     "OPT": _family("opt", ffn_dim=48, word_embed_proj_dim=32),
     "BLOOM": _family("bloom", n_head=4, n_layer=2),
+    "MPT": _family("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=512),
     "StableLM": _family("stablelm"),
     "Cohere": _family("cohere"),
     "Cohere 2": _family("cohere2", head_dim=8, **_MIXED),

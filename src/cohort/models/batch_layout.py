@@ -21,6 +21,7 @@ from cohort.models import attention
 from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.cascade import AttentionSpec
 from cohort.models.attention.decoding import DecodeBatch, PromptCache
+from cohort.models.attention.own_layers import has_own_attention
 from cohort.models.dropout import dropout_rates
 from cohort.models.forward import PrefixState, forward, is_attention_free, packed_inputs
 from cohort.models.mixers import LAYER_TYPES, find_mixers
@@ -78,7 +79,8 @@ def choose_layout(
             model.set_attn_implementation(attention.NAME)
         except _FAILURES as error:
             return "padded", f"its attention cannot be replaced ({describe_error(error, 200)})"
-        if model.config._attn_implementation != attention.NAME and not is_attention_free(model.config):
+        calls_interface = model.config._attn_implementation == attention.NAME or is_attention_free(model.config)
+        if not calls_interface and not has_own_attention(model):
             return "padded", "its layers do not call transformers' attention interface"
         tolerance = 3e-2 if is_narrow(model) else 1e-4
         layouts: tuple[Layout, ...] = ("shared", "packed")

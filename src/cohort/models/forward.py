@@ -141,6 +141,8 @@ def packed_inputs(module: Any, input_ids: Tensor, attention: PackedAttention) ->
     }
     if is_attention_free(module.config):  # such models make masks of mixers from 2D masks only
         inputs |= {"attention_mask": None, MASK_ARGUMENT: attention.as_mask()}
+    # BLOOM has no positions and Falcon makes other masks, so either may bring metadata to the layers
+    inputs["position_ids"].packed_attention = attention
     shares_keys = getattr(module.config.get_text_config(), "num_kv_shared_layers", 0)
     if shares_keys and "logits_to_keep" in inspect.signature(module.forward).parameters:
         inputs["logits_to_keep"] = slice(None)  # a number, as the default 0, would slice the mask, which loses metadata

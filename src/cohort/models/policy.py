@@ -16,6 +16,7 @@ from cohort.health.facts import logprob_tolerance
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache, PackedAttention
 from cohort.models.attention.cascade import upcast
+from cohort.models.attention.own_layers import support_own_attention
 from cohort.models.batch_layout import Layout, choose_layout, is_narrow
 from cohort.models.dropout import RemovedDropout
 from cohort.models.forward import (
@@ -94,6 +95,7 @@ class Policy:
         self.master_weights = master_weights
         remove_noise(model)
         support_segments(model)
+        support_own_attention(model)
         self.removed_dropout = None if dropout else RemovedDropout(model)
         if self.dtype == torch.float64 and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")  # the grouped products have no float64

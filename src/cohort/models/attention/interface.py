@@ -228,7 +228,7 @@ def packed_attention(
     prefix: KeyValue | None,
 ) -> Tensor:
     """Attention of a layer over a packed row, [1, S, query heads, dim]."""
-    dtype = _compute_dtype(query)
+    dtype = compute_dtype(query)
     q, k, v = (_row(x, dtype) for x in (query, key, value))
     if attn_metadata.prefix_tokens == 0:  # all completions have one token, so nothing attends to the prefix
         prefix = None
@@ -290,8 +290,11 @@ def _row(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.squeeze(0).transpose(0, 1).to(dtype)
 
 
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """The autocast dtype, if enabled: layers may normalize queries and keys in float32, which sdpa would cast back."""
+def compute_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of attention: that of autocast, if enabled.
+
+    Layers may normalize queries and keys in float32, which sdpa would cast back.
+    """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return torch.get_autocast_dtype(device)
