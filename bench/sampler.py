@@ -2,7 +2,8 @@
 
     python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5] [--device cpu|cuda] [--quick]
     python bench/sampler.py --prompt-tokens 2048  # 4 random prompts x 8, random model of 8 layers
-    python bench/sampler.py --rows 8 --repeats 3  # Qwen2.5-0.5B's shape, random weights: 8 completions per prompt
+    python bench/sampler.py --rows 8 --repeats 3  # Qwen2.5-0.5B's shape, random weights: 8 completions per prompt,
+        # beside the products of its linear layers and head alone: no decoder is faster than these
 
 Same prompts, generations, temperature and token limit; in turn, in one process, in float32, on the GPU where there is
 one. Tokens after a completion's end count for neither. Also prints the largest difference between the engine's logprobs
@@ -14,12 +15,15 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
 
 from cohort.config import ModelConfig
@@ -27,6 +31,7 @@ from cohort.data import PromptRenderer, build_prompts
 from cohort.demo import word_problems
 from cohort.demo.tasks import WORDS
 from cohort.models import LoadRequest, Policy, end_token_ids, load_policy
+from cohort.models.packed_weights import PackedWeight
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 
@@ -58,24 +63,35 @@ def main() -> None:
     ends = end_token_ids(policy, tokenizer) if args.rows is None else frozenset()
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=len(prompts) * generations)
     collector = RolloutCollector(LocalEngine(sampler.sample), tokenizer)
+    ways = {} if args.rows is None else products(policy, args.rows)
     speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
+    step_s: dict[str, list[float]] = {name: [] for name in (*speeds, *ways)}  # of a token of all rows
     worst = 0.0
-    for repeat in range(-1, args.repeats):  # the first round warms up
-        limit = min(12, args.max_tokens) if repeat < 0 else args.max_tokens
-        settings = {"temperature": 1.0, "top_p": args.top_p}
-        sampling = SamplingParams(num_generations=generations, max_completion_tokens=limit, **settings)
-        step = StepKey(purpose="train", seed=0, step=repeat + 1)
-        seconds, groups = timed(lambda step=step, sampling=sampling: collector.collect(prompts, sampling, step))
-        num_tokens = sum(len(c.sampled_token_ids) for g in groups for c in g.trajectories)
-        if args.top_p == 1:
-            worst = max(worst, largest_difference(policy, groups[0]))
-        hf_seconds, completions = timed(
-            lambda repeat=repeat, sampling=sampling: sample_with_transformers(policy, prompts, ends, sampling, repeat)
+
+    def sample(repeat: int, limit: int) -> dict[str, tuple[int, float]]:
+        """Tokens and seconds of each way to sample up to `limit` tokens per completion."""
+        nonlocal worst
+        sampling = SamplingParams(
+            num_generations=generations, max_completion_tokens=limit, temperature=1.0, top_p=args.top_p
         )
-        hf_tokens = sum(length_of(row, ends) for row in completions)
-        if repeat >= 0:
-            speeds["cohort"].append(num_tokens / seconds)
-            speeds["transformers"].append(hf_tokens / hf_seconds)
+        step = StepKey(purpose="train", seed=0, step=repeat + 1)
+        seconds, groups = timed(lambda: collector.collect(prompts, sampling, step))
+        num_tokens = sum(len(c.sampled_token_ids) for g in groups for c in g.trajectories)
+        if args.top_p == 1 and limit > 1:
+            worst = max(worst, largest_difference(policy, groups[0]))
+        hf_seconds, rows = timed(lambda: sample_with_transformers(policy, prompts, ends, sampling, repeat))
+        return {"cohort": (num_tokens, seconds), "transformers": (sum(length_of(x, ends) for x in rows), hf_seconds)}
+
+    sample(-1, min(12, args.max_tokens))  # warms up
+    for repeat in range(args.repeats):
+        measured = sample(repeat, args.max_tokens)
+        for name, (tokens, seconds) in measured.items():
+            speeds[name].append(tokens / seconds)
+        if ways:  # without the prompt, which is in the first token
+            for name, (_, first_s) in sample(repeat, 1).items():
+                step_s[name].append((measured[name][1] - first_s) / (args.max_tokens - 1))
+            for name, multiply in ways.items():
+                step_s[name].append(timed(multiply)[0])
     print(
         f"{len(prompts)} prompts x {generations} generations, at most {args.max_tokens} tokens, "
         f"{args.threads} threads, {machine_name(device)}, torch {torch.__version__}, "
@@ -84,6 +100,11 @@ def main() -> None:
     for name, values in speeds.items():
         print(f"{name:14}{statistics.median(values):10,.0f} tokens/s (median of {args.repeats})")
     print(f"ratio {statistics.median(speeds['cohort']) / statistics.median(speeds['transformers']):.1f}")
+    if ways:
+        for name, values in step_s.items():
+            print(f"{name:40}{statistics.median(values):8.2f} s per token of all rows (least {min(values):.2f})")
+        bound = min(step_s["transformers"]) / min(min(step_s[name]) for name in ways)
+        print(f"no decoder is more than {bound:.1f} times as fast as transformers: the products alone take that long")
     print(f"largest difference of a logprob from a plain forward pass: {worst:.1e}")
 
 
@@ -119,6 +140,24 @@ def true_shape(rows: int, device: torch.device) -> tuple[Policy, tuple[Prompt, .
     token_ids = np.random.default_rng(0).integers(5, 151_936, (max(1, rows // 8), 64))
     prompts = tuple(Prompt(id=i, epoch=0, content="", token_ids=x, columns={}) for i, x in enumerate(token_ids))
     return policy, prompts, min(rows, 8)
+
+
+def products(policy: Policy, rows: int) -> dict[str, Callable[[], None]]:
+    """The products of one token of all rows by all linear layers and the head, and nothing else."""
+    layers = [m for m in policy.model.modules() if isinstance(m, nn.Linear)]
+    inputs = [torch.randn(rows, layer.in_features, device=policy.device) for layer in layers]
+    weights: dict[str, list[Callable]] = {"products alone, own weights": layers}
+    if policy.device.type == "cpu":
+        weights["products alone, packed weights"] = [PackedWeight(x.weight, x.bias, torch.float32) for x in layers]
+
+    @torch.no_grad()
+    def multiply(multiplied: list[Callable]) -> None:
+        for x, by in zip(inputs, multiplied, strict=True):
+            by(x)
+        if policy.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return {name: partial(multiply, by) for name, by in weights.items()}
 
 
 def timed(work):

@@ -1,5 +1,6 @@
 """Layouts and decoders are chosen by results: what a model computes otherwise is found before anything is trained."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from cohort.models import batch_layout
 from cohort.models import kv_cache as cached_decoding
 from cohort.models.attention import interface
 from cohort.models.dropout import dropout_rates
+from cohort.models.forward import forward
 from cohort.models.model_limits import check_dropout
+from cohort.models.routers import find_routers
 from cohort.models.saving import save_policy
 from cohort.rollout import Sampler
-from families import FAMILIES, Family, save_folder
+from families import FAMILIES, Family, make_model, save_folder
 from models import load, naive, random_sequences, sampler, trained
 from selection import mostly_slow, slow
+from test_law_two import make_law_policy
 
 SPARSE = ["DeepSeek-V4", "MiniMax-M3 (text)"]
 
@@ -81,6 +85,40 @@ def test_padding_that_is_wrong_is_found_without_names(name: str, tmp_path: Path,
     traits = load(tmp_path).traits
     assert traits.decoding == "unpadded"
     assert traits.decoding_reason.startswith("decoding padded prompts gives outputs that differ")
+
+
+def test_routers_choose_the_same_experts_while_layouts_are_compared_in_16_bits(monkeypatch: pytest.MonkeyPatch):
+    """Rounding would decide between experts that are almost equally likely, and outputs differ by a fifth."""
+    choices: list[set[tuple[int, ...]]] = []
+    monkeypatch.setattr(batch_layout, "forward", lambda module, *args, **kwargs: recorded(module, args, kwargs))
+
+    def recorded(module: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        logits: list[torch.Tensor] = []
+        hooks = [
+            router.module.register_forward_hook(lambda m, i, outputs, n=router.output: logits.append(outputs[n]))
+            for router in find_routers(module)
+        ]
+        out = forward(module, *args, **kwargs)
+        for hook in hooks:
+            hook.remove()
+        choices.extend({tuple(row.topk(2).indices.tolist()) for row in x.flatten(0, -2)} for x in logits)
+        return out
+
+    for seed in (1, 7):
+        policy = make_law_policy(make_model(FAMILIES["Granite-MoE"], dtype=torch.bfloat16, seed=seed))
+        assert (policy.layout, policy.traits.reason) == ("shared", None)
+    assert len(choices) == 16 and all(len(rows) == 1 for rows in choices)
+
+
+@slow("that no router sees rounding")
+def test_rounding_of_routers_pads_some_models(monkeypatch: pytest.MonkeyPatch):
+    def layouts() -> set[str]:
+        tiny = (make_model(FAMILIES["Granite-MoE"], dtype=torch.bfloat16, seed=seed) for seed in range(20))
+        return {make_law_policy(model).layout for model in tiny}
+
+    assert layouts() == {"shared"}
+    monkeypatch.setattr("cohort.models.policy.constant_routing", lambda _: nullcontext())
+    assert "padded" in layouts()
 
 
 def test_a_model_that_no_cache_decodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -37,7 +37,7 @@ from cohort.models.loading.multimodal import Multimodal, multimodal_of
 from cohort.models.mixers import support_segments
 from cohort.models.packed_weights import PackedLayers, packable_layers
 from cohort.models.quantization import quantization_notes
-from cohort.models.routers import remove_noise
+from cohort.models.routers import constant_routing, remove_noise
 from cohort.packing.batch import MicroBatch
 
 
@@ -119,11 +119,12 @@ class Policy:
     def _find_traits(self, longest_sequence_tokens: int | None) -> ModelTraits:
         """Find the properties of the model by running it."""
         model, module = self.model, self._module()
-        layout, reason = choose_layout(model, *module, longest_sequence_tokens=longest_sequence_tokens)
         decoding: CachedDecoding = "padded"
         decoding_reason = None
-        if layout != "shared":
-            decoding, decoding_reason = choose_decoding(model, *module, is_narrow=is_narrow(model))
+        with constant_routing(model) if is_narrow(model) else nullcontext():
+            layout, reason = choose_layout(model, *module, longest_sequence_tokens=longest_sequence_tokens)
+            if layout != "shared":
+                decoding, decoding_reason = choose_decoding(model, *module, is_narrow=is_narrow(model))
         return ModelTraits(
             layout=layout,
             reason=reason,

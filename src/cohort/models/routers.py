@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _NOISE = "jitter"  # in the attribute names of transformers' router noise
@@ -63,6 +64,27 @@ def _stay_in_eval(module: nn.Module) -> None:
 
     module.training = False
     module.train = train  # type: ignore[method-assign]
+
+
+@contextmanager
+def constant_routing(model: Any) -> Iterator[None]:
+    """Context in which the routers of a model send all tokens to the same experts, to compare numbers in 16 bits.
+
+    Rounding decides between experts that are almost equally likely, and then outputs differ by far more than rounding.
+    """
+
+    def as_ones(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def replaced(x: Any) -> Any:
+            return torch.ones_like(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        return tuple(map(replaced, args)), {key: replaced(x) for key, x in kwargs.items()}
+
+    hooks = [r.module.register_forward_pre_hook(as_ones, with_kwargs=True) for r in find_routers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class RouterLogits:
