@@ -1,20 +1,22 @@
 """The plan's shapes of `bench/families.py`'s models: parameters, and those that one token is multiplied with."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
-from cohort.config import Config
+from cohort.config import AdapterConfig, Config, ModelConfig
 from cohort.errors import UserError
+from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.plan.backward import window_bytes
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import plan_memory
 from cohort.plan.mixed_layers import MIXED
 from cohort.plan.schedule import plan_micro_batches
-from cohort.plan.shape import _FAMILIES, PRESETS, preset_shape, shape_from_config
+from cohort.plan.shape import _FAMILIES, PRESETS, adapter_shape, preset_shape, shape_from_config
 from cohort.plan.timing import training_operations
 from cohort.plan.workload import process_workload
 from families import FAMILIES, make_model
@@ -41,15 +43,32 @@ def test_parameters(name: str):
     assert shape.num_parameters == model.num_parameters()
     of_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     idle = of_experts * (1 - shape.experts_per_token / shape.experts)
-    # where layers differ, the mean is rounded down
-    off = shape.layers * (shape.layer_parameters - shape.active_layer_parameters) - idle
-    assert abs(off) < (shape.layers if shape.own_linears else 1)
-    if shape.own_linears and not shape.other_parameters:  # even sizes: the mean layer has every element of the matrices
-        planned = shape.layers * sum(math.prod(w) for w in shape.layer_weights if len(w) > 1)
-        others = ("embed", "lm_head", "conv1d", "expert_gate", "_bias")
-        matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and not any(o in n for o in others)]
-        assert planned == sum(p.numel() for p in matrices)
+    assert sum(k.layers * (k.layer_parameters - k.active_layer_parameters) for k in shape.kinds) == idle
+    weights = [w for kind in shape.kinds for w in kind.layers * kind.layer_weights]
+    assert sum(map(math.prod, [*weights, *shape.non_layer_weights])) == shape.num_parameters
+    others = (
+        "embed",
+        "lm_head",
+        "conv.conv",
+        "conv1d",
+        "shared_expert_gate",
+        "_bias",
+        "altup_",
+        "per_layer_model",
+        ".A_log",
+    )
+    matrices = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim > 1 and not any(o in n for o in others)]
+
+    def sides(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return sorted((*w[:-2], *sorted(w[-2:])) for w in shapes)  # some experts are transposed
+
+    assert sides(w for w in weights if len(w) > 1) == sides(matrices)
     assert (of_experts > 0) == (shape.experts > 1)
+    if shape.own_weights is not None:  # adapters of families whose layers differ
+        wanted = AdapterConfig(rank=4)
+        layers = dict(model.named_modules())
+        targets = [layers[n] for n in adapter_spec(ModelConfig(path="m", adapter=wanted), model).modules]
+        assert adapter_shape(wanted, shape).num_parameters == sum(4 * sum(m.weight.shape) for m in targets)
 
 
 def test_every_family_is_compared():
