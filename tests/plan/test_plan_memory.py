@@ -24,9 +24,10 @@ from cohort.config import (
 from cohort.learner.optimizer import Optimizers
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.backward import activation_bytes
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import ModelShape, adapter_shape, preset_shape, shape_from_config
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
 from cohort.plan.workload import Workload, critic_workload
 from rank_engine import OPTIMIZERS
 from selection import examples, slow

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.config import AdapterConfig
 from cohort.errors import UserError
-from cohort.plan.shape import PRESETS, adapter_shape, preset_shape, read_shape, shape_from_config
+from cohort.plan.adapter import adapter_shape
+from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_from_config
 
 # Of the models' own cards and weight files.
 PARAMETERS = {

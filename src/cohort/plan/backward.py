@@ -5,8 +5,8 @@ Symbols as in `cohort.plan.workload`.
 
 from collections.abc import Iterator, Sequence
 
+from cohort.plan.adapter import AdapterShape
 from cohort.plan.defaults import TILE_ELEMENTS, copied_weight_rows, loss_tile_elements, loss_tile_tokens, tile_shape
-from cohort.plan.shape import AdapterShape
 from cohort.plan.state_memory import dequantized_bytes
 from cohort.plan.workload import Workload
 
@@ -31,7 +31,7 @@ def layer_bytes_per_token(workload: Workload) -> int:
 
 
 def layer_state_bytes(workload: Workload) -> int:
-    """Bytes that one layer saves for backward per sequence: the recurrent state that it starts from, and the final one."""
+    """Bytes that one layer saves for backward per sequence: the recurrent states that it starts from and ends with."""
     return 8 * workload.shape.layer_state
 
 
@@ -81,14 +81,15 @@ def mlp_bytes_per_token(workload: Workload) -> int:
 
 
 def attention_transient_bytes(workload: Workload) -> int:
-    """Temporaries of attention backward per token: gradients of q, k and v, and their inputs."""
+    """Temporaries of the backward of attention or a mixer per token: gradients of q, k and v, and their inputs."""
     shape, a = workload.shape, workload.compute_bytes
     if workload.on_gpu:  # fused kernels keep the dtype and the number of key heads; norms are float32
         width = shape.query_width + shape.key_width
         # tokens after a shared prompt attend twice: q, outputs and both gradients once more
         shared_prompts = 4 * a * shape.query_width * workload.shares_prompts
         return 2 * a * width + shared_prompts + 4 * width * shape.has_query_norm
-    return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
+    attention = (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
+    return max(attention, 4 * shape.eager_features // 5)  # gradients of that share live at a time, as measured
 
 
 def window_bytes(workload: Workload, *, backward: bool) -> int:
@@ -150,15 +151,15 @@ def _recomputed_bytes(workload: Workload) -> int:
 
 def _saved_bytes(workload: Workload) -> int:
     """Bytes that all layers save on the device for backward."""
-    tokens, resident = (
-        workload.packed_tokens + workload.shared_prefix_tokens,
-        min(_RESIDENT_LAYERS, workload.shape.layers),
-    )
+    shape, tokens = workload.shape, workload.packed_tokens + workload.shared_prefix_tokens
+    resident = min(_RESIDENT_LAYERS, shape.layers)
     offloaded = offloaded_bytes_per_token(workload) - resident * max(map(_offloaded_by_layer, workload.kinds))
     saved = sum(kind.shape.layers * saved_bytes_per_token(kind) for kind in workload.kinds)
     # without checkpointing all states; with it, that of the prompt of a split group
     sequences = workload.trained_sequences if not workload.checkpointing else workload.shared_prefix_tokens > 0
     states = sum(kind.shape.layers * layer_state_bytes(kind) for kind in workload.kinds) * sequences
+    if shape.streams > 1:  # these are made of the embedding, and the last ones are added up
+        saved += 10 * workload.compute_bytes * shape.streams * shape.hidden
     return (saved - max(0, offloaded)) * tokens + states
 
 

@@ -24,7 +24,7 @@ from cohort.plan.backward import (
     offloaded_bytes,
 )
 from cohort.plan.defaults import PACKED_WEIGHTS_BYTES
-from cohort.plan.shape import WeightShape
+from cohort.plan.layer_parts import WeightShape
 from cohort.plan.state_memory import model_bytes, state_bytes
 from cohort.plan.workload import Checkpointing, Workload
 

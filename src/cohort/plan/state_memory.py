@@ -14,7 +14,8 @@ from cohort.config import AdafactorConfig, Adamw8bitConfig, Config, MuonConfig, 
 from cohort.config.optim import StochasticRoundingConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES
-from cohort.plan.shape import ModelShape, WeightShape, try_read_shape
+from cohort.plan.layer_parts import WeightShape
+from cohort.plan.shape import ModelShape, try_read_shape
 
 _NF4_BLOCK, _NF4_BLOCKS = 64, 256
 _TABLE_BYTES = 4 * (1 + 16 + 256)

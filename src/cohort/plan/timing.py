@@ -43,10 +43,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.defaults import BYTES, checkpointing, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
 from cohort.plan.lengths import Lengths
-from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
+from cohort.plan.shape import ModelShape, critic_shape
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
 Parameter = tuple[str, tuple[int, ...], bool]  # name, shape, trained

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
+from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.defaults import (
     BUCKET_BYTES,
     BYTES,
@@ -18,7 +19,7 @@ from cohort.plan.defaults import (
 )
 from cohort.plan.hardware import Hardware
 from cohort.plan.schedule import MicroBatchPlan
-from cohort.plan.shape import ADAPTER_BYTES, AdapterShape, ModelShape, adapter_shape, critic_shape
+from cohort.plan.shape import ModelShape, critic_shape
 from cohort.plan.state_memory import reward_model_bytes
 
 Checkpointing = bool | Literal["selective"]
