@@ -9,8 +9,9 @@ from transformers import PretrainedConfig
 from cohort.config import AdamwConfig, AdapterConfig, ModelConfig, SgdConfig
 from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import adapter_shape, shape_from_config
+from cohort.plan.shape import shape_from_config
 from cohort.plan.workload import Workload
 
 

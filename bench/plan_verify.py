@@ -23,10 +23,11 @@ from cohort.cli.plan import plan_hardware, plan_run
 from cohort.config import AdamwConfig, load_config
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
-from cohort.plan.shape import PRESETS, adapter_shape, preset_shape, shape_from_config
+from cohort.plan.shape import PRESETS, preset_shape, shape_from_config
 from cohort.plan.workload import Workload
 from symbolic_step import track_step
 

@@ -7,9 +7,10 @@ import pytest
 
 import test_plan_memory
 from cohort.config import AdapterConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.backward import activation_bytes, layer_bytes_per_token, norm_bytes, saved_bytes_per_token
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import ModelShape, adapter_shape, preset_shape, shape_from_config
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
 from cohort.plan.workload import Workload
 from selection import slow
 from symbolic_step import track_step

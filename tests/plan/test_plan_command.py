@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.dataset import count_prompts
 from cohort.plan.memory import MemoryPlan
 from cohort.plan.schedule import plan_micro_batches
-from cohort.plan.shape import PRESETS, adapter_shape, preset_shape
+from cohort.plan.shape import PRESETS, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
 from plans import EIGHT, config, on_gpus
 

@@ -1,14 +1,20 @@
 """The plan's shapes of `bench/families.py`'s models: parameters, and those that one token is multiplied with."""
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from cohort.config import Config
+from cohort.config import AdapterConfig, Config, ModelConfig
 from cohort.errors import UserError
+from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.backward import window_bytes
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import plan_memory
@@ -18,6 +24,7 @@ from cohort.plan.shape import _FAMILIES, PRESETS, preset_shape, shape_from_confi
 from cohort.plan.timing import training_operations
 from cohort.plan.workload import process_workload
 from families import FAMILIES, make_model
+from selection import slow
 from test_plan_memory import workload
 
 KNOWN = [name for name, family in FAMILIES.items() if family.model_type in {**_FAMILIES, **MIXED}]
@@ -41,15 +48,22 @@ def test_parameters(name: str):
     assert shape.num_parameters == model.num_parameters()
     of_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     idle = of_experts * (1 - shape.experts_per_token / shape.experts)
-    # where layers differ, the mean is rounded down
-    off = shape.layers * (shape.layer_parameters - shape.active_layer_parameters) - idle
-    assert abs(off) < (shape.layers if shape.own_linears else 1)
-    if shape.own_linears and not shape.other_parameters:  # even sizes: the mean layer has every element of the matrices
-        planned = shape.layers * sum(math.prod(w) for w in shape.layer_weights if len(w) > 1)
-        others = ("embed", "lm_head", "conv1d", "expert_gate", "_bias")
-        matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and not any(o in n for o in others)]
-        assert planned == sum(p.numel() for p in matrices)
+    assert sum(k.layers * (k.layer_parameters - k.active_layer_parameters) for k in shape.kinds) == idle
+    weights = [w for kind in shape.kinds for w in kind.layers * kind.layer_weights]
+    assert sum(map(math.prod, [*weights, *shape.non_layer_weights])) == shape.num_parameters
+    others = "embed|lm_head|conv.conv|conv1d|shared_expert_gate|_bias|altup_|per_layer_model|A_log"
+    matrices = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim > 1 and not re.search(others, n)]
+
+    def sides(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return sorted((*w[:-2], *sorted(w[-2:])) for w in shapes)  # some experts are transposed
+
+    assert sides(w for w in weights if len(w) > 1) == sides(matrices)
     assert (of_experts > 0) == (shape.experts > 1)
+    if shape.own_weights is not None:  # adapters of families whose layers differ
+        wanted = AdapterConfig(rank=4)
+        layers = dict(model.named_modules())
+        targets = [layers[n] for n in adapter_spec(ModelConfig(path="m", adapter=wanted), model).modules]
+        assert adapter_shape(wanted, shape).num_parameters == sum(4 * sum(m.weight.shape) for m in targets)
 
 
 def test_every_family_is_compared():
@@ -60,6 +74,114 @@ def test_published_models():
     """Literal: of gpt-oss-20b's model card, 20.91 and 3.61 billion, counting the head as active."""
     assert shape_from_config(GPT_OSS, name="gpt-oss-20b").num_parameters == 20_914_757_184
     assert shape_from_config(GPT_OSS, name="gpt-oss-20b").active_parameters == pytest.approx(3.61e9, rel=0.01)
+
+
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {  # keys of published configs, and parameters by their cards
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        {
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": NANO,
+            "num_hidden_layers": 52,
+            "hidden_size": 2688,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "vocab_size": 131_072,
+        },
+        31.6e9,
+    ),
+    "LFM2-1.2B": (
+        {
+            "model_type": "lfm2",
+            "block_ff_dim": 12_288,
+            "intermediate_size": 12_288,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 16,
+            "vocab_size": 65_536,
+        },
+        1.17e9,
+    ),
+    "granite-4.0-h-tiny": (
+        {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+            "hidden_size": 1536,
+            "intermediate_size": 512,
+            "shared_intermediate_size": 1024,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "vocab_size": 100_352,
+            "tie_word_embeddings": True,
+        },
+        7e9,
+    ),
+    "Kimi-Linear-48B-A3B": (
+        {
+            "model_type": "kimi_linear",
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [i for i in range(1, 28) if i not in (4, 8, 12, 16, 20, 24, 27)],
+                "head_dim": 128,
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "first_k_dense_replace": 1,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "kv_lora_rank": 512,
+            "moe_intermediate_size": 1024,
+            "num_attention_heads": 32,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_hidden_layers": 27,
+            "num_shared_experts": 1,
+            "vocab_size": 163_840,
+        },
+        48e9,
+    ),
+}
+IN_CODE = ("mamba2", "bamba", "falcon_h1", "olmo_hybrid", "bailing_hybrid", "lfm3", "gemma3n_text", "lfm2")
+
+
+@pytest.mark.parametrize(
+    ("config", "card"),
+    [
+        *(pytest.param(*case, id=name) for name, case in PUBLISHED.items()),
+        # what config.json leaves out has the library's default
+        *(
+            pytest.param({"model_type": kind}, None, id=kind, marks=slow("sizes of tiny models"))
+            for kind in (*IN_CODE, "granitemoehybrid", "kimi_linear", "nemotron_h")
+        ),
+    ],
+)
+def test_configs_as_published(config: dict[str, Any], card: float | None) -> None:
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    built = AutoConfig.for_model(config["model_type"], **given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "moe_intermediate_size")
+    sizes += ("num_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts")
+    needed = {key: value for key in sizes if (value := getattr(built, key, None)) is not None} if card is None else {}
+    shape = shape_from_config({**needed, **config}, name="published")
+    assert shape.num_parameters == model.num_parameters()
+    assert card is None or shape.num_parameters == pytest.approx(card, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from cohort.config import (
 from cohort.learner.optimizer import Optimizers
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.backward import activation_bytes
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import ModelShape, adapter_shape, preset_shape, shape_from_config
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
 from cohort.plan.workload import Workload, critic_workload
 from rank_engine import OPTIMIZERS
 from selection import examples, slow
@@ -226,7 +227,7 @@ def test_state_of_an_adapter_on_eight_gpus() -> None:
     """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
     shape = preset_shape("7b")
     adapter = adapter_shape(AdapterConfig(rank=16), shape)
-    assert adapter.num_parameters(shape.layers) == 40_370_176
+    assert adapter.num_parameters == 40_370_176
     phases = plan_memory(workload(shape, adapter=adapter)).phases
     assert phases["optimizer"]["weights"] == 3_807_808_256
     assert phases["optimizer"]["adapter"] == phases["optimizer"]["gradients"] == 20_185_088

@@ -5,8 +5,8 @@ Symbols as in `cohort.plan.workload`.
 
 from collections.abc import Iterator, Sequence
 
+from cohort.plan.adapter import AdapterShape
 from cohort.plan.defaults import TILE_ELEMENTS, copied_weight_rows, loss_tile_elements, loss_tile_tokens, tile_shape
-from cohort.plan.shape import AdapterShape
 from cohort.plan.state_memory import dequantized_bytes
 from cohort.plan.workload import Workload
 
@@ -28,6 +28,11 @@ def layer_bytes_per_token(workload: Workload) -> int:
     query_norms = shape.has_query_norm * (4 + norm_input_bytes) * (shape.query_width + shape.key_width)
     other = a * shape.other_features + 4 * shape.eager_features * (not workload.on_gpu)
     return norms + query_norms + attention + mlp + trained + other
+
+
+def layer_state_bytes(workload: Workload) -> int:
+    """Bytes that one layer saves for backward per sequence: the recurrent states that it starts from and ends with."""
+    return 8 * workload.shape.layer_state
 
 
 def _saved_inputs_full(workload: Workload) -> int:
@@ -76,14 +81,15 @@ def mlp_bytes_per_token(workload: Workload) -> int:
 
 
 def attention_transient_bytes(workload: Workload) -> int:
-    """Temporaries of attention backward per token: gradients of q, k and v, and their inputs."""
+    """Temporaries of the backward of attention or a mixer per token: gradients of q, k and v, and their inputs."""
     shape, a = workload.shape, workload.compute_bytes
     if workload.on_gpu:  # fused kernels keep the dtype and the number of key heads; norms are float32
         width = shape.query_width + shape.key_width
         # tokens after a shared prompt attend twice: q, outputs and both gradients once more
         shared_prompts = 4 * a * shape.query_width * workload.shares_prompts
         return 2 * a * width + shared_prompts + 4 * width * shape.has_query_norm
-    return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
+    attention = (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
+    return max(attention, 4 * shape.eager_features // 5)  # gradients of that share live at a time, as measured
 
 
 def window_bytes(workload: Workload, *, backward: bool) -> int:
@@ -109,36 +115,52 @@ def saved_bytes_per_token(workload: Workload) -> int:
 
 def _stream_bytes_per_token(workload: Workload) -> int:
     """Bytes of a layer's input."""
-    return (workload.weight_bytes if workload.autocasts else workload.compute_bytes) * workload.shape.hidden
+    each = workload.weight_bytes if workload.autocasts else workload.compute_bytes
+    return each * workload.shape.streams * workload.shape.hidden
 
 
-def offloaded_bytes_per_token(workload: Workload) -> int:
+def _offloaded_by_layer(workload: Workload) -> int:
     """Bytes per token and layer that go to host memory; with checkpointing only the layer's input."""
     if not workload.offload:
         return 0
     return _stream_bytes_per_token(workload) if workload.checkpointing else layer_bytes_per_token(workload)
 
 
+def offloaded_bytes_per_token(workload: Workload) -> int:
+    """Bytes per token that go to host memory, over all layers."""
+    return sum(kind.shape.layers * _offloaded_by_layer(kind) for kind in workload.kinds)
+
+
 def offloaded_bytes(workload: Workload) -> int:
     """Host memory for offloaded activations at the end of forward, in bytes."""
-    return (
-        offloaded_bytes_per_token(workload)
-        * workload.shape.layers
-        * (workload.packed_tokens + workload.shared_prefix_tokens)
-    )
+    return offloaded_bytes_per_token(workload) * (workload.packed_tokens + workload.shared_prefix_tokens)
 
 
 def activation_bytes(workload: Workload) -> int:
     """Peak activation memory in backward: saved tensors plus the layer being recomputed."""
-    recomputed = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
-    return _saved_bytes(workload) + recomputed + transient_bytes(workload)
+    return _saved_bytes(workload) + max(_recomputed_bytes(kind) + transient_bytes(kind) for kind in workload.kinds)
+
+
+def _recomputed_bytes(workload: Workload) -> int:
+    """Bytes that a layer saves when it is recomputed."""
+    if not workload.checkpointing:
+        return 0
+    states = layer_state_bytes(workload) * workload.trained_sequences
+    return layer_bytes_per_token(workload) * workload.packed_tokens + states
 
 
 def _saved_bytes(workload: Workload) -> int:
     """Bytes that all layers save on the device for backward."""
-    layers, tokens = workload.shape.layers, workload.packed_tokens + workload.shared_prefix_tokens
-    offloaded = offloaded_bytes_per_token(workload) * max(0, layers - _RESIDENT_LAYERS)
-    return (saved_bytes_per_token(workload) * layers - offloaded) * tokens
+    shape, tokens = workload.shape, workload.packed_tokens + workload.shared_prefix_tokens
+    resident = min(_RESIDENT_LAYERS, shape.layers)
+    offloaded = offloaded_bytes_per_token(workload) - resident * max(map(_offloaded_by_layer, workload.kinds))
+    saved = sum(kind.shape.layers * saved_bytes_per_token(kind) for kind in workload.kinds)
+    # without checkpointing all states; with it, that of the prompt of a split group
+    sequences = workload.trained_sequences if not workload.checkpointing else workload.shared_prefix_tokens > 0
+    states = sum(kind.shape.layers * layer_state_bytes(kind) for kind in workload.kinds) * sequences
+    if shape.streams > 1:  # these are made of the embedding, and the last ones are added up
+        saved += 10 * workload.compute_bytes * shape.streams * shape.hidden
+    return (saved - max(0, offloaded)) * tokens + states
 
 
 def transient_bytes(workload: Workload) -> int:
@@ -150,6 +172,8 @@ def transient_bytes(workload: Workload) -> int:
 
 def forward_only_bytes(workload: Workload) -> int:
     """Peak activation memory of one layer without backward: the MLP's wide tensors or a norm's float32 ones."""
+    if workload.shape.own_kinds:
+        return max(map(forward_only_bytes, workload.kinds))
     shape, a = workload.shape, workload.compute_bytes
     widest = max(3 * a * shape.mlp_features, 12 * shape.hidden)
     at_attention = 2 * a * (shape.query_width + shape.key_width) * workload.packed_tokens
@@ -168,18 +192,19 @@ def gathered_bytes(workload: Workload, *, backward: bool) -> int:
     if workload.gathers:
         # a layer's shard from host memory, before it is cast
         shard = -(-workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.processes)
-        gathered = a * (shape.non_layer_parameters + min(2, shape.layers) * shape.layer_parameters)
+        gathered = a * (shape.non_layer_parameters + shape.largest_pair_parameters)
         return gathered + shard + _unresharded_bytes(workload)
     if not workload.autocasts:
         return 0
     if backward and not workload.checkpointing:
-        return a * shape.layers * shape.layer_parameters
+        return a * shape.all_layer_parameters
     return a * shape.layer_parameters
 
 
 def _unresharded_bytes(workload: Workload) -> int:
     """Layers that stay gathered while they are not in use (`reshard_after_forward`)."""
-    others = workload.compute_bytes * max(0, workload.shape.layers - 2) * workload.shape.layer_parameters
+    shape = workload.shape
+    others = workload.compute_bytes * (shape.all_layer_parameters - shape.largest_pair_parameters)
     if isinstance(workload.reshard_after_forward, bool):
         return 0 if workload.reshard_after_forward else others
     return others // workload.reshard_after_forward
@@ -255,11 +280,11 @@ def backward_parts(workload: Workload) -> dict[str, int]:
     at_head = saved + last_norm
     outer_weights = (a * shape.non_layer_parameters + _unresharded_bytes(workload)) * workload.gathers
     # attention's backward is the peak in models whose attention is wider than the MLP
-    at_attention = (
-        activations
-        - transient_bytes(workload)
-        + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
-        + window_bytes(workload, backward=True)
+    at_attention = saved + max(
+        _recomputed_bytes(kind)
+        + (attention_transient_bytes(kind) - mlp_bytes_per_token(kind)) * workload.packed_tokens
+        + window_bytes(kind, backward=True)
+        for kind in workload.kinds
     )
     # neither attention nor the head holds a dequantized weight
     activations = max(activations, at_attention - gathered * (workload.quantization is not None))
@@ -303,7 +328,7 @@ def _reduction_parts(
     """
     shape, a = workload.shape, workload.compute_bytes
     reduced = 4 * workload.trained.layer_parameters  # gradients are reduced in float32
-    saved_by_one = saved_bytes_per_token(workload) * (workload.packed_tokens if shape.layers > 1 else 0)
+    saved_by_one = min(map(saved_bytes_per_token, workload.kinds)) * workload.packed_tokens * (shape.layers > 1)
     for activations, gradients in in_layer:
         yield {
             "gathered weights": gathered,

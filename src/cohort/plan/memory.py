@@ -24,7 +24,7 @@ from cohort.plan.backward import (
     offloaded_bytes,
 )
 from cohort.plan.defaults import PACKED_WEIGHTS_BYTES
-from cohort.plan.shape import WeightShape
+from cohort.plan.layer_parts import WeightShape
 from cohort.plan.state_memory import model_bytes, state_bytes
 from cohort.plan.workload import Checkpointing, Workload
 
@@ -136,10 +136,11 @@ def _optimizer_state_bytes(workload: Workload) -> int:
         shard = (-(-weight[0] // workload.processes), *weight[1:])
         return state_bytes(workload.optim, shard, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
-    layer = sum(weight_state_bytes(weight, in_layer=True) for weight in workload.trained.layer_weights)
-    outer = sum(weight_state_bytes(weight, in_layer=False) for weight in workload.trained.non_layer_weights)
-    layers = workload.shape.layers * (workload.adapter.layer_fraction if workload.adapter else 1.0)
-    return math.ceil(layers * layer) + outer
+    state = sum(weight_state_bytes(weight, in_layer=False) for weight in workload.trained.non_layer_weights)
+    for kind in workload.kinds:
+        layer = sum(weight_state_bytes(weight, in_layer=True) for weight in kind.trained.layer_weights)
+        state += math.ceil(kind.shape.layers * (kind.adapter.layer_fraction if kind.adapter else 1.0) * layer)
+    return state
 
 
 def _persistent(workload: Workload) -> dict[str, int]:
@@ -220,7 +221,7 @@ def _sampling(workload: Workload) -> dict[str, int]:
     return {
         "gathered weights": copied,
         **({"packed weights": packed} if packed else {}),
-        **({"recurrent states": 4 * shape.state_elements * workload.sampled_sequences} if shape.state_elements else {}),
+        **({"recurrent states": shape.state_bytes * workload.sampled_sequences} if shape.state_bytes else {}),
         "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
         "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # float32 logits and one sorted or scaled copy
     }
@@ -232,7 +233,7 @@ def _packed_bytes(workload: Workload) -> int:
     Those of layers replace autocast's. The head's is float32.
     """
     shape, a = workload.shape, workload.compute_bytes
-    layers = shape.layers * sum(fan_in * fan_out for fan_in, fan_out in shape.linear_layers.values())
+    layers = sum(math.prod(weight) * layers for weight, layers in shape.linear_weights)
     small = a * (layers + shape.head_parameters) < PACKED_WEIGHTS_BYTES
     if workload.on_gpu or a > 4 or workload.quantization is not None or small:
         return 0

@@ -4,8 +4,9 @@ from cohort.config import Config
 from cohort.config.load import config_from_dict
 from cohort.config.rollout import AutoRolloutConfig, ServersConfig, preferred_servers
 from cohort.errors import UserError
+from cohort.plan.adapter import RequestedAdapter, requested_adapter
 from cohort.plan.hardware import Hardware
-from cohort.plan.shape import ModelShape, RequestedAdapter, requested_adapter
+from cohort.plan.shape import ModelShape
 from cohort.plan.split import NoSplitFitsError, memory_shortfall, split_gpus
 
 

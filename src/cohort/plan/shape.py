@@ -1,12 +1,7 @@
-"""Shape of a language model and its adapter, from `config.json` or a table of presets, without weights or torch.
+"""Shape of a language model, from `config.json` or a table of presets, without weights or torch.
 
-Supports decoders with attention and a gated MLP or mixture of experts per layer. Models whose layers differ are counted
-by the mean of their layers (`mixed_layers`). Parameter counts are exact; tests compare them with the models that
-transformers builds.
-
-A target of an adapter matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an
-unknown name all linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`.
-Adapting a weight [out, in] at rank r adds r (in + out) parameters.
+Supports decoders with attention and a gated MLP or mixture of experts per layer, and the families of `mixed_layers`,
+whose layers may differ. Parameter counts are exact; tests compare them with the models that transformers builds.
 """
 
 import json
@@ -15,13 +10,14 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cohort.config import Config
-from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.layer_parts import Layer, WeightShape
 from cohort.plan.mixed_layers import MIXED
 
 _TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
@@ -33,12 +29,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 HUB_IDS: Mapping[str, str] = _TABLES["hub"]
 
 
-WeightShape = tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The properties of an architecture that determine memory and time."""
+    """The properties of an architecture that determine memory and time.
+
+    If layers differ, those of one layer are of the largest kind, and `own_kinds` has a shape for each kind.
+    """
 
     name: str
     hidden: int
@@ -57,13 +53,18 @@ class ModelShape:
     experts_per_token: int
     max_positions: int | None  # prompt and completion together; None: unknown
     window: int | None = None  # of layers with a window or chunks: tokens that a token attends to, at most
-    other_parameters: int = 0  # outside of layers, embedding, head and norm; and what the mean of layers rounds off
-    own_linears: tuple[tuple[str, int, int], ...] = ()  # `linear_layers` of the mean of different layers
-    own_experts: tuple[WeightShape, ...] = ()  # its router and experts
+    other_parameters: int = 0  # outside of layers, embedding, head and norm
+    outer_linears: tuple[tuple[str, int, int], ...] = ()  # `nn.Linear` among them: name, in and out features
+    own_linears: tuple[tuple[str, int, int], ...] = ()  # `linear_layers`, if they are not those of a Llama
+    own_weights: tuple[WeightShape, ...] | None = None  # its router and experts
+    own_kinds: "tuple[ModelShape, ...]" = ()
+    layer_numbers: tuple[int, ...] = ()  # of a kind: which layers these are
     shared_mlp: int = 0  # width of an MLP beside experts
+    streams: int = 1  # hidden states per token between layers
+    latent_width: int = 0  # features per token and layer that servers cache instead of keys and values
     other_features: int = 0  # per token and layer, saved for backward besides those of attention and MLP
     eager_features: int = 0  # more of them without a GPU's kernels, in float32
-    state_elements: int = 0  # of one sequence: recurrent states of all layers
+    layer_state: int = 0  # elements of the recurrent state of one sequence in one layer
     has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
     approximate: bool = False  # from `similar_shape`
 
@@ -86,21 +87,52 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, tied ones once."""
-        return self.layers * self.layer_parameters + self.non_layer_parameters
+        return self.all_layer_parameters + self.non_layer_parameters
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with, head included."""
-        return self.layers * self.active_layer_parameters + self.head_parameters
+        return sum(kind.layers * kind.active_layer_parameters for kind in self.kinds) + self.head_parameters
+
+    @property
+    def kinds(self) -> "tuple[ModelShape, ...]":
+        """Shapes of models of one kind of layers each, which together are this model's layers."""
+        return self.own_kinds or (self,)
+
+    @property
+    def all_layer_parameters(self) -> int:
+        """Parameters of all layers."""
+        return sum(kind.layers * kind.layer_parameters for kind in self.kinds)
+
+    @property
+    def largest_pair_parameters(self) -> int:
+        """Parameters of the largest two layers in succession."""
+        if not self.own_kinds:
+            return min(2, self.layers) * self.layer_parameters
+        sizes = {number: kind.layer_parameters for kind in self.own_kinds for number in kind.layer_numbers}
+        return max(map(sum, pairwise(sizes[number] for number in range(self.layers))))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence while it is sampled, in float32."""
+        return 4 * sum(kind.layers * kind.layer_state for kind in self.kinds)
+
+    @property
+    def attention_width(self) -> int:
+        """Query width, added up over all layers."""
+        return sum(kind.layers * kind.query_width for kind in self.kinds)
 
     @property
     def mlp_features(self) -> int:
         """Width of all MLPs that one token goes through in a layer."""
         return self.experts_per_token * self.mlp + self.shared_mlp
 
-    def kv_bytes(self, bytes_each: int) -> int:
-        """KV-cache bytes per token."""
-        return 2 * self.key_width * self.layers * bytes_each
+    def kv_bytes(self, bytes_each: int, *, on_server: bool = False) -> int:
+        """KV-cache bytes per token. Servers cache the latents of latent attention."""
+        return bytes_each * sum(
+            kind.layers * (kind.latent_width if on_server and kind.latent_width else 2 * kind.key_width)
+            for kind in self.kinds
+        )
 
     def as_critic(self) -> "ModelShape":
         """The same body with an untied value head."""
@@ -108,26 +140,31 @@ class ModelShape:
 
     @property
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
-        """(in, out) features of a layer's `nn.Linear` modules, without experts and routers."""
-        if self.own_linears:
+        """(in, out) features of a layer's `nn.Linear` modules by path, without experts and routers."""
+        if self.own_weights is not None:
             return {name: (fan_in, fan_out) for name, fan_in, fan_out in self.own_linears}
         hidden, query, key, mlp = self.hidden, self.query_width, self.key_width, self.mlp
         layers = {
-            "q_proj": (hidden, query),
-            "k_proj": (hidden, key),
-            "v_proj": (hidden, key),
-            "o_proj": (query, hidden),
+            "self_attn.q_proj": (hidden, query),
+            "self_attn.k_proj": (hidden, key),
+            "self_attn.v_proj": (hidden, key),
+            "self_attn.o_proj": (query, hidden),
         }
         if self.experts == 1:
-            layers |= {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
+            layers |= {"mlp.gate_proj": (hidden, mlp), "mlp.up_proj": (hidden, mlp), "mlp.down_proj": (mlp, hidden)}
         return layers
+
+    @property
+    def linear_weights(self) -> list[tuple[WeightShape, int]]:
+        """Weight shapes of the `nn.Linear` modules of all layers, and in how many layers each is."""
+        return [((b, a), kind.layers) for kind in self.kinds for a, b in kind.linear_layers.values()]
 
     @property
     def layer_weights(self) -> tuple[WeightShape, ...]:
         """Weight shapes of one layer as in transformers, with all vectors merged into one."""
         weights: list[WeightShape] = [(fan_out, fan_in) for fan_in, fan_out in self.linear_layers.values()]
-        weights += self.own_experts
-        if self.experts > 1 and not self.own_experts:
+        weights += self.own_weights or ()
+        if self.experts > 1 and self.own_weights is None:
             experts, mlp = self.experts, self.mlp
             weights += [(experts, self.hidden), (experts, 2 * mlp, self.hidden), (experts, self.hidden, mlp)]
         return (*weights, (self.layer_parameters - sum(map(math.prod, weights)),))
@@ -324,50 +361,61 @@ def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The mean layer of a model whose layers differ; all its parameters are counted."""
+    """The shape of a family of `mixed_layers`."""
     read, tied = MIXED[config["model_type"]]
     hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
-    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        _number(config, key)  # raises
+    for key in ("num_attention_heads", "num_heads", "num_key_value_heads", "num_hidden_layers"):
+        if config.get(key) is not None:
+            _number(config, key)  # raises
     parts = read(config)
-    count, query, expert = len(parts.layers), parts.mean("query"), parts.mean("expert")
-    total, active = (parts.parameters(hidden, n) for n in (parts.experts, parts.chosen))
-    routed = sum(layer.expert > 0 for layer in parts.layers)
-    into_hidden = ("o_proj", "out_proj", "down_proj", "per_layer_projection")
+    whole = {
+        "name": name,
+        "vocabulary": vocabulary,
+        "tied": bool(config.get("tie_word_embeddings", config.get("tie_embedding", tied))),
+        "max_positions": _known_positions(config),
+        "window": _window(config),
+        "streams": parts.streams,
+    }
+    numbers: dict[ModelShape, list[int]] = {}
+    for number, layer in enumerate(parts.layers):
+        numbers.setdefault(_kind(layer, hidden, whole), []).append(number)
+    kinds = [replace(kind, layers=len(which), layer_numbers=tuple(which)) for kind, which in numbers.items()]
+    return replace(
+        max(kinds, key=lambda kind: kind.layer_parameters),
+        layers=len(parts.layers),
+        experts=max(kind.experts for kind in kinds),
+        experts_per_token=max(kind.experts_per_token for kind in kinds),
+        num_heads=config.get("num_attention_heads") or _number(config, "num_heads", 128),  # Mamba 2 alone
+        other_parameters=parts.outer_parameters,
+        outer_linears=parts.outer_linears,
+        own_kinds=tuple(kinds) if len(kinds) > 1 else (),
+        layer_numbers=(),
+    )
+
+
+def _kind(layer: Layer, hidden: int, whole: Mapping[str, Any]) -> ModelShape:
+    """The shape of a model of this layer alone, without what is outside of layers."""
     return ModelShape(
-        name=name,
+        **whole,
         hidden=hidden,
-        mlp=expert if routed else parts.mean("mlp"),
-        shared_mlp=parts.mean("mlp") if routed else 0,
-        layers=count,
-        vocabulary=vocabulary,
-        query_width=query,
-        key_width=parts.mean("key"),
-        num_heads=_number(config, "num_attention_heads"),
-        tied=bool(config.get("tie_word_embeddings", tied)),
-        norms_per_layer=4 if "gemma4" in config["model_type"] else 2,
-        has_query_norm=config["model_type"] != "gpt_oss",
-        layer_parameters=total // count,
-        active_layer_parameters=active // count,
-        other_parameters=parts.outer_parameters + total % count,
-        own_linears=tuple(
-            (linear, side, hidden) if linear in into_hidden else (linear, hidden, side)
-            for linear, side in parts.linears.items()
-        ),
-        own_experts=(
-            (parts.experts * routed // count, hidden),
-            (parts.experts, 2 * expert, hidden),
-            (parts.experts, hidden, expert),
-        )
-        if routed
-        else (),
-        other_features=parts.mean("features"),
-        eager_features=parts.mean("eager_features"),
-        state_elements=sum(layer.state for layer in parts.layers),
-        experts=parts.experts if routed else 1,
-        experts_per_token=parts.chosen if routed else 1,
-        max_positions=_known_positions(config),
-        window=_window(config),
+        layers=1,
+        mlp=layer.expert or layer.mlp,
+        shared_mlp=layer.mlp if layer.experts else 0,
+        experts=layer.experts or 1,
+        experts_per_token=layer.chosen or 1,
+        query_width=layer.query,
+        key_width=layer.key,
+        num_heads=layer.heads,
+        latent_width=layer.latent,
+        norms_per_layer=layer.norms,
+        has_query_norm=layer.query_norms > 0,
+        layer_parameters=layer.parameters,
+        active_layer_parameters=layer.parameters - layer.idle,
+        own_linears=tuple((name, *sides) for name, sides in layer.linears.items()),
+        own_weights=layer.weights,
+        other_features=layer.features,
+        eager_features=layer.eager_features,
+        layer_state=layer.state,
     )
 
 
@@ -383,7 +431,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def _known_positions(config: Mapping[str, Any]) -> int | None:
     """Maximum positions without changing the rotary embedding; None if the config does not say."""
-    limit = config.get("max_position_embeddings")
+    limit = config.get("max_position_embeddings") or config.get("model_max_length")
     if not isinstance(limit, int):
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -415,157 +463,3 @@ def critic_shape(config: Config, shape: ModelShape) -> ModelShape | None:
         return None
     path = config.critic.path if config.critic else None
     return ((try_read_shape(path) if path else None) or shape).as_critic()
-
-
-ADAPTER_BYTES = 4  # per trained parameter: peft keeps adapters in float32 whatever the model's dtype
-_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
-_BLOCKS = {"gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}  # parent modules; others are in self_attn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """The properties of an adapter that determine memory and time."""
-
-    rank: int
-    layer_weights: tuple[WeightShape, ...]
-    head_weights: tuple[WeightShape, ...]  # on the head
-    embedding_weights: tuple[WeightShape, ...]
-    layer_fraction: float  # share of the layers that have these weights
-    saved_input_features: int  # per token and layer: inputs saved for the adapter's gradient alone
-    rank_features: int  # per token and layer: outputs of the first factors
-    qkv_output_features: int  # per token and layer: outputs of both factors of q, k and v
-    dropout_features: int  # per token and layer: inputs after dropout, plus a one-byte mask each
-    dora_layers: tuple[tuple[int, int], ...] = ()  # (in, out) features of each DoRA layer
-    warning: str | None = None  # about targets that are not in the shape
-
-    def num_parameters(self, layers: int) -> int:
-        """Number of adapter parameters, all of them trained."""
-        return layers * self.layer_parameters + self.non_layer_parameters
-
-    @property
-    def layer_parameters(self) -> int:
-        """Adapter parameters per layer, averaged over all layers and rounded up."""
-        return math.ceil(self.layer_fraction * sum(map(math.prod, self.layer_weights)))
-
-    @property
-    def head_parameters(self) -> int:
-        """Adapter parameters on the LM head."""
-        return sum(map(math.prod, self.head_weights))
-
-    @property
-    def non_layer_weights(self) -> tuple[WeightShape, ...]:
-        """Shapes of the adapter weights on head and embedding."""
-        return (*self.head_weights, *self.embedding_weights)
-
-    @property
-    def non_layer_parameters(self) -> int:
-        """Adapter parameters on head and embedding."""
-        return sum(map(math.prod, self.non_layer_weights))
-
-
-def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
-    """Compute the sizes of the configured adapter.
-
-    Raises:
-        UserError: `path` is a folder without a readable adapter_config.json.
-    """
-    return _adapter_shape(requested_adapter(config), shape, has_dropout=bool(config.dropout))
-
-
-@lru_cache(maxsize=256)  # a search asks thousands of times
-def _adapter_shape(requested: "RequestedAdapter", shape: ModelShape, *, has_dropout: bool) -> AdapterShape:
-    rank, dora = requested.rank, requested.dora
-    linear = shape.linear_layers
-    names_of = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
-    all_names = [name for names in names_of.values() for name in names] + [_HEAD, _EMBEDDING]
-    targeted, unknown = _match_targets(requested.targets, all_names)
-    if unknown:
-        targeted |= {name for names in names_of.values() for name in names}
-    counts = {layer: len(targeted.intersection(names)) for layer, names in names_of.items()}
-    adapted = {layer: linear[layer] for layer, count in counts.items() if count}
-    weights = {layer: _factors(rank, fan_in, fan_out, dora=dora) for layer, (fan_in, fan_out) in adapted.items()}
-    sizes = {layer: sum(map(math.prod, factors)) for layer, factors in weights.items()}
-    size_on_all_layers = shape.layers * sum(sizes.values())
-    adapted_size = sum(size * counts[layer] for layer, size in sizes.items())
-    qkv_outputs = [fan_out for name, (_, fan_out) in adapted.items() if name in ("q_proj", "k_proj", "v_proj")]
-    return AdapterShape(
-        rank=rank,
-        layer_weights=tuple(weight for factors in weights.values() for weight in factors),
-        layer_fraction=adapted_size / size_on_all_layers if size_on_all_layers else 1.0,
-        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in targeted else (),
-        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in targeted else (),
-        saved_input_features=shape.hidden * bool(qkv_outputs)
-        + shape.hidden * bool({"gate_proj", "up_proj"} & set(adapted))
-        + shape.mlp * ("down_proj" in adapted),
-        rank_features=rank * len(adapted),
-        qkv_output_features=sum(rank + fan_out for fan_out in qkv_outputs),
-        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * has_dropout,
-        dora_layers=tuple(adapted.values()) if dora else (),
-        warning=f"model.adapter.targets: {unknown} not found in the shape of {shape.name}; "
-        f"the plan assumes an adapter on all linear layers"
-        if unknown
-        else None,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedAdapter:
-    """An adapter as configured, independent of the model."""
-
-    rank: int
-    dora: bool
-    targets: str | tuple[str, ...]  # "all-linear", a regular expression saved by peft, or module names
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Target names; of a regular expression only head and embedding, if it matches them."""
-        if isinstance(self.targets, tuple):
-            return self.targets
-        return tuple(sorted(_match_targets(self.targets, [_HEAD, _EMBEDDING])[0]))
-
-
-def requested_adapter(config: AdapterConfig) -> RequestedAdapter:
-    """Read an adapter's rank, DoRA flag and targets without its model.
-
-    Raises:
-        UserError: `path` is a folder without a readable adapter_config.json.
-    """
-    saved = None if config.path is None else _saved(config.path)
-    return saved or RequestedAdapter(rank=config.rank, dora=config.dora, targets=config.targets)
-
-
-def _factors(rank: int, fan_in: int, fan_out: int, *, dora: bool) -> tuple[WeightShape, ...]:
-    """Shapes of the weights trained alongside a weight [fan_out, fan_in]."""
-    return ((rank, fan_in), (fan_out, rank), *([(fan_out,)] if dora else []))
-
-
-def _full_name(layer: str, number: int) -> str:
-    return f"model.layers.{number}.{_BLOCKS.get(layer, 'self_attn')}.{layer}"
-
-
-def _match_targets(targets: str | tuple[str, ...], known: list[str]) -> tuple[set[str], str]:
-    """Return the known layers that match a target, and the targets that match no layer."""
-    if targets == "all-linear":
-        return set(known) - {_HEAD, _EMBEDDING}, ""
-    if isinstance(targets, str):
-        try:
-            meant = {name for name in known if re.fullmatch(targets, name)}
-        except re.error:
-            meant = set()
-        return meant, "" if meant else targets
-    found = {target: {name for name in known if f".{name}".endswith(f".{target}")} for target in targets}
-    return set().union(*found.values()), ", ".join(target for target, names in found.items() if not names)
-
-
-def _saved(path: str) -> RequestedAdapter | None:
-    """Read a saved adapter; None if it is not on this machine."""
-    file = Path(path) / "adapter_config.json"
-    try:
-        saved: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        names = saved["target_modules"]
-        targets = names if isinstance(names, str) else tuple(map(str, names))
-        return RequestedAdapter(rank=int(saved["r"]), dora=bool(saved.get("use_dora")), targets=targets)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.adapter.path: cannot read {file}: {error!r}") from error

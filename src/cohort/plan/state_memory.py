@@ -14,7 +14,8 @@ from cohort.config import AdafactorConfig, Adamw8bitConfig, Config, MuonConfig, 
 from cohort.config.optim import StochasticRoundingConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES
-from cohort.plan.shape import ModelShape, WeightShape, try_read_shape
+from cohort.plan.layer_parts import WeightShape
+from cohort.plan.shape import ModelShape, try_read_shape
 
 _NF4_BLOCK, _NF4_BLOCKS = 64, 256
 _TABLE_BYTES = 4 * (1 + 16 + 256)
@@ -31,18 +32,14 @@ def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
 
 def model_bytes(shape: ModelShape, kind: Quantization, bytes_each: int) -> int:
     """Bytes of a model with quantized linear layers; other weights take `bytes_each`."""
-    saved_per_layer = sum(bytes_each * math.prod(w) - matrix_bytes(kind, w) for w in _matrices(shape))
-    return bytes_each * shape.num_parameters - shape.layers * saved_per_layer
+    saved = sum(layers * (bytes_each * math.prod(w) - matrix_bytes(kind, w)) for w, layers in shape.linear_weights)
+    return bytes_each * shape.num_parameters - saved
 
 
 def dequantized_bytes(shape: ModelShape, kind: Quantization, compute_bytes: int) -> int:
     """Bytes of the largest weight, dequantized for its matmul; torchao applies scales in float32."""
     each = {"nf4": compute_bytes, "int8": compute_bytes + 4, "fp8": max(8, compute_bytes + 4)}[kind]
-    return each * max(map(math.prod, _matrices(shape)))
-
-
-def _matrices(shape: ModelShape) -> list[WeightShape]:
-    return [(fan_out, fan_in) for fan_in, fan_out in shape.linear_layers.values()]
+    return each * max(math.prod(weight) for weight, _ in shape.linear_weights)
 
 
 _LARGE, _BLOCK = 4096, 256  # torchao: smallest tensor with 8-bit moments; elements per float32 scale

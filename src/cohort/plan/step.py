@@ -139,13 +139,7 @@ def _overlapped_transfers(
 ) -> Iterator[tuple[str, float, str]]:
     """Yield transfers that overlap with computation: activations over the bus, shards between GPUs."""
     if workload.offload and hardware.on_gpu:
-        moved = (
-            2
-            * offloaded_bytes_per_token(workload)
-            * workload.shape.layers
-            * workload.packed_tokens
-            * micro_batches.num_micro_batches
-        )
+        moved = 2 * offloaded_bytes_per_token(workload) * workload.packed_tokens * micro_batches.num_micro_batches
         yield "offloading_s", moved / BUS_BANDWIDTH, "activations out and back, overlapped with training"
     if workload.processes > 1 and hardware.on_gpu and not workload.parameters_on_host:
         rate, how = _shard_rate(hardware, workload.processes)

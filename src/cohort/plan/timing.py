@@ -43,10 +43,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, SamplingConfig, ServersConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.defaults import BYTES, checkpointing, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware, Pace, memory_bandwidth, peak_flops
 from cohort.plan.lengths import Lengths
-from cohort.plan.shape import ModelShape, adapter_shape, critic_shape
+from cohort.plan.shape import ModelShape, critic_shape
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
 Parameter = tuple[str, tuple[int, ...], bool]  # name, shape, trained
@@ -318,7 +319,7 @@ def training_operations(config: Config, shape: ModelShape, spread: float = 0.0) 
     if adapter is None:
         parts = {"6 FLOPs per weight and token": 6.0 * policy * updates}
     else:
-        trained = adapter_shape(adapter, shape).num_parameters(shape.layers)
+        trained = adapter_shape(adapter, shape).num_parameters
         parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * trained)}
     passes = 3.0 * updates  # through attention, in units of a forward pass
     if kind:
@@ -346,7 +347,7 @@ def training_operations(config: Config, shape: ModelShape, spread: float = 0.0) 
 
 def _attention(shape: ModelShape, context: float) -> float:
     """FLOPs of attention per token in forward: scores and weighted values."""
-    return 4.0 * shape.query_width * shape.layers * context
+    return 4.0 * shape.attention_width * context
 
 
 def _mean_context(config: Config, spread: float) -> float:
@@ -377,7 +378,9 @@ def _sampling_s(
     batch = min(max_num_seqs, completions * max(1, rollout.max_staleness if rollout.samples_ahead else 1))
     spread = _spread(hardware.lengths, completions, limit)
     context = rollout.max_prompt_tokens + (1 + spread) * rollout.max_new_tokens / 2
-    read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
+    cached = shape.kv_bytes(BYTES[dtype], on_server=rollout.uses_servers) * context
+    # a recurrent state is read and written
+    read_bytes = BYTES[dtype] * shape.num_parameters + (cached + 2 * shape.state_bytes) * batch
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
     waits_s = 2 * shape.layers * _ALL_REDUCE_S * (per_server > 1)
     decoding_s = completions / batch * length * (max(read_bytes / bytes_per_s, flops / flops_per_s) + waits_s)
@@ -393,7 +396,7 @@ def _publish_s(config: Config, shape: ModelShape, hardware: Hardware, *, shared:
     rollout, adapter = config.rollout, config.model.adapter
     if not rollout.uses_servers or not hardware.on_gpu:
         return 0.0
-    sent = shape.num_parameters if adapter is None else adapter_shape(adapter, shape).num_parameters(shape.layers)
+    sent = shape.num_parameters if adapter is None else adapter_shape(adapter, shape).num_parameters
     return BYTES[serving_dtype(config, on_gpu=True)] * sent / BUS_BANDWIDTH + _SLEEP_AND_WAKE_S * shared
 
 
@@ -414,4 +417,4 @@ def _kv_capacity(
     memory = rollout.tensor_parallel * server_memory_utilization(rollout, shared=shared) * hardware.gpu_memory_bytes
     room = memory - bytes_each * shape.num_parameters
     tokens = rollout.max_new_tokens + rollout.max_prompt_tokens / rollout.num_generations
-    return max(1, int(room // (tokens * shape.kv_bytes(bytes_each))))
+    return max(1, int(room // (tokens * shape.kv_bytes(bytes_each, on_server=True) + shape.state_bytes)))

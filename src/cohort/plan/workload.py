@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
+from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.defaults import (
     BUCKET_BYTES,
     BYTES,
@@ -18,7 +19,7 @@ from cohort.plan.defaults import (
 )
 from cohort.plan.hardware import Hardware
 from cohort.plan.schedule import MicroBatchPlan
-from cohort.plan.shape import ADAPTER_BYTES, AdapterShape, ModelShape, adapter_shape, critic_shape
+from cohort.plan.shape import ModelShape, critic_shape
 from cohort.plan.state_memory import reward_model_bytes
 
 Checkpointing = bool | Literal["selective"]
@@ -48,6 +49,7 @@ class Workload:
     framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
     shares_prompts: bool = True  # completions of a row share their prompt's computation
+    trained_sequences: int = 0  # of the largest micro-batch, prompts included
     window_tokens: int = 0  # of the prompt, gathered for completions in a layer with a window or chunks
     adapter: AdapterShape | None = None  # None: full fine-tuning
     freezes: bool = False  # some weights are frozen, but counted as trained
@@ -65,6 +67,15 @@ class Workload:
     def models(self) -> "tuple[Workload, ...]":
         """Workloads of all trained models: policy and, if any, critic."""
         return (self,) if self.critic is None else (self, self.critic)
+
+    @property
+    def kinds(self) -> "tuple[Workload, ...]":
+        """Workloads of models of one kind of layers each, as in `ModelShape.kinds`."""
+        if not self.shape.own_kinds:
+            return (self,)
+        adapters = self.adapter.kinds if self.adapter else (None,) * len(self.shape.own_kinds)
+        kinds = zip(self.shape.own_kinds, adapters, strict=True)
+        return tuple(replace(self, shape=shape, adapter=adapter) for shape, adapter in kinds)
 
     @property
     def resident_weight_bytes(self) -> int:
@@ -104,7 +115,7 @@ class Workload:
     @property
     def trained_parameters(self) -> int:
         """Number of trained parameters."""
-        return self.shape.num_parameters if self.adapter is None else self.adapter.num_parameters(self.shape.layers)
+        return self.shape.num_parameters if self.adapter is None else self.adapter.num_parameters
 
 
 def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
@@ -175,6 +186,7 @@ def process_workload(
         kept_base_bytes=served_base_bytes(config, shape) if keeps_base else 0,
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
+        trained_sequences=micro_batches.completions_per_micro_batch + 1,
         window_tokens=_window_tokens(config, shape, micro_batches),
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.resident_bytes,
@@ -199,8 +211,8 @@ def served_base_bytes(config: Config, shape: ModelShape) -> int:
     """
     adapter, rollout = config.model.adapter, config.rollout
     assert adapter is not None and rollout.uses_servers
-    features = sum(fan_in + fan_out for fan_in, fan_out in shape.linear_layers.values())
-    space = 2 * adapter_shape(adapter, shape).rank * features * shape.layers
+    features = sum(sum(weight) * layers for weight, layers in shape.linear_weights)
+    space = 2 * adapter_shape(adapter, shape).rank * features
     return BYTES[serving_dtype(config, on_gpu=True)] * (shape.num_parameters + space) // rollout.tensor_parallel
 
 

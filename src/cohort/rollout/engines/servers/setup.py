@@ -10,9 +10,9 @@ import torch
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.models import AdapterSpec, Policy, resolve_device
+from cohort.plan.adapter import RequestedAdapter
 from cohort.plan.defaults import serving_dtype
 from cohort.plan.rollout_engine import sampling_limit
-from cohort.plan.shape import RequestedAdapter
 from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import Client, FleetLimits, RemoteServer, ServerHandle
