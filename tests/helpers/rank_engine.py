@@ -191,7 +191,7 @@ def trainer_state(processes: int) -> TrainerState:
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True))
 
 
 def run_out_of_memory(ranks: Ranks, model: str, reference: str, key: str) -> dict[str, Any]:

@@ -33,10 +33,10 @@ class Results(RanksOnDemand):
 
     def __init__(self, folder: Path, models: tuple[str, str]):
         super().__init__(folder)
-        self.checkpoints, self._models = folder / "checkpoints", models
+        self.checkpoints, self.models = folder / "checkpoints", models
 
     def of(self, world_size: int, job: str, *more: str) -> Any:
-        return self(world_size, job, *self._models, *more)
+        return self(world_size, job, *self.models, *more)
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +190,61 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(
     )
     # Muon's iterations are in bfloat16
     assert worst(resumed["weights"], saved["weights"]) <= tolerance * (10 if optim == "muon" else 1)
+
+
+# Copies of the model, and ranks that share each: hybrid sharding
+FOUR = slow("2 x 1 reduces between replicas, and 1 x 2 and 1 x 3 within one; this has both at once")
+MESHES = [(2, 1), pytest.param(2, 2, marks=FOUR)]
+
+
+def on_mesh(results: Results, replicas: int, shards: int, job: str, *more: str) -> Any:
+    """What the ranks of a mesh made of a job, bit for bit the same on all of them."""
+    done = results(replicas * shards, "replicated", str(replicas), job, *results.models, *more)
+    assert done["same"]
+    return done["result"]
+
+
+@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+def test_the_gradient_is_the_same_with_replicas(results: Results, dense, replicas: int, shards: int):
+    for step in STEPS:
+        expected_loss, expected = dense("grpo_all_terms", step)
+        for budget in BUDGETS:
+            loss, actual, _ = on_mesh(results, replicas, shards, "gradients", "grpo_all_terms")[f"{step}/{budget}"]
+            assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+            assert worst(actual, expected) < 1e-6, (step, budget)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+def test_replicas_stay_the_same_through_clipping_and_updates(results: Results, replicas: int, shards: int):
+    one, several = results.of(1, "updates"), on_mesh(results, replicas, shards, "updates")
+    assert several["norms"] == pytest.approx(one["norms"], rel=1e-6)
+    assert worst(several["weights"], one["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("key", ["", "parameter_offload"])
+@slow("out of memory with one copy of the model, on one and three ranks")
+def test_out_of_memory_with_replicas(results: Results, key: str):
+    done = dict(results(4, "replicated", "2", "out_of_memory", *results.models, key)["result"])
+    expected = done.pop("expected")
+    assert all(again.num_out_of_memory >= 1 and not again.different for again in done.values())
+    assert all(worst(again.gradient, expected) < 1e-6 for again in done.values())
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "tolerance"),
+    [
+        ((2, 1), (1, 2), 1e-4),
+        *(pytest.param(*case, marks=FOUR) for case in (((2, 2), (2, 2), 0.0), ((2, 2), (1, 1), 1e-4))),
+        pytest.param((1, 2), (2, 2), 1e-4, marks=FOUR),
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_mesh(results: Results, saved_on, resumed_on, tolerance: float):
+    """Each shard of the optimizer's state is in one file only, though all replicas have it."""
+    root = str(results.checkpoints / f"mesh-{saved_on}")
+    saved = on_mesh(results, *saved_on, "checkpoint", root, "save", "adamw")
+    resumed = on_mesh(results, *resumed_on, "checkpoint", root, "resume", "adamw")
+    assert worst(resumed["weights"], saved["weights"]) <= tolerance
+    folder = Path(root) / "adamw" / "step-2"
+    state = sum(file.stat().st_size for file in (folder / "optimizer").glob("*.distcp"))
+    # two moments, the reference, and what small tensors cost; all of it twice would be more than 8
+    assert state < 6 * (folder / "model.safetensors").stat().st_size

@@ -30,7 +30,8 @@ from cohort.learner.memory_fallback import (
     prefix_out_of_memory,
 )
 from cohort.learner.router_aux_loss import RouterAuxLoss
-from cohort.models import CollectiveCounter, Policy, SharedPrefix
+from cohort.models import Policy, SharedPrefix
+from cohort.models.fsdp import Sharding
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.packing.batch import MicroBatch, Sequences, TrainBatch
 from cohort.packing.to_device import to_device
@@ -61,6 +62,9 @@ class GradientAccumulation:
     def reset(self) -> None:
         """Discard unfinished passes, on all ranks."""
 
+    def finish(self) -> None:
+        """Complete the gradients after the last pass of a step, on all ranks."""
+
 
 class LocalAccumulation(GradientAccumulation):
     """Accumulate gradients in a single process, with sparse embedding gradients.
@@ -90,11 +94,11 @@ class LocalAccumulation(GradientAccumulation):
 
 
 class ShardedAccumulation(GradientAccumulation):
-    """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp` (possibly of size 1)."""
+    """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp_shard` (possibly of size 1)."""
 
-    def __init__(self, collectives: CollectiveCounter, dp_size: int):
-        self.scale = float(dp_size)
-        self._collectives = collectives
+    def __init__(self, sharding: Sharding, dp_shard: int):
+        self.scale = float(dp_shard)
+        self._sharding, self._collectives = sharding, sharding.collectives
 
     def begin_pass(self) -> None:
         """Start counting collectives."""
@@ -113,6 +117,10 @@ class ShardedAccumulation(GradientAccumulation):
     def reset(self) -> None:
         """Discard open prefixes and any other state of unfinished passes."""
         self._collectives.reset()
+
+    def finish(self) -> None:
+        """Add up the gradients of replicas."""
+        self._sharding.all_reduce_gradients()
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:

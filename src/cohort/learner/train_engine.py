@@ -106,7 +106,7 @@ class TrainEngine:
         self._accumulation: GradientAccumulation = (
             LocalAccumulation(*policy.embeddings_and_head())
             if policy.sharding is None
-            else ShardedAccumulation(policy.sharding.collectives, ranks.dp_size)
+            else ShardedAccumulation(policy.sharding, ranks.dp_shard)
         )
         forward_only = partial(
             ForwardOnly, accumulation=self._accumulation, budget=budget, ranks=ranks, temperature=temperature
@@ -166,6 +166,8 @@ class TrainEngine:
             self._accumulation.reset()
             self.budget.tokens = int(self.ranks.all_reduce_min(self.budget.tokens))
             self._repack()
+        if num_micro_batches:
+            self._accumulation.finish()
         if is_old:
             self.old_outputs, self._old_entropies = passes.outputs, passes.entropies
         passes.metrics.count({"num_out_of_memory": num_out_of_memory})

@@ -30,6 +30,7 @@ class Workload:
 
     shape: ModelShape
     processes: int  # W
+    dp_replicate: int = 1  # copies of the model, over which W is split
     weight_bytes: int  # b
     compute_bytes: int  # a
     checkpointing: Checkpointing
@@ -75,6 +76,11 @@ class Workload:
     def optimizer_on_host(self) -> bool:
         """Whether the optimizer, its state and the weights that it updates are in host memory."""
         return self.masters_on_host or self.parameters_on_host
+
+    @property
+    def shards(self) -> int:
+        """Number of processes that the weights are sharded over."""
+        return max(1, self.processes // self.dp_replicate)
 
     @property
     def gathers(self) -> bool:
@@ -158,6 +164,7 @@ def process_workload(
     workload = Workload(
         shape=shape,
         processes=micro_batches.num_training,
+        dp_replicate=config.hardware.dp_replicate,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=checkpointing(model),
