@@ -8,8 +8,10 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,6 +27,12 @@ import rank_workers
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.join import join_ranks, leave_ranks
 from waiting import PATIENCE_S
+
+
+def run_once_per_update(ranks: Ranks, name: str, *arguments: str) -> dict[str, Any]:
+    """A job with gradients that are reduced in a step's last pass only."""
+    with mock.patch.object(rank_engine, "load", partial(rank_engine.load, sync_each_micro_batch=False)):
+        return JOBS[name](ranks, *arguments)
 
 
 def run_replicated(ranks: Ranks, dp_replicate: str, name: str, *arguments: str) -> dict[str, Any]:
@@ -45,6 +53,7 @@ def _as_numbers(result: Any) -> Any:
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "replicated": run_replicated,
+    "once per update": run_once_per_update,
     **rank_engine.JOBS,
     **rank_loading.JOBS,
     **rank_saving.JOBS,

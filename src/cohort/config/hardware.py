@@ -62,6 +62,11 @@ class HardwareConfig(Section):
         "are gathered within machines, which exchange gradients once per update. Must divide the processes of all "
         "machines.",
     )
+    sync_each_micro_batch: bool = Field(
+        True,
+        description="With several processes: true: reduce gradients over them after every micro-batch. false: "
+        "accumulate whole gradients on every process (4 bytes per trained weight), and reduce them once per update.",
+    )
     timeout_s: float = Field(
         600.0,
         gt=0,

@@ -128,6 +128,7 @@ class Sharding:
         compute_dtype: torch.dtype,
         on_host: bool = False,
         reshard_after_forward: bool | int = True,
+        sync_each_micro_batch: bool = True,
     ):
         """Shard `model` in place. It may be on the meta device.
 
@@ -141,6 +142,8 @@ class Sharding:
             on_host: keep shards and gradients in host memory.
             reshard_after_forward: as in `fully_shard`: True frees each layer after forward and gathers it again in
                 backward; False keeps it; an int keeps it sharded over that many neighboring ranks.
+            sync_each_micro_batch: reduce gradients in every backward pass. False accumulates whole gradients on each
+                rank, until `reduce_gradients(True)`.
         """
         dtype, shards = next(model.parameters()).dtype, mesh["dp_shard"]
         precision = MixedPrecisionPolicy(
@@ -151,6 +154,7 @@ class Sharding:
         self.model = model
         self.collectives = collectives
         self.on_host = on_host
+        self.sync_each_micro_batch = self._reduces = sync_each_micro_batch
         replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
         self._replicas = mesh.get_group("dp_replicate") if replicated else None
         self._device, self._home = device, torch.device("cpu") if on_host else device
@@ -174,6 +178,7 @@ class Sharding:
         for module in self._modules:
             module.set_custom_all_gather(_AllGather(collectives))
             module.set_custom_reduce_scatter(_ReduceScatter(collectives))
+            module.set_requires_gradient_sync(sync_each_micro_batch, recurse=False)
         collectives.models.append(self)
 
     def add_forward(self, name: str, compute: Callable[..., Any]) -> None:
@@ -215,14 +220,26 @@ class Sharding:
         if not self.can_recover:
             raise RankDesyncError("out of memory; recovering with sharded models needs torch 2.13 or newer")
         self.model.reset_iter_state()
+        self.drop_unreduced_gradients()
+
+    def drop_unreduced_gradients(self) -> None:
+        """Drop whole gradients that were not reduced, of passes that are left or done again."""
         for group in self._groups():
             for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Set whether the next backward pass reduces gradients, with those of earlier passes that did not."""
+        if not self.sync_each_micro_batch and reduces != self._reduces:
+            self.model.set_requires_gradient_sync(reduces)
+            self._reduces = reduces
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
         """Add up the gradients of all replicas. Every rank calls this after the last pass of a step."""
+        assert self._reduces, "the last pass of a step reduces gradients"
         if self._replicas is None:
             return
         for parameter in self.model.parameters():

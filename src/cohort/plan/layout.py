@@ -190,12 +190,17 @@ def check_processes(config: Config, processes: int) -> None:
 
 
 def check_replicas(config: Config, processes: int) -> None:
-    """Check `hardware.dp_replicate` against the number of training processes.
+    """Check `hardware.dp_replicate` and `sync_each_micro_batch` against the number of training processes.
 
     Raises:
-        UserError: it does not divide the number.
+        UserError: the one does not divide the number, or the other has no effect on one process.
     """
     wanted = config.hardware.dp_replicate
+    if processes == 1 and not config.hardware.sync_each_micro_batch:
+        raise UserError(
+            "hardware.sync_each_micro_batch: false has no effect on one process, whose gradients are not reduced; "
+            "remove it"
+        )
     if processes % wanted:
         divisors = [n for n in range(1, processes + 1) if processes % n == 0]
         near = [max(n for n in divisors if n < wanted), *[n for n in divisors if n > wanted][:1]]

@@ -68,7 +68,7 @@ def plan_memory(workload: Workload) -> MemoryPlan:
     """Compute the memory of each phase, by part."""
     persistent, models = _persistent(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
-    backward = [{"gradients": _gradient_bytes(model), **backward_parts(model)} for model in models]
+    backward = [{"gradients": _backward_gradient_bytes(model), **backward_parts(model)} for model in models]
     largest = workload.shape.embedding_parameters
     return MemoryPlan(
         phases={
@@ -106,6 +106,13 @@ def _shard(workload: Workload, parameters: int, bytes_each: int) -> int:
 
 def _gradient_bytes(workload: Workload) -> int:
     return 0 if workload.parameters_on_host else _shard(workload, workload.trained_parameters, workload.gradient_bytes)
+
+
+def _backward_gradient_bytes(workload: Workload) -> int:
+    """Gradients that later micro-batches are added to: whole ones, or this rank's shards."""
+    if workload.keeps_whole_gradients:
+        return workload.gradient_bytes * workload.trained_parameters
+    return _gradient_bytes(workload)
 
 
 def host_bytes(workload: Workload) -> int:

@@ -31,6 +31,7 @@ class Workload:
     shape: ModelShape
     processes: int  # W
     dp_replicate: int = 1  # copies of the model, over which W is split
+    keeps_whole_gradients: bool = False  # on every process, until the last micro-batch
     weight_bytes: int  # b
     compute_bytes: int  # a
     checkpointing: Checkpointing
@@ -165,6 +166,7 @@ def process_workload(
         shape=shape,
         processes=micro_batches.num_training,
         dp_replicate=config.hardware.dp_replicate,
+        keeps_whole_gradients=not config.hardware.sync_each_micro_batch and micro_batches.num_training > 1,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=checkpointing(model),

@@ -138,7 +138,11 @@ class Ranks:
 
     def all_reduce_max(self, value: float) -> float:
         """Return the maximum over all ranks, on every rank."""
-        return self._all_reduce([value], dist.ReduceOp.MAX)[0]
+        return self.all_reduce_maxima([value])[0]
+
+    def all_reduce_maxima(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each entry over all ranks, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def all_reduce_min(self, value: float) -> float:
         """Return the minimum over all ranks, on every rank."""

@@ -43,6 +43,7 @@ class WorkerSpec:
     longest_sequence_tokens: int  # longest possible sequence
     gradient_checkpointing: Checkpointing | Literal["auto"] = "auto"  # chosen by rank 0; auto: as configured
     dp_replicate: int = 1  # copies of the model
+    sync_each_micro_batch: bool = True  # see `Sharding`
 
 
 def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torch.device, tokenizer: Any) -> Worker:
@@ -75,6 +76,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         longest_sequence_tokens=spec.longest_sequence_tokens,
         offload_master_weights=config.optim.offload,
         reshard_after_forward=True if resharding == "auto" else resharding,
+        sync_each_micro_batch=spec.sync_each_micro_batch,
     )
     algorithm = build_algorithm(
         config.algorithm,

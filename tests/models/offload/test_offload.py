@@ -276,3 +276,5 @@ def test_copies_of_the_model_are_compared_with_the_processes():
         check_replicas(parsed(hardware={"dp_replicate": 4}), 6)
     with pytest.raises(UserError, match=r"dp_replicate: 2 must divide the 1 training process; use 1"):
         check_replicas(parsed(hardware={"dp_replicate": 2}), 1)
+    with pytest.raises(UserError, match="sync_each_micro_batch: false has no effect on one process"):
+        check_replicas(parsed(hardware={"sync_each_micro_batch": False}), 1)
