@@ -3,6 +3,7 @@
 import itertools
 import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,15 @@ from cohort.config import (
 )
 from cohort.errors import StopRequested
 from cohort.learner import TrainEngine, TrainResult, WorstCaseShard, find_budget
-from cohort.models import CollectiveCounter, LoadRequest, Policy, activation_checkpointing, load_policy, load_tokenizer
+from cohort.models import (
+    CollectiveCounter,
+    LoadRequest,
+    Policy,
+    activation_checkpointing,
+    fsdp,
+    load_policy,
+    load_tokenizer,
+)
 from cohort.models.activation_checkpointing import enable_offload
 from cohort.models.saving import stream_weights
 from cohort.packing import pack
@@ -159,6 +168,25 @@ def run_gradients(ranks: Ranks, model: str, reference: str, name: str) -> dict[s
     return results
 
 
+def run_collectives(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Bytes that FSDP2 moves in a step by collective, and the number of micro-batches."""
+    engine, moved = make_engine(model, ranks, reference=reference), Counter()
+
+    def counted(name: str) -> Any:
+        collective = getattr(fsdp, name)
+
+        def count(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+            moved[name] += max(output.nbytes, input.nbytes)
+            return collective(output, input, **options)
+
+        return mock.patch.object(fsdp, name, count)
+
+    algorithm, sequences = step_sequences("dapo", *STEPS["long prompts"])
+    with counted("_all_gather"), counted("_reduce_scatter"):
+        result, _ = gradient(engine, algorithm, sequences, ranks, 20)
+    return {**moved, "micro-batches": result.num_micro_batches}
+
+
 def run_updates(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """Gradients clipped and applied, twice; and an update of which nothing has a gradient."""
     engine = make_engine(
@@ -191,7 +219,7 @@ def trainer_state(processes: int) -> TrainerState:
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True))
 
 
 def run_out_of_memory(ranks: Ranks, model: str, reference: str, key: str) -> dict[str, Any]:
@@ -497,6 +525,7 @@ def run_precision(ranks: Ranks, model: str, reference: str, way: str) -> tuple[l
 JOBS = {
     "gradients": run_gradients,
     "updates": run_updates,
+    "collectives": run_collectives,
     "out_of_memory": run_out_of_memory,
     "out_of_memory_in_a_stream": run_out_of_memory_in_a_stream,
     "out_of_memory_on_nothing": run_out_of_memory_on_nothing,

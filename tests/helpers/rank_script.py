@@ -1,12 +1,17 @@
 """What the tests of several ranks run in each of them: jobs by name, and rank 0 writes what came of them."""
 
 import gc
+import hashlib
 import itertools
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,10 +24,36 @@ import rank_offload
 import rank_optimizer
 import rank_saving
 import rank_workers
+from cohort.ranks.collectives import Ranks
 from cohort.ranks.join import join_ranks, leave_ranks
 from waiting import PATIENCE_S
 
+
+def run_once_per_update(ranks: Ranks, name: str, *arguments: str) -> dict[str, Any]:
+    """A job with gradients that are reduced in a step's last pass only."""
+    with mock.patch.object(rank_engine, "load", partial(rank_engine.load, sync_each_micro_batch=False)):
+        return JOBS[name](ranks, *arguments)
+
+
+def run_replicated(ranks: Ranks, dp_replicate: str, name: str, *arguments: str) -> dict[str, Any]:
+    """A job on so many copies of the model: what it returns on rank 0, and whether all ranks return the same bits."""
+    result = JOBS[name](replace(ranks, dp_replicate=int(dp_replicate)), *arguments)
+    digests = ranks.gather(hashlib.sha256(pickle.dumps(_as_numbers(result))).hexdigest())
+    return {"result": result, "same": digests is not None and len(set(digests)) == 1}
+
+
+def _as_numbers(result: Any) -> Any:
+    """The values of nested dictionaries and tuples, with tensors as bytes."""
+    if isinstance(result, dict):
+        return {key: _as_numbers(value) for key, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [_as_numbers(value) for value in result]
+    return result.numpy().tobytes() if isinstance(result, torch.Tensor) else repr(result)
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "replicated": run_replicated,
+    "once per update": run_once_per_update,
     **rank_engine.JOBS,
     **rank_loading.JOBS,
     **rank_saving.JOBS,

@@ -132,7 +132,7 @@ def run_mesh(ranks: Ranks, model: str) -> dict[str, Any]:
     """This rank's place in the device mesh, and the mesh that the weights are sharded over."""
     weight: Any = next(make_engine(model, ranks, reference=model).policy.model.parameters())
     mesh = weight.device_mesh
-    where = {"dp": (ranks.dp_rank, ranks.dp_size), "weights": (mesh.get_local_rank("dp"), mesh["dp"].size())}
+    where = {"dp": (ranks.dp_rank, ranks.dp_size), "weights": (mesh.get_local_rank(), mesh.size())}
     return {"axes": mesh.mesh_dim_names, "where": ranks.gather(where)}
 
 
@@ -166,7 +166,7 @@ class WithReplicas(Ranks):
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        return {"dp": self.world_size // 2, "tp": 2}
+        return {"dp_shard": self.world_size // 2, "tp": 2}
 
 
 def run_replicas(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:

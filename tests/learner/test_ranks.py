@@ -33,10 +33,10 @@ class Results(RanksOnDemand):
 
     def __init__(self, folder: Path, models: tuple[str, str]):
         super().__init__(folder)
-        self.checkpoints, self._models = folder / "checkpoints", models
+        self.checkpoints, self.models = folder / "checkpoints", models
 
     def of(self, world_size: int, job: str, *more: str) -> Any:
-        return self(world_size, job, *self._models, *more)
+        return self(world_size, job, *self.models, *more)
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +190,110 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(
     )
     # Muon's iterations are in bfloat16
     assert worst(resumed["weights"], saved["weights"]) <= tolerance * (10 if optim == "muon" else 1)
+
+
+# Copies of the model, and ranks that share each: hybrid sharding
+FOUR = slow("2 x 1 reduces between replicas, and 1 x 2 and 1 x 3 within one; this has both at once")
+MESHES = [(2, 1), pytest.param(2, 2, marks=FOUR)]
+
+
+def on_mesh(results: Results, replicas: int, shards: int, job: str, *more: str) -> Any:
+    """What the ranks of a mesh made of a job, bit for bit the same on all of them."""
+    done = results(replicas * shards, "replicated", str(replicas), job, *results.models, *more)
+    assert done["same"]
+    return done["result"]
+
+
+@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+def test_the_gradient_is_the_same_with_replicas(results: Results, dense, replicas: int, shards: int):
+    for step in STEPS:
+        expected_loss, expected = dense("grpo_all_terms", step)
+        for budget in BUDGETS:
+            loss, actual, _ = on_mesh(results, replicas, shards, "gradients", "grpo_all_terms")[f"{step}/{budget}"]
+            assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+            assert worst(actual, expected) < 1e-6, (step, budget)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+def test_replicas_stay_the_same_through_clipping_and_updates(results: Results, replicas: int, shards: int):
+    one, several = results.of(1, "updates"), on_mesh(results, replicas, shards, "updates")
+    assert several["norms"] == pytest.approx(one["norms"], rel=1e-6)
+    assert worst(several["weights"], one["weights"]) < 1e-6
+
+
+# Ranks, and copies of the model, that keep whole gradients until a step's last pass
+KEEPING = mostly_slow([(2, 1), (3, 1), (4, 2)], (2, 1), reason="two ranks with one copy, where each pass is the same")
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), KEEPING)
+def test_the_gradient_is_the_same_reduced_once(results: Results, dense, world_size: int, replicas: int):
+    name = "grpo_all_terms"
+    job = ("once per update", "gradients", *results.models, name)
+    done = results(world_size, *(("replicated", str(replicas), *job) if replicas > 1 else job))
+    for step in STEPS:
+        expected_loss, expected = dense(name, step)
+        for budget in BUDGETS:
+            loss, actual, _ = (done["result"] if replicas > 1 else done)[f"{step}/{budget}"]
+            assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+            assert worst(actual, expected) < 1e-6, (step, budget)
+
+
+def test_gradients_kept_until_the_last_pass_are_reduced_once(results: Results):
+    """Of passes with a backward: those of micro-batches, and that of two long prompts, one on each rank."""
+    each = results(2, "collectives", *results.models)
+    once = results(2, "once per update", "collectives", *results.models)
+    assert each["micro-batches"] == once["micro-batches"] > 1
+    assert each["_all_gather"] == once["_all_gather"]
+    passes, rest = divmod(each["_reduce_scatter"], once["_reduce_scatter"])
+    assert (passes, rest) == (each["micro-batches"] + 1, 0)
+
+
+@slow("out of memory with gradients that are reduced in every pass")
+@pytest.mark.parametrize("key", ["", "parameter_offload"])
+@pytest.mark.parametrize("job", ["out_of_memory", "out_of_memory_in_a_stream"])
+def test_out_of_memory_with_whole_gradients(results: Results, job: str, key: str):
+    done = dict(results(3, "once per update", job, *results.models, key))
+    expected = done.pop("expected")
+    assert all(again.num_out_of_memory >= 1 and not again.different for again in done.values())
+    assert job.endswith("stream") or all(worst(again.gradient, expected) < 1e-6 for again in done.values())
+
+
+@slow("the same with gradients that are reduced in every pass")
+def test_whole_gradients_are_dropped_by_a_step_that_is_left_and_counted_by_the_budget(results: Results):
+    assert not any(results(2, "once per update", "stop", *results.models).values())
+    found = results(3, "once per update", "budget", *results.models)
+    assert 0.9 * 300 / 1.1 <= found["limited"] <= 300 and found["untouched"] and found["no_gradient"]
+    exact, _ = results(1, "precision", *results.models, "float64")
+    mixed, _ = results(3, "once per update", "precision", *results.models, "mixed")
+    for actual, right in zip(mixed, exact, strict=True):
+        largest = max(gradient.norm() for gradient in right.values())
+        assert all((actual[k] - right[k]).norm() < 0.1 * max(right[k].norm(), 0.1 * largest) for k in right)
+
+
+@pytest.mark.parametrize("key", ["", "parameter_offload"])
+@slow("out of memory with one copy of the model, on one and three ranks")
+def test_out_of_memory_with_replicas(results: Results, key: str):
+    done = dict(results(4, "replicated", "2", "out_of_memory", *results.models, key)["result"])
+    expected = done.pop("expected")
+    assert all(again.num_out_of_memory >= 1 and not again.different for again in done.values())
+    assert all(worst(again.gradient, expected) < 1e-6 for again in done.values())
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "tolerance"),
+    [
+        ((2, 1), (1, 2), 1e-4),
+        *(pytest.param(*case, marks=FOUR) for case in (((2, 2), (2, 2), 0.0), ((2, 2), (1, 1), 1e-4))),
+        pytest.param((1, 2), (2, 2), 1e-4, marks=FOUR),
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_mesh(results: Results, saved_on, resumed_on, tolerance: float):
+    """Each shard of the optimizer's state is in one file only, though all replicas have it."""
+    root = str(results.checkpoints / f"mesh-{saved_on}")
+    saved = on_mesh(results, *saved_on, "checkpoint", root, "save", "adamw")
+    resumed = on_mesh(results, *resumed_on, "checkpoint", root, "resume", "adamw")
+    assert worst(resumed["weights"], saved["weights"]) <= tolerance
+    folder = Path(root) / "adamw" / "step-2"
+    state = sum(file.stat().st_size for file in (folder / "optimizer").glob("*.distcp"))
+    # two moments, the reference, and what small tensors cost; all of it twice would be more than 8
+    assert state < 6 * (folder / "model.safetensors").stat().st_size

@@ -136,12 +136,13 @@ def test_memory_that_runs_out_changes_nothing():
 
 
 @slow("test_ranks has ranks, and the tests above the loss of routers in one process")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks(world_size: int, tmp_path):
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (2, 2)])
+def test_ranks(world_size: int, replicas: int, tmp_path):
     folder = str(save_folder(FAMILIES["Qwen3-MoE"], tmp_path / "model"))
     aux, expected = naive(AutoModelForCausalLM.from_pretrained(folder))
     jobs = (("moe_balance", folder), ("moe_frozen", folder), ("moe_out_of_memory", folder))
-    balance, frozen, out_of_memory = run_ranks(world_size, tmp_path, *jobs)
+    done = run_ranks(world_size, tmp_path, *(("replicated", str(replicas), *job) for job in jobs))
+    balance, frozen, out_of_memory = (one["result"] for one in done)
     assert len(balance) == 2 * len(BUDGETS)
     for way, (metrics, grads) in balance.items():
         assert metrics[AUX] == pytest.approx(aux, rel=1e-5), way

@@ -75,7 +75,7 @@ def test_calls_on_three_ranks_return_by_rank_and_raise_what_one_raised(three: di
 
 
 def test_weights_are_sharded_over_the_data_parallel_axis_of_the_mesh(three: dict[str, dict[str, Any]]):
-    assert three["mesh"]["axes"] == ("dp",)
+    assert three["mesh"]["axes"] == ("dp_shard",)
     assert three["mesh"]["where"] == [{"dp": (rank, 3), "weights": (rank, 3)} for rank in range(3)]
     assert (SINGLE_PROCESS.dp_rank, SINGLE_PROCESS.dp_size) == (0, 1)
 

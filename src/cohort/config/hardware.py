@@ -51,8 +51,21 @@ class HardwareConfig(Section):
         "auto",
         description="With several processes: true: free a layer's gathered weights after its forward pass and gather "
         "them again in backward. false: keep them until backward (one all-gather less; the whole model in "
-        "`model.compute_dtype` on every GPU). N, a divisor of the processes: keep them sharded over "
-        "groups of N ranks. auto: true.",
+        "`model.compute_dtype` on every GPU). N, a divisor of the processes that share a copy of the model: keep them "
+        "sharded over groups of N ranks. auto: true.",
+    )
+    dp_replicate: int = Field(
+        1,
+        ge=1,
+        description="Number of copies of the model, over which training is data parallel (hybrid sharding, HSDP). Each "
+        "is sharded over an equal share of the processes, in the order of their ranks. With one per machine, weights "
+        "are gathered within machines, which exchange gradients once per update. Must divide the processes of all "
+        "machines.",
+    )
+    sync_each_micro_batch: bool = Field(
+        True,
+        description="With several processes: true: reduce gradients over them after every micro-batch. false: "
+        "accumulate whole gradients on every process (4 bytes per trained weight), and reduce them once per update.",
     )
     timeout_s: float = Field(
         600.0,

@@ -30,7 +30,8 @@ from cohort.learner.memory_fallback import (
     prefix_out_of_memory,
 )
 from cohort.learner.router_aux_loss import RouterAuxLoss
-from cohort.models import CollectiveCounter, Policy, SharedPrefix
+from cohort.models import Policy, SharedPrefix
+from cohort.models.fsdp import Sharding
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.packing.batch import MicroBatch, Sequences, TrainBatch
 from cohort.packing.to_device import to_device
@@ -42,6 +43,13 @@ class GradientAccumulation:
     """Accumulate gradients over the passes of a step. This base class is for a process without collectives."""
 
     scale = 1.0  # factor of the loss that undoes the mean over ranks
+    keeps_whole_gradients = False  # until the last pass of a step
+
+    def begin(self) -> None:
+        """Forget earlier gradients, before the first pass of a step."""
+
+    def set_last(self, is_last: bool) -> None:
+        """Say whether the next pass is the last one of the step with a backward, on all ranks."""
 
     def begin_pass(self) -> None:
         """Prepare for a pass."""
@@ -60,6 +68,9 @@ class GradientAccumulation:
 
     def reset(self) -> None:
         """Discard unfinished passes, on all ranks."""
+
+    def finish(self) -> None:
+        """Complete the gradients after the last pass of a step, on all ranks."""
 
 
 class LocalAccumulation(GradientAccumulation):
@@ -90,11 +101,20 @@ class LocalAccumulation(GradientAccumulation):
 
 
 class ShardedAccumulation(GradientAccumulation):
-    """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp` (possibly of size 1)."""
+    """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp_shard` (possibly of size 1)."""
 
-    def __init__(self, collectives: CollectiveCounter, dp_size: int):
-        self.scale = float(dp_size)
-        self._collectives = collectives
+    def __init__(self, sharding: Sharding, dp_shard: int):
+        self.scale = float(dp_shard)
+        self.keeps_whole_gradients = not sharding.sync_each_micro_batch
+        self._sharding, self._collectives = sharding, sharding.collectives
+
+    def begin(self) -> None:
+        """Drop gradients of a step that was left."""
+        self._sharding.drop_unreduced_gradients()
+
+    def set_last(self, is_last: bool) -> None:
+        """Reduce gradients in the last pass only, if whole ones are kept until then."""
+        self._sharding.reduce_gradients(is_last)
 
     def begin_pass(self) -> None:
         """Start counting collectives."""
@@ -113,6 +133,10 @@ class ShardedAccumulation(GradientAccumulation):
     def reset(self) -> None:
         """Discard open prefixes and any other state of unfinished passes."""
         self._collectives.reset()
+
+    def finish(self) -> None:
+        """Add up the gradients of replicas."""
+        self._sharding.all_reduce_gradients()
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
@@ -161,6 +185,7 @@ class StepSchedule:
 
     def __init__(self, batch: TrainBatch):
         self.out_of_memory = False  # on this rank
+        self.is_last = False  # whether no rank has a pass after the operation that was agreed on
         self._micro_batches = deque(batch.micro_batches)
         self._split_groups = deque(batch.split_groups)
         self._prefix_open = False  # on all ranks or none
@@ -184,7 +209,11 @@ class StepSchedule:
             proposal = Operation.PREFIX_FORWARD
         else:
             proposal = Operation.MICRO_BATCH if self._micro_batches else Operation.DONE
-        return Operation(int(ranks.all_reduce_max(proposal)))
+        after_micro_batch = self._prefix_open or len(self._micro_batches) > 1 or bool(self._split_groups)
+        after_prefix = bool(self._micro_batches or self._split_groups)
+        agreed, *passes_left = ranks.all_reduce_maxima([proposal, after_micro_batch, after_prefix])
+        self.is_last = not passes_left[agreed == Operation.PREFIX_BACKWARD]
+        return Operation(int(agreed))
 
     def open_prefix(self) -> tuple[Sequences, ...]:
         """Return the parts of the split group whose prefix is next; none if this rank has no split group left."""

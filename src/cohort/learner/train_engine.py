@@ -106,7 +106,7 @@ class TrainEngine:
         self._accumulation: GradientAccumulation = (
             LocalAccumulation(*policy.embeddings_and_head())
             if policy.sharding is None
-            else ShardedAccumulation(policy.sharding.collectives, ranks.dp_size)
+            else ShardedAccumulation(policy.sharding, ranks.dp_shard)
         )
         forward_only = partial(
             ForwardOnly, accumulation=self._accumulation, budget=budget, ranks=ranks, temperature=temperature
@@ -154,6 +154,7 @@ class TrainEngine:
         num_out_of_memory = 0
         while True:
             self.policy.model.zero_grad()
+            self._accumulation.begin()
             if batch is not None and self.reference_in_loss:
                 num_out_of_memory += self._compute_reference_logprobs(may_stop)
             router_metrics, router_out_of_memory = self._count_routing(may_stop)
@@ -166,6 +167,8 @@ class TrainEngine:
             self._accumulation.reset()
             self.budget.tokens = int(self.ranks.all_reduce_min(self.budget.tokens))
             self._repack()
+        if num_micro_batches:
+            self._accumulation.finish()
         if is_old:
             self.old_outputs, self._old_entropies = passes.outputs, passes.entropies
         passes.metrics.count({"num_out_of_memory": num_out_of_memory})
@@ -229,9 +232,11 @@ class TrainEngine:
                         self._notify("substep_end")
                     num_micro_batches += 1
                     sequences, continues_prefix = schedule.next_micro_batch()
+                    self._accumulation.set_last(schedule.is_last)
                     failure = passes.micro_batch(sequences, continues_prefix=continues_prefix)
                 case Operation.PREFIX_BACKWARD:
                     schedule.close_prefix()
+                    self._accumulation.set_last(schedule.is_last)
                     failure = passes.prefix_backward()
             if failure is not None:
                 schedule.out_of_memory = True
@@ -275,7 +280,7 @@ class TrainEngine:
         with must_fit(f"for model, gradients and optimizer ({gigabytes}); use more processes"):
             # every micro-batch but the first finds gradients, and every step but the first the optimizer's state
             reserved = torch.empty(state_bytes, dtype=torch.uint8, device=self.policy.device)
-            for parameter in self._parameters:
+            for parameter in self._parameters if not self._accumulation.keeps_whole_gradients else ():
                 parameter.grad = zero_gradient(parameter)
         if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_loss_tokens for s in sequences), device=self.policy.device)
@@ -283,6 +288,10 @@ class TrainEngine:
         passes = ForwardBackward(
             self._step_loss(per_token_loss, is_old=True), self._accumulation, self._router_aux_loss
         )
+        if self._accumulation.keeps_whole_gradients:
+            self._accumulation.set_last(False)
+            passes.micro_batch(())
+        self._accumulation.set_last(True)
         fits = passes.micro_batch(sequences) is None
         del reserved
         self.policy.model.zero_grad()

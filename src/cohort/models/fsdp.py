@@ -111,7 +111,12 @@ class _ReduceScatter(_Comm):
 
 
 class Sharding:
-    """A model sharded over all ranks with FSDP2."""
+    """A model sharded with FSDP2, over all ranks or over those of each replica (hybrid sharding).
+
+    Replicas reduce their gradients once per step. FSDP2 would do it in a backward pass on a two-dimensional mesh, but
+    which micro-batch is the last is only known when all ranks have none left, and its all-reduces cannot be skipped
+    after an out-of-memory error.
+    """
 
     def __init__(
         self,
@@ -123,21 +128,24 @@ class Sharding:
         compute_dtype: torch.dtype,
         on_host: bool = False,
         reshard_after_forward: bool | int = True,
+        sync_each_micro_batch: bool = True,
     ):
         """Shard `model` in place. It may be on the meta device.
 
         Args:
             model: a transformers model. Each layer is gathered when it is computed, and freed afterwards.
             collectives: collective counter of the run.
-            mesh: weights are sharded over its axis `dp`.
+            mesh: weights are sharded over its axis `dp_shard`, and each replica on `dp_replicate`, if any, has all.
             device: device that the model computes on.
             compute_dtype: dtype of gathered weights. Shards, gradient reduction and optimizer state keep the dtype of
                 the model.
             on_host: keep shards and gradients in host memory.
             reshard_after_forward: as in `fully_shard`: True frees each layer after forward and gathers it again in
                 backward; False keeps it; an int keeps it sharded over that many neighboring ranks.
+            sync_each_micro_batch: reduce gradients in every backward pass. False accumulates whole gradients on each
+                rank, until `reduce_gradients(True)`.
         """
-        dtype = next(model.parameters()).dtype
+        dtype, shards = next(model.parameters()).dtype, mesh["dp_shard"]
         precision = MixedPrecisionPolicy(
             param_dtype=compute_dtype if compute_dtype != dtype else None,
             reduce_dtype=torch.promote_types(dtype, torch.float32),
@@ -146,6 +154,9 @@ class Sharding:
         self.model = model
         self.collectives = collectives
         self.on_host = on_host
+        self.sync_each_micro_batch = self._reduces = sync_each_micro_batch
+        replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
+        self._replicas = mesh.get_group("dp_replicate") if replicated else None
         self._device, self._home = device, torch.device("cpu") if on_host else device
         # `allocate` pins the shards: FSDP2 would round each up to a power of two
         offload = CPUOffloadPolicy(pin_memory=False) if on_host else OffloadPolicy()
@@ -153,13 +164,13 @@ class Sharding:
         for module in layers:
             fully_shard(
                 module,
-                mesh=mesh["dp"],
+                mesh=shards,
                 mp_policy=precision,
                 offload_policy=offload,
                 reshard_after_forward=reshard_after_forward,
             )
         # parameters outside of layers are needed throughout
-        fully_shard(model, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(model, mesh=shards, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
         if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
             # experts without tokens on this rank still take part in the reduction
             model.set_reduce_scatter_unused_params(True)
@@ -167,6 +178,7 @@ class Sharding:
         for module in self._modules:
             module.set_custom_all_gather(_AllGather(collectives))
             module.set_custom_reduce_scatter(_ReduceScatter(collectives))
+            module.set_requires_gradient_sync(sync_each_micro_batch, recurse=False)
         collectives.models.append(self)
 
     def add_forward(self, name: str, compute: Callable[..., Any]) -> None:
@@ -208,10 +220,38 @@ class Sharding:
         if not self.can_recover:
             raise RankDesyncError("out of memory; recovering with sharded models needs torch 2.13 or newer")
         self.model.reset_iter_state()
+        self.drop_unreduced_gradients()
+
+    def drop_unreduced_gradients(self) -> None:
+        """Drop whole gradients that were not reduced, of passes that are left or done again."""
         for group in self._groups():
             for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Set whether the next backward pass reduces gradients, with those of earlier passes that did not."""
+        if not self.sync_each_micro_batch and reduces != self._reduces:
+            self.model.set_requires_gradient_sync(reduces)
+            self._reduces = reduces
+
+    @torch.no_grad()
+    def all_reduce_gradients(self) -> None:
+        """Add up the gradients of all replicas. Every rank calls this after the last pass of a step."""
+        assert self._reduces, "the last pass of a step reduces gradients"
+        if self._replicas is None:
+            return
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:  # no token of this replica used it, but perhaps some of another
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            own = parameter.grad.to_local()
+            reduced = own.to(self._device)
+            dist.all_reduce(reduced, group=self._replicas)
+            if reduced is not own:
+                own.copy_(reduced)
 
     def allocate(self) -> None:
         """Allocate the shards of a model on the meta device. Buffers keep their values."""

@@ -191,7 +191,7 @@ def gathered_bytes(workload: Workload, *, backward: bool) -> int:
         return dequantized_bytes(shape, workload.quantization, a)
     if workload.gathers:
         # a layer's shard from host memory, before it is cast
-        shard = -(-workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.processes)
+        shard = -(-workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.shards)
         gathered = a * (shape.non_layer_parameters + shape.largest_pair_parameters)
         return gathered + shard + _unresharded_bytes(workload)
     if not workload.autocasts:

@@ -183,9 +183,31 @@ def check_processes(config: Config, processes: int) -> None:
         UserError: a key has no effect with this number or cannot be sharded.
     """
     check_optimizer_sharding(config.optim, processes)
+    check_replicas(config, processes)
     check_resharding(config, processes)
     for field, kind in config.quantized() if processes > 1 else ():
         raise UserError(f"{field}: {kind} {ONE_PROCESS} (this run would have {processes})")
+
+
+def check_replicas(config: Config, processes: int) -> None:
+    """Check `hardware.dp_replicate` and `sync_each_micro_batch` against the number of training processes.
+
+    Raises:
+        UserError: the one does not divide the number, or the other has no effect on one process.
+    """
+    wanted = config.hardware.dp_replicate
+    if processes == 1 and not config.hardware.sync_each_micro_batch:
+        raise UserError(
+            "hardware.sync_each_micro_batch: false has no effect on one process, whose gradients are not reduced; "
+            "remove it"
+        )
+    if processes % wanted:
+        divisors = [n for n in range(1, processes + 1) if processes % n == 0]
+        near = [max(n for n in divisors if n < wanted), *[n for n in divisors if n > wanted][:1]]
+        raise UserError(
+            f"hardware.dp_replicate: {wanted} must divide the {processes} training process{'es' * (processes > 1)}; "
+            f"use {' or '.join(map(str, near))}"
+        )
 
 
 def check_resharding(config: Config, processes: int) -> None:
@@ -202,9 +224,11 @@ def check_resharding(config: Config, processes: int) -> None:
             f"hardware.reshard_after_forward: {str(wanted).lower()} has no effect on one process, whose weights are "
             f"not sharded; remove it"
         )
-    if not isinstance(wanted, bool) and (wanted >= processes or processes % wanted):
-        divisors = [str(n) for n in range(2, processes) if processes % n == 0]
+    shared = processes // config.hardware.dp_replicate
+    if not isinstance(wanted, bool) and (wanted >= shared or shared % wanted):
+        divisors = [str(n) for n in range(2, shared) if shared % n == 0]
+        replicas = " that share a copy of the model (hardware.dp_replicate)" if shared < processes else ""
         raise UserError(
-            f"hardware.reshard_after_forward: {wanted} must be a proper divisor of the {processes} training "
-            f"processes; use {', '.join([*divisors, 'true'])} or false"
+            f"hardware.reshard_after_forward: {wanted} must be a proper divisor of the {shared} training "
+            f"processes{replicas}; use {', '.join([*divisors, 'true'])} or false"
         )

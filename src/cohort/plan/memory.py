@@ -68,7 +68,7 @@ def plan_memory(workload: Workload) -> MemoryPlan:
     """Compute the memory of each phase, by part."""
     persistent, models = _persistent(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
-    backward = [{"gradients": _gradient_bytes(model), **backward_parts(model)} for model in models]
+    backward = [{"gradients": _backward_gradient_bytes(model), **backward_parts(model)} for model in models]
     largest = workload.shape.embedding_parameters
     return MemoryPlan(
         phases={
@@ -101,11 +101,18 @@ def checkpointed_activations(workload: Workload) -> dict[Checkpointing, int]:
 
 def _shard(workload: Workload, parameters: int, bytes_each: int) -> int:
     """Bytes of one rank's shard, rounded up."""
-    return -(-bytes_each * parameters // workload.processes)
+    return -(-bytes_each * parameters // workload.shards)
 
 
 def _gradient_bytes(workload: Workload) -> int:
     return 0 if workload.parameters_on_host else _shard(workload, workload.trained_parameters, workload.gradient_bytes)
+
+
+def _backward_gradient_bytes(workload: Workload) -> int:
+    """Gradients that later micro-batches are added to: whole ones, or this rank's shards."""
+    if workload.keeps_whole_gradients:
+        return workload.gradient_bytes * workload.trained_parameters
+    return _gradient_bytes(workload)
 
 
 def host_bytes(workload: Workload) -> int:
@@ -133,7 +140,7 @@ def _optimizer_state_bytes(workload: Workload) -> int:
     """Optimizer state of the rank that has the most; each weight is sharded by rows."""
 
     def weight_state_bytes(weight: WeightShape, *, in_layer: bool) -> int:
-        shard = (-(-weight[0] // workload.processes), *weight[1:])
+        shard = (-(-weight[0] // workload.shards), *weight[1:])
         return state_bytes(workload.optim, shard, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
     state = sum(weight_state_bytes(weight, in_layer=False) for weight in workload.trained.non_layer_weights)
@@ -147,7 +154,7 @@ def _persistent(workload: Workload) -> dict[str, int]:
     """Memory that is allocated in all phases."""
     weights = _shard(workload, workload.shape.num_parameters, workload.resident_weight_bytes)
     if workload.quantization is not None:
-        weights = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.processes)
+        weights = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.shards)
     parts = {"weights": weights}
     if workload.adapter is not None:
         parts["adapter"] = _shard(workload, workload.trained_parameters, workload.trained_bytes)

@@ -117,7 +117,7 @@ def _blocking_transfers(
         yield "the reference's weights from host memory", workload.weight_bytes * workload.shape.num_parameters
     if workload.masters_on_host:
         # the update itself is bound by the CPU's memory bandwidth, which is unknown
-        trained = sum(model.trained_parameters for model in workload.models) // workload.processes
+        trained = sum(model.trained_parameters for model in workload.models) // workload.shards
         yield (
             "gradients to host memory and weights back",
             updates * trained * (workload.trained_bytes + workload.compute_bytes),
@@ -130,7 +130,7 @@ def _blocking_transfers(
         )
         yield (
             "weights from host memory twice and gradients back per micro-batch",
-            micro_batches.num_micro_batches * visits / workload.processes,
+            micro_batches.num_micro_batches * visits / workload.shards,
         )
 
 

@@ -31,6 +31,8 @@ class Workload:
 
     shape: ModelShape
     processes: int  # W
+    dp_replicate: int = 1  # copies of the model, over which W is split
+    keeps_whole_gradients: bool = False  # on every process, until the last micro-batch
     weight_bytes: int  # b
     compute_bytes: int  # a
     checkpointing: Checkpointing
@@ -86,6 +88,11 @@ class Workload:
     def optimizer_on_host(self) -> bool:
         """Whether the optimizer, its state and the weights that it updates are in host memory."""
         return self.masters_on_host or self.parameters_on_host
+
+    @property
+    def shards(self) -> int:
+        """Number of processes that the weights are sharded over."""
+        return max(1, self.processes // self.dp_replicate)
 
     @property
     def gathers(self) -> bool:
@@ -169,6 +176,8 @@ def process_workload(
     workload = Workload(
         shape=shape,
         processes=micro_batches.num_training,
+        dp_replicate=config.hardware.dp_replicate,
+        keeps_whole_gradients=not config.hardware.sync_each_micro_batch and micro_batches.num_training > 1,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=checkpointing(model),

@@ -39,6 +39,8 @@ class Ranks:
     control_group: Any = None  # gloo process group of all collectives but `command`
     command_group: Any = None  # with a longer deadline, because rank 0 may be waiting for rewards
     store: Any = None  # key-value store of the rendezvous
+    ranks_per_node: int | None = None  # as the launcher of this node says; None: all ranks
+    dp_replicate: int = 1  # copies of the model; weights are sharded over the ranks of each
     sibling_pids: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
     stop: StopSignals = NEVER_STOPPED  # whether this rank was asked to stop
 
@@ -49,22 +51,31 @@ class Ranks:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Axes of the device mesh with their sizes, outermost first. `dp` is data parallel: FSDP2 shards over it."""
-        return {"dp": self.world_size}
+        """Axes of the device mesh with their sizes, outermost first.
+
+        Both `dp` axes are data parallel. FSDP2 shards over `dp_shard`, and `dp_replicate` has copies of all shards.
+        """
+        replicate = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        return {**replicate, "dp_shard": self.world_size // self.dp_replicate}
 
     @property
     def dp_size(self) -> int:
-        """Size of the mesh axis `dp`: the number of different shares of a batch."""
-        return self.mesh_axes["dp"]
+        """Number of different shares of a batch: the product of the mesh's `dp` axes."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_shard(self) -> int:
+        """Number of ranks that the weights are sharded over."""
+        return self.mesh_axes["dp_shard"]
 
     @property
     def dp_rank(self) -> int:
-        """This rank's coordinate on the mesh axis `dp`."""
+        """This rank's coordinate on the mesh's `dp` axes."""
         return self._dp_rank_of(self.rank)
 
     @property
     def dp_leaders(self) -> tuple[int, ...]:
-        """The first rank at each coordinate of the axis `dp`. All ranks at a coordinate have the same sequences."""
+        """The first rank at each coordinate of the `dp` axes. All ranks at a coordinate have the same sequences."""
         return tuple(range(0, self.world_size, self.world_size // self.dp_size))
 
     def _dp_rank_of(self, rank: int) -> int:
@@ -127,16 +138,20 @@ class Ranks:
 
     def all_reduce_max(self, value: float) -> float:
         """Return the maximum over all ranks, on every rank."""
-        return self._all_reduce([value], dist.ReduceOp.MAX)[0]
+        return self.all_reduce_maxima([value])[0]
+
+    def all_reduce_maxima(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each entry over all ranks, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def all_reduce_min(self, value: float) -> float:
         """Return the minimum over all ranks, on every rank."""
         return self._all_reduce([value], dist.ReduceOp.MIN)[0]
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each entry over the axis `dp` in float64, on every rank.
+        """Return the sum of each entry over the `dp` axes in float64, on every rank.
 
-        All ranks pass the same number of entries. Ranks at the same coordinate of `dp` have the same sequences, so
+        All ranks pass the same number of entries. Ranks at the same coordinate of these have the same sequences, so
         only the first of them counts.
         """
         is_counted = self.rank in self.dp_leaders

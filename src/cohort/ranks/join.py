@@ -62,6 +62,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             sibling_pids=sibling_pids,
             control_group=control_group,
             # Rank 0 waits only until all ranks have received its command. It gives up together with the ranks that have

@@ -42,6 +42,8 @@ class WorkerSpec:
     micro_batch_tokens: int  # initial token budget
     longest_sequence_tokens: int  # longest possible sequence
     gradient_checkpointing: Checkpointing | Literal["auto"] = "auto"  # chosen by rank 0; auto: as configured
+    dp_replicate: int = 1  # copies of the model
+    sync_each_micro_batch: bool = True  # see `Sharding`
 
 
 def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torch.device, tokenizer: Any) -> Worker:
@@ -60,6 +62,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     """
     if spec.gradient_checkpointing != "auto":
         config = with_checkpointing(config, spec.gradient_checkpointing)
+    ranks = replace(ranks, dp_replicate=spec.dp_replicate)
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
     ranks.run_on_rank0(lambda: check_optimizer(config.optim, ranks.dp_size))
@@ -73,6 +76,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         longest_sequence_tokens=spec.longest_sequence_tokens,
         offload_master_weights=config.optim.offload,
         reshard_after_forward=True if resharding == "auto" else resharding,
+        sync_each_micro_batch=spec.sync_each_micro_batch,
     )
     algorithm = build_algorithm(
         config.algorithm,

@@ -117,6 +117,8 @@ def open_training(
         micro_batch_tokens=initial_budget(config, inputs, state, ranks),
         longest_sequence_tokens=inputs.longest_sequence_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        dp_replicate=config.hardware.dp_replicate,
+        sync_each_micro_batch=config.hardware.sync_each_micro_batch,
     )
     ranks.stop.check()
     with others.busy():

@@ -196,7 +196,7 @@ def check_disk_space(config: Config, worker: Worker, folder: Path) -> None:
     weights = saved_bytes(worker.policy)
     # A checkpoint holds the model or its adapter, the optimizer state, and a reference if it is refreshed. While one is
     # written, the kept ones still exist.
-    states = sum(engine.num_state_bytes for engine in worker.engines.values()) * worker.ranks.dp_size
+    states = sum(engine.num_state_bytes for engine in worker.engines.values()) * worker.ranks.dp_shard
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
     checkpoint = sum(saved_bytes(engine.policy) for engine in worker.engines.values()) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1

@@ -109,6 +109,14 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(on: RanksOnDemand, 
     assert worst(saved["first"], saved["weights"]) > 1e-2  # it was trained
 
 
+@slow("test_ranks has copies of a model without an adapter")
+def test_a_checkpoint_goes_on_with_copies_of_the_model(on: RanksOnDemand, base: str, root: str):
+    saved = on(3, "adapter_updates", base, root, "save")
+    resumed = on(2, "replicated", "2", "adapter_updates", base, root, "resume")
+    assert all(resumed["result"]["frozen"])
+    assert worst(resumed["result"]["weights"], saved["weights"]) <= 1e-4
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
     "way",

@@ -21,7 +21,7 @@ from cohort.learner.optimizer_offload import OffloadedUpdates
 from cohort.models import fsdp, load_tokenizer, save_policy
 from cohort.models.fsdp import CollectiveCounter, Sharding
 from cohort.models.host_memory import MasterWeights
-from cohort.plan.layout import check_cpu_offload, check_resharding
+from cohort.plan.layout import check_cpu_offload, check_replicas, check_resharding
 from cohort.ranks.collectives import SINGLE_PROCESS
 from cohort.ranks.join import init_single_process_group
 from fake_cuda import fake_cuda
@@ -86,7 +86,7 @@ def test_a_whole_model_is_loaded_to_the_host_and_its_buffers_to_the_device(monke
         dist, "broadcast", lambda tensor, *a, **k: broadcast(tensor, *a, **k) if tensor.device == cpu else None
     )
     with fake_cuda():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
         device = torch.device("cuda:0")
         sharding = Sharding(
             model, CollectiveCounter(), mesh=mesh, device=device, compute_dtype=torch.float32, on_host=True
@@ -264,3 +264,17 @@ def test_resharding_is_compared_with_the_processes():
         UserError, match=r"4 must be a proper divisor of the 6 training processes; use 2, 3, true or false"
     ):
         check_resharding(parsed(hardware={"reshard_after_forward": 4}), 6)
+    check_resharding(parsed(hardware={"reshard_after_forward": 4, "dp_replicate": 2}), 16)
+    with pytest.raises(UserError, match=r"4 must be a proper divisor of the 4 training processes that share a copy"):
+        check_resharding(parsed(hardware={"reshard_after_forward": 4, "dp_replicate": 2}), 8)
+
+
+def test_copies_of_the_model_are_compared_with_the_processes():
+    for wanted, processes in ((1, 1), (2, 2), (2, 6), (3, 6)):
+        check_replicas(parsed(hardware={"dp_replicate": wanted}), processes)
+    with pytest.raises(UserError, match=r"dp_replicate: 4 must divide the 6 training processes; use 3 or 6"):
+        check_replicas(parsed(hardware={"dp_replicate": 4}), 6)
+    with pytest.raises(UserError, match=r"dp_replicate: 2 must divide the 1 training process; use 1"):
+        check_replicas(parsed(hardware={"dp_replicate": 2}), 1)
+    with pytest.raises(UserError, match="sync_each_micro_batch: false has no effect on one process"):
+        check_replicas(parsed(hardware={"sync_each_micro_batch": False}), 1)

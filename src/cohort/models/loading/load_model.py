@@ -116,6 +116,7 @@ class LoadRequest:
     seed: int = 0  # for a new adapter
     offload_master_weights: bool = False  # the device has a copy in the compute dtype
     reshard_after_forward: bool | int = True  # see `Sharding`
+    sync_each_micro_batch: bool = True  # see `Sharding`
 
     @property
     def is_sharded(self) -> bool:
@@ -214,6 +215,7 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, init: AdapterInit | N
         compute_dtype=request.compute_dtype,
         on_host=request.config.parameter_offload,
         reshard_after_forward=request.reshard_after_forward,
+        sync_each_micro_batch=request.sync_each_micro_batch,
     )
     sharding.allocate()
     if sources is None:
