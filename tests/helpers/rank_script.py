@@ -17,6 +17,7 @@ import rank_loading
 import rank_moe
 import rank_offload
 import rank_optimizer
+import rank_rewards
 import rank_saving
 import rank_workers
 from cohort.ranks.join import join_ranks, leave_ranks
@@ -32,6 +33,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_offload.JOBS,
     **rank_optimizer.JOBS,
     **rank_moe.JOBS,
+    **rank_rewards.JOBS,
 }
 
 

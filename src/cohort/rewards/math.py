@@ -38,6 +38,8 @@ VERDICT_REWARDS: Mapping[Grade, float | None] = {
 class GradedReward(BuiltinReward[G]):
     """Grades answers in worker processes, which start with the first call that needs them."""
 
+    per_group = True
+
     def __init__(self, settings: G, context: RewardContext, *, grader: Grader) -> None:
         """Create the reward; `grader` says how the workers read and compare answers."""
         super().__init__(settings, context)

@@ -1,6 +1,7 @@
 """The child processes that grade answers of math rewards, each with a deadline."""
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from queue import LifoQueue
@@ -18,6 +19,16 @@ WORKER_COMMAND = child_command("cohort.rewards.math_worker")
 _MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
 
 
+def workers_per_process(wanted: int | Literal["auto"] = "auto") -> int:
+    """Return how many workers each of a machine's training processes has, at least one.
+
+    Args:
+        wanted: on the machine; auto: one per core, at most 16 per process.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(usable_cores() // processes, _MAX_WORKERS) if wanted == "auto" else wanted // processes)
+
+
 class MathWorkers:
     """Child processes that grade answers, one per core. They start as they are needed, and end with this object.
 
@@ -32,10 +43,10 @@ class MathWorkers:
 
         Args:
             command: command line of a program with the protocol of `math_worker`.
-            count: how many. Default: one per core, at most 16.
+            count: how many. Default: `workers_per_process()`.
             start_timeout_s: deadline for a child's imports.
         """
-        self.count = count or min(usable_cores(), _MAX_WORKERS)
+        self.count = count or workers_per_process()
         self._command = tuple(command)
         self._start_timeout_s = start_timeout_s
         self._children: list[Child | None] = [None] * self.count  # None: not started
