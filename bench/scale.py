@@ -126,6 +126,8 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     with timed(seconds, "pickle sequences"):
         for batch in batches:
             pickle.dumps(batch)
+    with tempfile.TemporaryDirectory() as folder:  # what the first file imports is no work of each step
+        write_completions_file(Path(folder) / "first.parquet", step=1, groups=scored[:1])
     with timed(seconds, "write completions"), tempfile.TemporaryDirectory() as folder:
         write_completions_file(Path(folder) / "step.parquet", step=1, groups=scored, sequences=sequences)
     own = {stage: value for stage, value in seconds.items() if not stage.endswith("children")}

@@ -166,9 +166,9 @@ class HereWorkers:
 
     count = 1
 
-    def grade(self, gold: str, text: str, *, deadline_s: float, grader: str) -> str:
+    def grade(self, pairs: Sequence[tuple[str, str]], *, deadline_s: float, end: float, grader: str) -> list[str]:
         """See `MathWorkers`."""
-        return GRADERS[grader](gold, text)
+        return [GRADERS[grader](*pair) for pair in pairs]
 
 
 BEGUN = b'{"ready": true}\n{"begun": true}\n'

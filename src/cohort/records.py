@@ -110,12 +110,12 @@ class Trajectory:
     @property
     def sampled_token_ids(self) -> IntArray:
         """Token ids sampled by the policy, [C]."""
-        return np.concatenate([np.zeros(0, np.int64), *(call.token_ids for call in self.trained_calls)])
+        return _joined([call.token_ids for call in self.trained_calls], np.int64)
 
     @property
     def sampling_logprobs(self) -> FloatArray:
         """Sampling logprobs of `sampled_token_ids`, [C]."""
-        return np.concatenate([np.zeros(0), *(call.sampling_logprobs for call in self.trained_calls)])
+        return _joined([call.sampling_logprobs for call in self.trained_calls], np.float64)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -193,12 +193,12 @@ def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
 
 def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
     """Append a call: its new context tokens, which are not trained, and its sampled tokens."""
-    new = np.zeros(len(call.context_ids) - len(sequence.token_ids))
-    sampled = np.ones(len(call.token_ids), dtype=bool)
+    before, context, total = len(sequence.token_ids), len(call.context_ids), len(call.context_ids) + len(call.token_ids)
+    mask, logprobs = np.zeros(total, bool), np.zeros(total)
+    mask[:before], logprobs[:before] = sequence.loss_mask, sequence.sampling_logprobs
+    mask[context:], logprobs[context:] = True, call.sampling_logprobs
     return TokenSequence(
-        token_ids=np.concatenate([call.context_ids, call.token_ids]),
-        loss_mask=np.concatenate([sequence.loss_mask, new.astype(bool), sampled]),
-        sampling_logprobs=np.concatenate([sequence.sampling_logprobs, new, call.sampling_logprobs]),
+        token_ids=np.concatenate([call.context_ids, call.token_ids]), loss_mask=mask, sampling_logprobs=logprobs
     )
 
 
@@ -284,8 +284,15 @@ class TrainSequence:
         )
 
 
+def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """Join arrays of a trajectory's calls; a single one is not copied."""
+    return np.asarray(arrays[0], dtype) if len(arrays) == 1 else np.concatenate([np.zeros(0, dtype), *arrays])
+
+
 def expand_to_mask(loss_mask: BoolArray, values: FloatArray | float) -> FloatArray:
     """Scatter values of trained tokens to their positions in the sequence: [L], 0 outside the mask."""
+    if np.ndim(values) == 0:
+        return np.where(loss_mask, values, 0.0)
     aligned = np.zeros(len(loss_mask))
     aligned[loss_mask] = values
     return aligned

@@ -22,6 +22,7 @@ import rank_loading
 import rank_moe
 import rank_offload
 import rank_optimizer
+import rank_rewards
 import rank_saving
 import rank_workers
 from cohort.ranks.collectives import Ranks
@@ -63,6 +64,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_offload.JOBS,
     **rank_optimizer.JOBS,
     **rank_moe.JOBS,
+    **rank_rewards.JOBS,
 }
 
 

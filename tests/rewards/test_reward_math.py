@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_the_budget_ends_a_call_of_many_slow_answers(fake_reward):
     assert f.last_counts == {"timeout": 1, "out_of_time": 2}
 
 
+def test_answers_that_are_sent_together_are_each_graded_once(tmp_path):
+    """Also behind one that hangs, one that its worker dies of, and one that two die of."""
+    workers = MathWorkers([sys.executable, "-c", FAKE_WORKER, str(tmp_path)], count=1)
+    texts = ["a", "hang", "b", "die once", "c", "die", "d", "babble", "e"]
+    graded = workers.grade([("g", text) for text in texts], deadline_s=0.5)
+    bad = {"hang": "timeout", "die": "crashed", "babble": "crashed"}
+    assert graded == [bad.get(text, "correct") for text in texts]
+    assert (tmp_path / "graded").read_text().split("\n")[:3] == ["a", "b", "die once"]
+    late = workers.grade([("g", "a"), ("g", "hang"), ("g", "b")], deadline_s=600, end=time.monotonic() + 0.5)
+    assert late == ["correct", "timeout", "out_of_time"]
+    workers.close()
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -223,10 +237,10 @@ def test_the_workers_do_not_outlive_their_parent():
         from cohort.rewards.math_workers import MathWorkers
         workers = MathWorkers(count=2)
         with ThreadPoolExecutor(2) as threads:
-            grade = lambda text: workers.grade("1/2", text, deadline_s=600)
+            grade = lambda text: workers.grade([("1/2", text)], deadline_s=600)[0]
             print(*threads.map(grade, ["0.5", "$0.50$"]), *workers.pids, flush=True)
             threading.Timer(0.3, os.kill, [os.getpid(), 9]).start()
-            workers.grade("1", "$9^{9^{9^{9}}}$", deadline_s=600)
+            workers.grade([("1", "$9^{9^{9^{9}}}$")], deadline_s=600)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False

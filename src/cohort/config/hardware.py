@@ -41,6 +41,16 @@ class HardwareConfig(Section):
         str,
         must_be("auto, cpu, cuda or cuda:N", lambda x: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(x)))),
     ] = Field("auto", description="Device: auto, cpu, cuda or cuda:N.")
+    reward_workers: Annotated[
+        int | Literal["auto"],
+        number_or(
+            "auto", rule="a whole number of at least 1, or auto (this machine's cores)", is_valid=lambda n: n >= 1
+        ),
+    ] = Field(
+        "auto",
+        description="Child processes on each machine that grade answers for `math` and its kin, shared by its training "
+        "processes: each has its part, at least one. auto: one per core, at most 16 per training process.",
+    )
     reshard_after_forward: Annotated[
         bool | int | Literal["auto"],
         must_be(

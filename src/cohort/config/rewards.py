@@ -44,6 +44,12 @@ class RewardConfig(Section):
         description="Run your own function in a child process. If it crashes, exits or misses `timeout_s`, the "
         "completions are not judged, and the process is started again.",
     )
+    per_group: bool = Field(
+        False,
+        description="Your own function scores each group by itself: it is called once for each group, on the rank that "
+        "the group is sent to, not once per step on rank 0. Its values must not depend on other groups or earlier "
+        "calls. Built-in rewards that judge each completion by itself run on all ranks without this.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +90,21 @@ class RewardConfig(Section):
             raise ValueError(
                 f"isolate: true needs a function that another process can import, and {self.use!r} is not one: define "
                 "it at the top level of a file, or remove isolate"
+            )
+        if self.per_group and ":" not in self.use:
+            raise ValueError(
+                f"per_group: true is for functions of your own, such as my_rewards.py:score, and {self.use!r} is built "
+                "in; remove it"
+            )
+        if self.per_group and is_unnamed(self.use):
+            raise ValueError(
+                f"per_group: true needs a function that another process can import, and {self.use!r} is not one: "
+                "define it at the top level of a file, or remove per_group"
+            )
+        if self.per_group and self.isolate:
+            raise ValueError(
+                "per_group: true calls the function on every rank, and isolate: true in a child process of rank 0; "
+                "remove one of the two"
             )
         for key in ("scale", "clip"):
             given = getattr(self, key)

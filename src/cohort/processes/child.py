@@ -9,12 +9,13 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any
@@ -27,6 +28,7 @@ MAX_ANSWER_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 5.0  # for a child to close what it holds
 _END_TIMEOUT_S = 1.0  # between the end of a child's connection and that of the child
 _MAX_LOG_BYTES = 16 << 20
+_MAX_LIMIT_S = 1e9
 _TAIL_BYTES = 4096  # of the output in messages
 
 
@@ -96,13 +98,13 @@ class Child:
         """
         # in append mode, so that it can be truncated while the child writes
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))  # of the same socket, and so with its deadlines
         self._sending = threading.Lock()
         with theirs:
             command = [*command, str(theirs.fileno())]
             self.process = start_in_group(command, output=self._log, env=env, pass_fds=(theirs.fileno(),))
-        weakref.finalize(self, _kill_as, os.getpid(), self.process, self._connection)
+        weakref.finalize(self, _kill_as, os.getpid(), self.process, self._connection, self._socket)
 
     def call(self, message: Any, deadline_s: float) -> Any:
         """Send a message and return the answer.
@@ -111,26 +113,37 @@ class Child:
             ChildLate: no complete answer came within the deadline.
             ChildFailed: the process ended, or the answer is invalid.
         """
-        late = threading.Event()
+        return next(self.call_each([message], [deadline_s]))
 
-        def expire() -> None:
-            late.set()
-            self.kill()  # which ends a read or write that waits
+    def call_each(self, messages: Sequence[Any], deadlines_s: Iterable[float]) -> Iterator[Any]:
+        """Send messages together, and yield the answers as they come. Raises as `call` does.
 
-        timer = threading.Timer(deadline_s, expire)
-        timer.daemon = True
-        timer.start()
+        Args:
+            messages: at least one.
+            deadlines_s: seconds that each answer may take, read when it is waited for. If they end before the answers,
+                the process is killed.
+        """
+        limit_s, num_waited = 0.0, 0
         try:
-            self.send(message)
-            answer = self.receive()
-        except ChildFailed:
-            if not late.is_set():
-                raise
+            for num_waited, limit_s in zip(range(1, len(messages) + 1), deadlines_s, strict=False):
+                self._limit(limit_s)
+                if num_waited == 1:
+                    self.send(list(messages))
+                yield self.receive()
+        except BlockingIOError:
+            self.kill()
+            raise ChildLate(f"did not answer within {limit_s:g} s") from None
         finally:
-            timer.cancel()
-        if late.is_set():
-            raise ChildLate(f"did not answer within {deadline_s:g} s")
-        return answer
+            self._limit(0)
+            if num_waited < len(messages):
+                self.kill()
+
+    def _limit(self, seconds: float) -> None:
+        """Let each read and write of the connection take so long; 0: forever."""
+        microseconds = int(1_000_000 * min(seconds, _MAX_LIMIT_S)) or int(seconds > 0)
+        limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # a `timeval`
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def send(self, message: Any) -> None:
         """Send a message. Raises `ChildFailed` if the process has ended."""
@@ -138,6 +151,8 @@ class Child:
         try:
             with self._sending:
                 self._connection.send_bytes(content)
+        except BlockingIOError:
+            raise
         except OSError:
             raise self._failure("closed its connection") from None
 
@@ -149,6 +164,8 @@ class Child:
             return json.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except EOFError:
             raise self._failure("closed its connection") from None
+        except BlockingIOError:
+            raise
         except (OSError, ValueError) as error:  # it is too long, cut off or not JSON
             raise self._failure(f"sent an invalid message: {error!r:.200}") from None
 
@@ -159,12 +176,16 @@ class Child:
 
     def hang_up(self) -> None:
         """Tell the process that there are no more calls: it ends by itself."""
-        _shut_down(self._connection, socket.SHUT_WR)
+        self._shut_down(socket.SHUT_WR)
 
     def kill(self) -> None:
         """Kill the process and its group."""
         end_group(self.process)
-        _shut_down(self._connection, socket.SHUT_RDWR)  # should another process hold the other end
+        self._shut_down(socket.SHUT_RDWR)  # should another process hold the other end
+
+    def _shut_down(self, how: int) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(how)
 
     def describe_output(self) -> str:
         """Return a sentence with the last lines of output, to append to a message; "" if there are none."""
@@ -182,16 +203,12 @@ class Child:
         return ChildFailed(f"{problem}{self.describe_output()}")
 
 
-def _kill_as(pid: int, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+def _kill_as(pid: int, process: "subprocess.Popen[bytes]", connection: Connection, connected: socket.socket) -> None:
     """Kill a child that is forgotten, but not in a fork of the process that started it."""
     if os.getpid() == pid:
         end_group(process)
         connection.close()
-
-
-def _shut_down(connection: Connection, how: int) -> None:
-    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.shutdown(how)
+        connected.close()
 
 
 def connect() -> Connection:
@@ -204,8 +221,9 @@ def connect() -> Connection:
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer a child's messages until its parent hangs up."""
+    """Answer a child's messages, which come in lists, until its parent hangs up."""
     connection = connect()
     with suppress(EOFError, OSError):
         while True:
-            connection.send_bytes(json.dumps(answer(connection.recv())).encode())
+            for message in connection.recv():
+                connection.send_bytes(json.dumps(answer(message)).encode())

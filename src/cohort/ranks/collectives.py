@@ -136,6 +136,12 @@ class Ranks:
             dist.gather_object(value, received, group=self.control_group)
         return received
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this, with the longer deadline of `command_group`."""
+        if self.world_size > 1:
+            with self._explain_failure("a wait for all ranks"):
+                dist.barrier(group=self.command_group)
+
     def all_reduce_max(self, value: float) -> float:
         """Return the maximum over all ranks, on every rank."""
         return self.all_reduce_maxima([value])[0]

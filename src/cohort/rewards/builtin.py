@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from cohort.config.rewards import ChoiceSettings, ExactSetSettings, ExactSettings, NumberSettings
 from cohort.rewards.completion_text import after_thinking, answer_text, last_match
@@ -44,6 +44,7 @@ class BuiltinReward(Reports, Generic[S]):
     """
 
     __call__: Callable[..., Any]
+    per_group: ClassVar[bool] = False  # judges each completion by itself: any rank can, from `required_columns` alone
 
     def __init__(self, settings: S, context: RewardContext) -> None:
         """Create the reward. What takes long, or needs an optional package, waits for `check` or the first call."""
@@ -67,6 +68,8 @@ class AnswerReward(BuiltinReward[A]):
 
     1.0 if it is right, else 0.0; None if the row has no answer.
     """
+
+    per_group = True
 
     def required_columns(self) -> Sequence[str]:
         """See `BuiltinReward`."""

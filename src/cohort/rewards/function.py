@@ -134,6 +134,7 @@ class RewardFunction:
     scale: float | tuple[float, float] = 1.0  # a factor, or the values that become 0 and 1
     clip: tuple[float, float] | None = None  # bounds of the scaled value
     where: Mapping[str, Any] = field(default_factory=dict)  # column -> value or values of the rows it is for
+    per_group: bool = False  # the user's function scores each group by itself
 
 
 @runtime_checkable

@@ -24,6 +24,8 @@ class JsonSchemaReward(BuiltinReward[JsonSchemaSettings]):
     documents are not resolved.
     """
 
+    per_group = True
+
     def required_columns(self) -> Sequence[str]:
         """See `BuiltinReward`."""
         return () if self.settings.schema_column is None else (self.settings.schema_column,)

@@ -95,6 +95,8 @@ class LengthReward(GradedReward[AccuracySettings]):
     Open-R1; all rewards are 0.0 if they are equal. An unparsable gold answer counts as answered correctly.
     """
 
+    per_group = False
+
     def __call__(self, completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return one reward per completion; None if it was not graded."""
         lengths = [len(completion_text(completion)) for completion in completions]

@@ -31,8 +31,10 @@ from cohort.rewards.json_schema import JsonSchemaReward
 from cohort.rewards.judge import JudgeReward
 from cohort.rewards.length import CosineReward, LengthReward, OverlongReward
 from cohort.rewards.math import AccuracyReward, MathReward, ReasoningAccuracyReward
+from cohort.rewards.math_workers import MathWorkers
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
+from cohort.rewards.per_group import is_per_group
 from cohort.rewards.reasoning_gym import ReasoningGymReward
 from cohort.rewards.text import (
     CodeFormatReward,
@@ -152,6 +154,7 @@ def build_rewards(
     given: Sequence[str] = (),
     only: Collection[str] = (),
     ask_servers_first: bool = True,
+    num_workers: int | None = None,
 ) -> tuple[RewardFunction, ...]:
     """Combine a run's reward functions with their settings, and check them. Imports neither torch nor transformers.
 
@@ -166,6 +169,7 @@ def build_rewards(
         given: names of the rewards that environments give; they follow the others, with weight 1.
         only: names of the rewards that `cohort reward --only` wants; gates before them are made too. Default: all.
         ask_servers_first: check that a judge's server answers. False: once a reply is not in its cache.
+        num_workers: child processes that grade answers. Default: `workers_per_process()`.
 
     Raises:
         UserError: a function fails to load, cannot be called with the dataset's columns, or has the name of an
@@ -178,6 +182,7 @@ def build_rewards(
         device=device,
         run_folder=run_folder,
         ask_servers_first=ask_servers_first,
+        math_workers=MathWorkers(count=num_workers),
     )
     # of built-in ones the name is known, and making them may start a sandbox
     names = unique_names([c.name or (c.use if f is None else name_of(f)) for c, f in zip(configs, own, strict=True)])
@@ -219,7 +224,39 @@ def _with_settings(loaded: LoadedReward, config: RewardConfig, context: RewardCo
         scale=config.scale,
         clip=config.clip,
         where=config.where,
+        per_group=config.per_group,
     )
+
+
+def load_per_group(
+    configs: Sequence[RewardConfig], *, max_completion_tokens: int, num_workers: int
+) -> dict[int, RewardFunction]:
+    """Load the rewards that score each group by itself, by index, on a rank that scores groups for rank 0.
+
+    Rank 0 has checked them.
+
+    Args:
+        configs: the `rewards` section.
+        max_completion_tokens: maximum sampled tokens of a completion.
+        num_workers: child processes that grade answers.
+
+    Raises:
+        UserError: a function cannot be loaded here.
+    """
+    context = RewardContext(
+        max_completion_tokens=max_completion_tokens,
+        sandbox=SharedSandbox(),  # none of these uses it
+        math_workers=MathWorkers(count=num_workers),
+    )
+    rewards = {}
+    for i, config in enumerate(configs):
+        if config.per_group or config.use in BUILTINS:
+            own = load_reward(config, field=f"rewards[{i}].use")
+            name = config.name or (config.use if own is None else name_of(own))
+            reward = _with_settings(own, config, context, name=name)
+            if is_per_group(reward):
+                rewards[i] = reward
+    return rewards
 
 
 @contextmanager
@@ -278,6 +315,12 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
             f"{field}.use: reward {name!r} takes {parameters.positional_only[0]!r} by position only, but arguments are "
             "passed by keyword"
         )
+    for refused in ON_REQUEST:
+        if reward.per_group and refused in parameters.names:
+            raise UserError(
+                f"{field}.per_group: reward {name!r} takes {refused!r}, which stay in the process of rank 0; remove "
+                "the parameter, or set per_group: false"
+            )
     own = _own_arguments(reward.function)
     allowed = own or parameters.names - set(ROLLOUT_NAMES)
     for arg in reward.args:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from cohort.config.rewards import AccuracySettings, MathSettings, ReasoningAccuracySettings
@@ -20,6 +21,8 @@ from cohort.rewards.completion_text import answer_text, completion_text
 from cohort.rewards.math_workers import Grade, Grader
 
 G = TypeVar("G", bound=AccuracySettings | MathSettings)
+
+_MAX_BATCH = 16  # answers of a message to a worker
 
 VERDICT_REWARDS: Mapping[Grade, float | None] = {
     "correct": 1.0,
@@ -34,6 +37,8 @@ VERDICT_REWARDS: Mapping[Grade, float | None] = {
 
 class GradedReward(BuiltinReward[G]):
     """Grades answers in worker processes, which start with the first call that needs them."""
+
+    per_group = True
 
     def __init__(self, settings: G, context: RewardContext, *, grader: Grader) -> None:
         """Create the reward; `grader` says how the workers read and compare answers."""
@@ -71,18 +76,14 @@ class GradedReward(BuiltinReward[G]):
 
     def _grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
         """Grade answers in all workers at the same time, as long as the call may take."""
-        end = time.monotonic() + self.context.budget_s
-
-        def grade(pair: tuple[str, str]) -> Grade:
-            left_s = min(self.settings.deadline_s, end - time.monotonic())
-            if left_s <= 0:
-                return "out_of_time"
-            return self.workers.grade(*pair, deadline_s=left_s, grader=self._grader)
-
-        with ThreadPoolExecutor(max(1, min(self.workers.count, len(pairs)))) as threads:
-            futures = [threads.submit(grade, pair) for pair in pairs]
+        end, count = time.monotonic() + self.context.budget_s, self.workers.count
+        size = max(1, min(_MAX_BATCH, len(pairs) // (4 * count)))  # so that workers end at about the same time
+        batches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        grade = partial(self.workers.grade, deadline_s=self.settings.deadline_s, end=end, grader=self._grader)
+        with ThreadPoolExecutor(max(1, min(count, len(batches)))) as threads:
+            futures = [threads.submit(grade, batch) for batch in batches]
             try:
-                return [future.result() for future in futures]
+                return [verdict for future in futures for verdict in future.result()]
             except BaseException:  # the run stops, or the deadline of the call has passed
                 threads.shutdown(wait=False, cancel_futures=True)
                 self.workers.close()

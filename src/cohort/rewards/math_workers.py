@@ -1,6 +1,9 @@
 """The child processes that grade answers of math rewards, each with a deadline."""
 
-from collections.abc import Sequence
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
 from queue import LifoQueue
 from typing import Literal
 
@@ -14,6 +17,16 @@ Grade = Literal[
 Grader = Literal["math", "trl", "open_r1", "open_r1_latex"]  # see `math_worker.GRADERS`
 WORKER_COMMAND = child_command("cohort.rewards.math_worker")
 _MAX_WORKERS = 16  # of 100 MB each; they grade thousands of answers in a second
+
+
+def workers_per_process(wanted: int | Literal["auto"] = "auto") -> int:
+    """Return how many workers each of a machine's training processes has, at least one.
+
+    Args:
+        wanted: on the machine; auto: one per core, at most 16 per process.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(usable_cores() // processes, _MAX_WORKERS) if wanted == "auto" else wanted // processes)
 
 
 class MathWorkers:
@@ -30,10 +43,10 @@ class MathWorkers:
 
         Args:
             command: command line of a program with the protocol of `math_worker`.
-            count: how many. Default: one per core, at most 16.
+            count: how many. Default: `workers_per_process()`.
             start_timeout_s: deadline for a child's imports.
         """
-        self.count = count or min(usable_cores(), _MAX_WORKERS)
+        self.count = count or workers_per_process()
         self._command = tuple(command)
         self._start_timeout_s = start_timeout_s
         self._children: list[Child | None] = [None] * self.count  # None: not started
@@ -47,33 +60,57 @@ class MathWorkers:
         """Process ids of the running children."""
         return [child.process.pid for child in self._children if child is not None and child.is_alive]
 
-    def grade(self, gold: str, text: str, *, deadline_s: float, grader: Grader = "math") -> Grade:
-        """Grade the answer in `text`; waits for a child that is free. Threads may grade at the same time.
+    def grade(
+        self, pairs: Sequence[tuple[str, str]], *, deadline_s: float, end: float = math.inf, grader: Grader = "math"
+    ) -> list[Grade]:
+        """Grade pairs (gold answer, text) one after another in a child; waits for one that is free.
+
+        Threads may grade at the same time.
+
+        Args:
+            pairs: sent together: a message of its own for each would cost more than most verdicts.
+            deadline_s: of each answer.
+            end: of all, by `time.monotonic`.
+            grader: how answers are read and compared.
 
         Returns:
-            "timeout" past the deadline, and "crashed" if two children died of it.
+            "timeout" past the deadline, "out_of_time" past `end`, and "crashed" if two children died of an answer.
 
         Raises:
             UserError: the child does not start.
         """
         num_closed, place = self._num_closed, self._idle.get()
+        graded: list[Grade] = []
+        num_died = 0  # children of the next answer
         try:
-            for _ in range(2):
+            while left := pairs[len(graded) :]:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    graded += ["out_of_time"] * len(left)
+                    break
+                if self._num_closed != num_closed:
+                    graded += ["crashed"] * len(left)
+                    break
                 child = self._children[place]
                 if child is None or not child.is_alive:
                     child = self._children[place] = self._start()
                 if self._num_closed != num_closed:  # while it started
                     child.kill()
-                    break
+                    continue
                 try:
-                    verdict: Grade = child.call({"gold": gold, "text": text, "grader": grader}, deadline_s)
-                    return verdict
+                    requests = [{"gold": gold, "text": text, "grader": grader} for gold, text in left]
+                    for verdict in child.call_each(requests, _deadlines(left_s, deadline_s, end)):
+                        graded.append(verdict)
+                        num_died = 0
                 except ChildLate:
-                    return "timeout"
+                    graded.append("timeout")
+                    num_died = 0
                 except ChildFailed:
-                    if self._num_closed != num_closed:
-                        break
-            return "crashed"
+                    num_died += 1
+                if num_died == 2:
+                    graded.append("crashed")
+                    num_died = 0
+            return graded
         finally:
             self._idle.put(place)
 
@@ -96,3 +133,10 @@ class MathWorkers:
         raise UserError(
             f"the worker process of the math reward failed to start: {why}. Command: {' '.join(self._command)}"
         )
+
+
+def _deadlines(left_s: float, deadline_s: float, end: float) -> Iterator[float]:
+    """Yield the seconds that each answer may take, until `end`; `left_s` were left before the child started."""
+    while left_s > 0:
+        yield min(deadline_s, left_s)
+        left_s = end - time.monotonic()

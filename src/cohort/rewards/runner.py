@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from cohort.chat import append_observation
 from cohort.errors import TrainingError, UserError, excerpt
 from cohort.ranks.stopping import NEVER_STOPPED
-from cohort.records import BoolArray, FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
+from cohort.records import BoolArray, FloatArray, IntArray, Prompt, RolloutGroup, ScoredGroup
 from cohort.rewards.answers import expected_answer
+from cohort.rewards.arguments import Sample, rollout_arguments
 from cohort.rewards.builtin import BuiltinReward
 from cohort.rewards.call import AsyncCaller, as_number, call_sync, describe_value
 from cohort.rewards.caught import REPEATS, Caught, caught_exceptions, describe_caught, first_few, is_constant
-from cohort.rewards.completion_text import TurnsText, last_text
 from cohort.rewards.function import (
-    ON_REQUEST,
-    ROLLOUT_NAMES,
     ChecksRows,
+    Reports,
     ReportsProgress,
     RewardFunction,
     RewardLog,
@@ -39,8 +37,17 @@ from cohort.rewards.function import (
     reports_of,
     unique_names,
 )
-
-Sample = tuple[Prompt, Trajectory]
+from cohort.rewards.per_group import (
+    GroupCalls,
+    GroupScorer,
+    GroupValues,
+    OnRanks,
+    OnThisRank,
+    details_of,
+    is_per_group,
+    raise_first,
+    split_evenly,
+)
 
 
 class GatedParts:
@@ -158,6 +165,7 @@ class RewardRunner:
             raise UserError("rewards: at least one reward is needed, for example `rewards: [{use: math}]`")
         names = unique_names([f.name for f in functions])
         self.functions = tuple(dataclasses.replace(f, name=name) for f, name in zip(functions, names, strict=True))
+        self._index = {f.name: n for n, f in enumerate(self.functions)}
         self._parameters = {f.name: keyword_parameters(f.function) for f in self.functions}
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
@@ -170,7 +178,13 @@ class RewardRunner:
             TrainerProgress  # for functions that take `trainer_state`
         )
         self.log_folder: Path | None = None  # for the tracebacks of functions
+        self.scorer = GroupScorer(lambda: dict(enumerate(self.functions)))
+        # calls rewards that score each group by itself
+        self.on_ranks: OnRanks = OnThisRank(self.scorer, lambda: self.stop)
         self._logs: dict[str, RewardLog] = {}  # by function, of its last call
+        # of rewards that score each group by itself, in the last `score`
+        self._told: dict[str, Reports] = {}
+        self._details: dict[str, Mapping[str, Sequence[str | None]]] = {}
         self._logged: list[Mapping[str, Sequence[float]]] = []  # metrics since the last `take_logged`
         self._num_nan: Counter[str] = Counter()  # completions for which a function returned NaN, in the last `score`
         self._told_of_nan: set[str] = set()
@@ -235,7 +249,8 @@ class RewardRunner:
             first = f"; the first error:\n\n{reason}" if reason else ""
             when = during and f" in {during}"
             raise TrainingError(f"rollout: all {len(samples)} trajectories{when} ended with {ends}{first}")
-        parts, details = self._score_parts(samples, during)
+        group_N = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+        parts, details = self._score_parts(samples, group_N, during)
         rewards_N = self._weighted_sum(parts)
         if require_scores and np.isnan(rewards_N).all():
             raise UserError(self._describe_unscored(sum(not trajectory.is_broken for _, trajectory in samples)))
@@ -266,7 +281,7 @@ class RewardRunner:
             f"{f.name}/{kind}": number
             for f in self.functions
             if f.name in self.seconds
-            for kind, number in reports_of(f.function).last_counts.items()
+            for kind, number in self._reports(f).last_counts.items()
         }
         return counted | {f"{name}/nan": number for name, number in self._num_nan.items()}
 
@@ -292,27 +307,37 @@ class RewardRunner:
         """Return messages of the rewards for the start of the run."""
         return [note for f in self.functions for note in reports_of(f.function).notes]
 
+    def describe_ranks(self) -> str:
+        """Say which rewards run on all ranks, and which on rank 0 alone."""
+        places = {True: "on all ranks, each for its share of the groups", False: "on rank 0, once per step"}
+        named = {
+            place: [repr(f.name) for f in self.functions if is_per_group(f) == key] for key, place in places.items()
+        }
+        return "rewards: " + "; ".join(f"{', '.join(names)} {place}" for place, names in named.items() if names)
+
     def warnings(self) -> list[str]:
         """Return warnings of the rewards for the run's summary."""
         return [warning for f in self.functions for warning in reports_of(f.function).warnings]
 
     def _score_parts(
-        self, samples: Sequence[Sample], during: str
+        self, samples: Sequence[Sample], group_N: IntArray, during: str
     ) -> tuple[dict[str, FloatArray], dict[str, list[str | None]]]:
         """Return values and details of each function.
 
         It goes stage by stage: behind a gate, functions only see what the gate lets through.
         """
         self.seconds, self.num_judged = {}, {}
-        self._logs, self._num_nan = {}, Counter()
+        self._logs, self._num_nan, self._told, self._details = {}, Counter(), {}, {}
         parts = GatedParts(samples)
         details: dict[str, list[str | None]] = {}
         for stage in stages(self.functions):
             numbers = {f.name: np.flatnonzero(parts.to_score(f)).tolist() for f in stage}
             chosen = {name: [samples[i] for i in of_one] for name, of_one in numbers.items()}
             called = [f for f in stage if chosen[f.name]]
-            returned = self._call_all(called, chosen)
-            for warning in (w for f in called for w in reports_of(f.function).last_warnings):
+            returned = self._call_all([f for f in called if not is_per_group(f)], chosen)
+            groups = {name: group_N[of_one].tolist() for name, of_one in numbers.items()}
+            returned |= self._call_per_group([f for f in called if is_per_group(f)], chosen, groups)
+            for warning in (w for f in called for w in self._reports(f).last_warnings):
                 self._notify(warning, during)
             for f in called:
                 for name, values in self._details_of(f, len(chosen[f.name])).items():
@@ -327,22 +352,15 @@ class RewardRunner:
         self._logged += [log.metrics for log in self._logs.values()]
         return parts.values, details
 
+    def _details_of(self, reward: RewardFunction, count: int) -> Mapping[str, Sequence[str | None]]:
+        """Return what a function tells of each of its `count` completions, by column."""
+        if is_per_group(reward):
+            return self._details[reward.name]
+        return details_of(reward, self._logs.get(reward.name, RewardLog()), count)
+
     def _notify(self, text: str, during: str) -> None:
         if self.notify is not None:
             self.notify(f"{text}{during and f' ({during})'}")
-
-    def _details_of(self, reward: RewardFunction, count: int) -> dict[str, Sequence[str | None]]:
-        """Return what a function tells of each of its `count` completions, by column."""
-        details: dict[str, Sequence[str | None]] = {}
-        of_function = reports_of(reward.function).last_details
-        if isinstance(of_function, Mapping):
-            details |= {f"{reward.name}/{key}": values for key, values in of_function.items()}
-        elif of_function is not None:
-            details[reward.name] = of_function
-        try:
-            return details | self._logs.get(reward.name, RewardLog()).details(count)
-        except UserError as error:
-            raise UserError(f"reward {reward.name!r}: {error}") from error
 
     def _tell_of_nan(self, reward: RewardFunction, values_N: FloatArray, returned: Sequence[Any], during: str) -> None:
         """Count values that are NaN, and say once that they are not scores."""
@@ -360,7 +378,7 @@ class RewardRunner:
         if not is_constant(values_N.tolist()):
             return
         if caught is None and arguments:
-            few, count = first_few(arguments, len(values_N))
+            few, count = first_few(arguments, count)
             with suppress(UserError), caught_exceptions() as caught:
                 call_sync(reward, few)
         if caught:
@@ -384,6 +402,70 @@ class RewardRunner:
                 values = self._async_caller.call_all(calls, stop=self.stop)
             returned |= {f.name: value for f, value in zip(together, values, strict=True)}
         return returned
+
+    def _call_per_group(
+        self,
+        functions: Sequence[RewardFunction],
+        chosen: Mapping[str, Sequence[Sample]],
+        groups: Mapping[str, Sequence[int]],
+    ) -> dict[str, list[Any]]:
+        """Call functions that score each group by itself, each rank those of its share of the groups.
+
+        Args:
+            functions: called together.
+            chosen: their samples, by name.
+            groups: number of the group of each sample, by name.
+        """
+        if not functions:
+            return {}
+        together: dict[str, list[list[Sample]]] = {}  # the samples of each call, by name
+        shares: list[list[GroupCalls]] = [[] for _ in range(self.on_ranks.count)]
+        last = 1 + max(max(groups[f.name]) for f in functions)
+        for f in functions:
+            by_group: dict[int, list[Sample]] = {}
+            for number, sample in zip(groups[f.name], chosen[f.name], strict=True):
+                by_group.setdefault(number, []).append(sample)
+            calls = [[by_group[n] for n in split if n in by_group] for split in split_evenly(last, self.on_ranks.count)]
+            if isinstance(f.function, BuiltinReward):
+                calls = [[[sample for group in of_rank for sample in group]] if of_rank else [] for of_rank in calls]
+            for share, of_rank in zip(shares, calls, strict=True):
+                arguments = [self._rollout_arguments(f, samples) for samples in of_rank]
+                counts = [len(samples) for samples in of_rank]
+                share.append(GroupCalls(index=self._index[f.name], arguments=arguments, counts=counts))
+            together[f.name] = [samples for of_rank in calls for samples in of_rank]
+        with self._calling(functions, chosen):
+            is_told = any(f.per_group and self._parameters[f.name].accepts("trainer_state") for f in functions)
+            returned = self.on_ranks(shares, self.trainer_progress() if is_told else TrainerProgress())
+            raise_first([values for of_rank in returned for values in of_rank])
+        values = {f.name: [of_rank[n] for of_rank in returned] for n, f in enumerate(functions)}
+        return {f.name: self._merge(f, values[f.name], together[f.name]) for f in functions}
+
+    def _merge(
+        self, reward: RewardFunction, returned: Sequence[GroupValues], calls: Sequence[Sequence[Sample]]
+    ) -> list[Any]:
+        """Keep what all ranks returned for a reward, in the order of its calls, and return its values."""
+        for of_call, samples in zip((v for r in returned for v in r.values), calls, strict=True):
+            _checked(reward, of_call, samples)
+        told = self._told[reward.name] = Reports()
+        told.last_counts = sum((r.event_counts for r in returned), Counter())
+        told.last_warnings = [warning for r in returned for warning in r.warnings]
+        self._logged += [metrics for r in returned for metrics in r.metrics]
+        details = [of_call for r in returned for of_call in r.details]
+        self._details[reward.name] = {
+            name: [
+                text
+                for of_call, samples in zip(details, calls, strict=True)
+                for text in of_call.get(name, (None,) * len(samples))
+            ]
+            for name in dict.fromkeys(name for of_call in details for name in of_call)
+        }
+        if reward.name in self._first_calls and not is_async(reward.function):
+            self._first_calls[reward.name] = (None, len(calls[0])), self._arguments(reward, calls[0])
+        return [value for r in returned for of_call in r.values for value in of_call]
+
+    def _reports(self, reward: RewardFunction) -> Reports:
+        """Return what a reward tells of its last call, or of those on all ranks."""
+        return self._told.get(reward.name) or reports_of(reward.function)
 
     @contextmanager
     def _calling(
@@ -443,28 +525,23 @@ class RewardRunner:
         self.num_judged |= sizes
 
     def _arguments(self, reward: RewardFunction, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
-        column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
-        columns = _SampleColumns(samples, column_names, self._prompt_column)
-        parameters = self._parameters[reward.name]
+        """Build a function's arguments, its own included."""
+        arguments = self._rollout_arguments(reward, samples)
         if isinstance(reward.function, BuiltinReward):
-            names = parameters.names
-            return {n: columns if n == "columns" else [_OF_BUILTIN[n](*p) for p in samples] for n in names}
-        arguments: dict[str, Any] = {
-            name: columns[name] for name in columns if parameters.accepts(name, unless=_ONE_EACH)
-        }
-        for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
-            if parameters.accepts(name):
-                arguments[name] = [of_rollout(*p) for p in samples]
-        for name, of_trajectory in _TRAJECTORY_ARGUMENTS.items():
-            values = [of_trajectory(trajectory) for _, trajectory in samples]
-            is_given = name == "environments" and any(value is not None for value in values)
-            if name not in arguments and (parameters.accepts(name) if is_given else name in parameters.names):
-                arguments[name] = values
+            return arguments
         log = self._logs[reward.name] = RewardLog()
         trl = log.arguments(self.trainer_progress())
-        arguments |= {name: value for name, value in trl.items() if parameters.accepts(name)}
-        return arguments | dict(reward.args)
+        accepts = self._parameters[reward.name].accepts
+        return {**arguments, **{name: value for name, value in trl.items() if accepts(name)}, **reward.args}
+
+    def _rollout_arguments(self, reward: RewardFunction, samples: Sequence[Sample]) -> dict[str, Any]:
+        return rollout_arguments(
+            reward,
+            samples,
+            parameters=self._parameters[reward.name],
+            columns=self._columns,
+            prompt_column=self._prompt_column,
+        )
 
     def _weighted_sum(self, parts: Mapping[str, FloatArray]) -> FloatArray:
         """Return the sum for each completion that is scored, else NaN."""
@@ -485,69 +562,6 @@ class RewardRunner:
             f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
             f"there is nothing to learn from; check the answer column{counted and f' (counted: {counted})'}"
         )
-
-
-class _SampleColumns(Mapping[str, list[Any]]):
-    """Columns with one entry per completion, made when they are asked for: large data stay on disk."""
-
-    def __init__(self, samples: Sequence[Sample], names: Collection[str], prompt_column: str | None):
-        self._samples, self._names, self._prompt_column = samples, names, prompt_column
-
-    def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._names:
-            raise KeyError(name)
-        if name == self._prompt_column:
-            return [_prompt(*sample) for sample in self._samples]
-        return [prompt.columns.get(name) for prompt, _ in self._samples]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
-
-
-def _prompt(prompt: Prompt, trajectory: Trajectory) -> Any:
-    content = append_observation(prompt.content, trajectory.observation) if trajectory.observation else prompt.content
-    return content if isinstance(content, str) else [dict(message) for message in content]
-
-
-def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
-    is_text = isinstance(prompt.content, str)
-    return trajectory.text if is_text else [dict(message) for message in trajectory.messages]
-
-
-def _completion_for_builtin(prompt: Prompt, trajectory: Trajectory) -> Any:
-    completion = _completion(prompt, trajectory)
-    is_several = isinstance(completion, str) and len(trajectory.messages) > 1
-    return TurnsText(completion, last_text(trajectory.messages)) if is_several else completion
-
-
-def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
-    return trajectory.sampled_token_ids.tolist()
-
-
-_ONE_EACH = (
-    "prompt",
-    "completion",
-    "completion_ids",
-)  # names of columns that only functions which name them get, as in TRL
-_ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
-    zip(ROLLOUT_NAMES, (_prompt, _completion, _completion_ids), strict=True)
-)
-
-
-_OF_BUILTIN: Mapping[str, Callable[[Prompt, Trajectory], Any]] = {
-    **_ROLLOUT_ARGUMENTS,
-    "completions": _completion_for_builtin,
-    "trajectories": lambda prompt, trajectory: trajectory,
-}
-_TRAJECTORY_ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = dict(
-    zip(ON_REQUEST, (lambda trajectory: trajectory, lambda trajectory: trajectory.environment), strict=True)
-)
 
 
 def _checked(reward: RewardFunction, returned: Any, samples: Sequence[Sample]) -> FloatArray:

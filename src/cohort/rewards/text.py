@@ -52,6 +52,8 @@ class ExactSetReward(AnswerReward[ExactSetSettings]):
 class FormatReward(BuiltinReward[FormatSettings]):
     """1.0 if the completion matches, else 0.0."""
 
+    per_group = True
+
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         """Return one reward per completion."""
         regex = re.compile(self.settings.pattern, re.DOTALL)
@@ -60,6 +62,8 @@ class FormatReward(BuiltinReward[FormatSettings]):
 
 class RegexReward(BuiltinReward[RegexSettings]):
     """1.0 if the pattern is found in the completion, else 0.0."""
+
+    per_group = True
 
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         """Return one reward per completion."""
@@ -71,6 +75,8 @@ class RegexReward(BuiltinReward[RegexSettings]):
 
 class TextReward(BuiltinReward[NoSettings]):
     """A function of a completion's text, without settings."""
+
+    per_group = True
 
     def __init__(self, settings: NoSettings, context: RewardContext, *, score: Callable[[str], float]) -> None:
         """Create the reward; `score` returns that of a text."""
@@ -111,6 +117,8 @@ def reasoning_steps(text: str) -> float:
 
 class CodeFormatReward(BuiltinReward[CodeFormatSettings]):
     """`open_r1.code_format`: as `open_r1.format`, with a code block in the answer; 1.0 or 0.0."""
+
+    per_group = True
 
     def required_columns(self) -> Sequence[str]:
         """See `BuiltinReward`."""
@@ -158,7 +166,7 @@ def _answer_position(text: str, body: Callable[[str, int], int]) -> int:
 class RepetitionReward(BuiltinReward[RepetitionSettings | WordRepetitionSettings]):
     """`max_penalty` times the share of repeated n-grams: of tokens, or of lower-case words for Open-R1's settings."""
 
-    shapes = True
+    shapes = per_group = True
 
     def check(self) -> None:
         """See `BuiltinReward`."""

@@ -30,20 +30,16 @@ def write_completions_file(
     num_tokens = sum(len(call.token_ids) for g in groups for t in g.trajectories for call in t.calls)
     rows = max(1, table.num_rows * _ROW_GROUP_TOKENS // max(num_tokens, _ROW_GROUP_TOKENS))
     with write_file_atomically(file) as partial:
-        # values of logprobs hardly repeat: collecting them into a dictionary takes longer than writing them
-        dictionaries = [_leaf(field) for field in table.schema if field.name != "sampling_logprobs"]
+        # collecting tokens and logprobs into a dictionary takes longer than compressing them, and hardly saves more
+        dictionaries = [field.name for field in table.schema if not pa.types.is_list(field.type)]
         pq.write_table(table, partial, compression="zstd", row_group_size=rows, use_dictionary=dictionaries)
-
-
-def _leaf(field: pa.Field) -> str:
-    """Return the path of a column's values in a Parquet file."""
-    return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
 
 
 def _lists(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
     """A column with an array in each row. `pa.array` would convert them element by element."""
     offsets = np.cumsum([0, *map(len, arrays)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(arrays).astype(dtype)))
+    values = np.concatenate(arrays, dtype=dtype, casting="same_kind")
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
 
 def prompt_text(content: str | Sequence[Message]) -> str:

@@ -27,6 +27,9 @@ from cohort.models import (
 from cohort.plan.defaults import with_checkpointing
 from cohort.plan.workload import Checkpointing
 from cohort.ranks.collectives import Rank0Failed, Ranks
+from cohort.rewards.load_rewards import load_per_group
+from cohort.rewards.math_workers import workers_per_process
+from cohort.rewards.per_group import GroupScorer
 from cohort.rollout import Sampler
 from cohort.trainer.checkpoint import CRITIC, load_engine_state
 from cohort.trainer.worker import Worker
@@ -102,6 +105,14 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         ),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
+        scorer=GroupScorer(
+            partial(
+                load_per_group,
+                config.rewards,
+                max_completion_tokens=rollout.max_trained_tokens,
+                num_workers=workers_per_process(config.hardware.reward_workers),
+            )
+        ),
         save_options=SaveOptions(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
     if spec.checkpoint is not None:

@@ -32,6 +32,7 @@ from cohort.models import (
 from cohort.plan import RunSchedule, schedule_run
 from cohort.records import Prompt
 from cohort.rewards import RewardFunction, RewardRunner, build_rewards, check_columns
+from cohort.rewards.math_workers import workers_per_process
 from cohort.rollout import SamplingParams
 from cohort.rollout.environments.build import Environments
 from cohort.rollout.environments.programs import COLUMN
@@ -227,6 +228,7 @@ def build_reward_functions(
         sandbox=parts.sandbox,
         device=config.hardware.device,
         run_folder=Path(config.run.dir),
+        num_workers=workers_per_process(config.hardware.reward_workers),
         **options,
     )
 

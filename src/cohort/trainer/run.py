@@ -105,7 +105,8 @@ def open_training(
     run.notify = display.notify
     if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
         return _finished_before(folder, summary, display.notify)
-    for note in [*_start_notes(config, inputs), *chosen]:
+    placement = [inputs.rewards.describe_ranks()] if ranks.world_size > 1 else []
+    for note in [*_start_notes(config, inputs), *placement, *chosen]:
         display.notify(note)
     checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
     check_steps(schedule, state, folder.path)

@@ -33,7 +33,7 @@ from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.open_run import OpenRun
 from cohort.trainer.parity import ParityGate, make_parity_gate
-from cohort.trainer.worker import TrainingWorkers, Worker, keep_waiting
+from cohort.trainer.worker import RewardRanks, TrainingWorkers, Worker, keep_waiting
 
 
 def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
@@ -117,6 +117,8 @@ def build_run(
     """
     config, inputs = run.config, run.inputs
     held_out = inputs.evaluation.prompts if inputs.evaluation else ()
+    if workers.ranks.world_size > 1:
+        workers.local.scorer, inputs.rewards.on_ranks = inputs.rewards.scorer, RewardRanks(workers)
     check_vocabulary(workers.local.policy, chain(inputs.prompts.prompts, held_out), inputs.tokenizer)
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:

@@ -34,6 +34,8 @@ from cohort.packing.batch import TrainBatch
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
+from cohort.rewards import TrainerProgress
+from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle
 from cohort.rollout.engines.servers.server_side.cohort_weight_group import gpu_uuid
@@ -56,6 +58,7 @@ class Worker:
     sampler: Sampler
     tokenizer: Any  # None on ranks other than 0
     memory: PeakMemory
+    scorer: GroupScorer = field(default_factory=lambda: GroupScorer(dict))  # scores this rank's groups
     save_options: SaveOptions = field(default_factory=SaveOptions)  # how weights are written
 
     @property
@@ -76,6 +79,17 @@ class Worker:
             ),
         ):
             return self.sampler.sample(requests)
+
+    def score_groups(self, calls: Sequence[GroupCalls], progress: TrainerProgress) -> list[GroupValues]:
+        """Call rewards that score each group by itself, for this rank's share of the groups.
+
+        Raises:
+            StopRequested: the run was asked to stop.
+        """
+        try:
+            return self.scorer.score(calls, progress, stop=self.ranks.stop)
+        finally:
+            self.ranks.wait_for_all()  # rewards may take longer than other calls
 
     def ping(self) -> None:
         """Do nothing. Receiving a call renews this rank's deadline for the next one."""
@@ -287,6 +301,22 @@ def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> l
     shares = split_requests(requests, workers.ranks.dp_size)
     sampled = workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose)
     return [completion for share in sampled for completion in share]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRanks:
+    """All ranks, as the runner of rewards sees them (`OnRanks`)."""
+
+    workers: WorkerGroup[Worker]
+
+    @property
+    def count(self) -> int:
+        """Number of shares."""
+        return self.workers.ranks.dp_size
+
+    def __call__(self, shares: Sequence[Sequence[GroupCalls]], progress: TrainerProgress) -> list[list[GroupValues]]:
+        """Score each rank's share there."""
+        return self.workers.scatter(Worker.score_groups, shares, progress)
 
 
 def pack_batches(
