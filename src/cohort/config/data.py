@@ -39,6 +39,21 @@ class DataConfig(Section):
         default_factory=dict, description="Extra variables for the chat template, such as {enable_thinking: false}."
     )
     shuffle: bool = Field(True, description="Shuffle every epoch, seeded by `train.seed`. false: file order.")
+    sampling: Literal["uniform", "by_success"] = Field(
+        "uniform",
+        description="`uniform`: every epoch samples each prompt once. `by_success`: an epoch passes over prompts whose "
+        "completions would likely be all right or all wrong, judging by their results so far "
+        "([data.md](data.md#prompts-worth-sampling)).",
+    )
+    exploration: float = Field(
+        0.1, gt=0, le=1, description="With `by_success`: the least probability that an epoch samples a prompt."
+    )
+    pass_rate: str | None = Field(
+        None,
+        min_length=1,
+        description="With `by_success`: column with the share of right answers of a similar model, from 0 to 1, which "
+        "counts as much as a group.",
+    )
     overlong_prompts: Literal["drop", "error"] = Field(
         "drop",
         description="What to do with prompts longer than `rollout.max_prompt_tokens`: drop and count them, or raise "
@@ -51,6 +66,13 @@ class DataConfig(Section):
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        if self.sampling == "uniform":
+            for key in ("exploration", "pass_rate"):
+                self.refuse(key, "sampling: uniform", "remove it, or set sampling: by_success")
         return self
 
 

@@ -243,6 +243,11 @@ def _check_learning_signal(config: "Config") -> None:
             f"{algorithm.advantage} compares the completions of a step; with a single one it is always 0 and "
             f"nothing would be learned; use prompts_per_step: {needed} or more (16 is common), or more generations"
         )
+    if generations == 1 and config.data.sampling == "by_success":
+        raise ValueError(
+            "data.sampling: by_success prefers groups with right and wrong completions, and with "
+            "rollout.num_generations: 1 there are none; use at least 2, or sampling: uniform"
+        )
     why = None
     if generations == 1:
         why = "every group: the rewards of a group of one are always equal", "more generations"

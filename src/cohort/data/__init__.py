@@ -12,12 +12,14 @@ from cohort.data.prompts import (
     read_content,
 )
 from cohort.data.rows import columns_of, values_of
+from cohort.data.successes import Successes
 
 __all__ = [
     "PromptRenderer",
     "PromptSet",
     "PromptStream",
     "SampledPrompts",
+    "Successes",
     "build_prompts",
     "columns_of",
     "describe_lost_text",

@@ -45,6 +45,12 @@ class PromptSet:
     prompts: Sequence[Prompt]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
     num_dropped_overlong: int  # rows dropped because their prompt exceeds the limit
 
+    @property
+    def ids(self) -> IntArray:
+        """[N] id of each prompt, its row number."""
+        prompts = self.prompts
+        return prompts.ids if isinstance(prompts, SampledPrompts) else np.array([prompt.id for prompt in prompts])
+
 
 class SampledPrompts(Sequence[Prompt]):
     """Prompts of large data, each rendered when it is asked for."""
@@ -61,13 +67,13 @@ class SampledPrompts(Sequence[Prompt]):
     ):
         """Use the rows `lengths.kept`. The other arguments are those of `build_prompts`."""
         self._rows, self._renderer, self._where, self._optional = rows, renderer, where, optional
-        self._ids = lengths.kept
+        self.ids = lengths.kept  # [N]
         self._max_prompt_tokens = max_prompt_tokens
         self._names = {name: None for name in columns_of(rows) if name != renderer.prompt_column}
         self.longest_tokens = lengths.longest  # at least the tokens of the longest prompt
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -75,8 +81,8 @@ class SampledPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
-            return [self._render(int(row)) for row in self._ids[index]]
-        return self._render(int(self._ids[index]))
+            return [self._render(int(row)) for row in self.ids[index]]
+        return self._render(int(self.ids[index]))
 
     def by_id(self, row: int) -> Prompt:
         """Return the prompt of a row."""
@@ -86,7 +92,7 @@ class SampledPrompts(Sequence[Prompt]):
     def digest(self) -> str | None:
         """Identifies the rows and which of them are kept; None if nothing but reading all of them does."""
         digest = self._rows.digest if isinstance(self._rows, StoredRows) else None
-        return digest and content_key(digest, self._renderer.prompt_column, self._ids.tobytes())
+        return digest and content_key(digest, self._renderer.prompt_column, self.ids.tobytes())
 
     def rows(self, columns: Iterable[str] | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the number of each row, and these columns of it but for the prompt. None: all columns."""
@@ -95,7 +101,7 @@ class SampledPrompts(Sequence[Prompt]):
         for row, values in self._only_kept(zip(*(values_of(self._rows, name) for name in names), strict=True)):
             yield row, dict(zip(names, values, strict=True))
         if not names:
-            yield from ((row, {}) for row in self._ids.tolist())
+            yield from ((row, {}) for row in self.ids.tolist())
 
     def contents(self) -> Iterator[Content]:
         """Yield what `Prompt.content` will be, without tokens."""
@@ -104,7 +110,7 @@ class SampledPrompts(Sequence[Prompt]):
             yield "" if is_missing else read_content(value, f"{self._where}: row {row + 1}")
 
     def _only_kept(self, values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        kept = iter(self._ids.tolist())
+        kept = iter(self.ids.tolist())
         wanted = next(kept, None)
         for row, value in enumerate(values):
             if row == wanted:

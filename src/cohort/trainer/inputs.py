@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import (
     PromptRenderer,
     PromptSet,
+    PromptStream,
     SampledPrompts,
+    Successes,
     build_prompts,
     columns_of,
     describe_lost_text,
     longest_tokens,
     values_of,
 )
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt, suggest
 from cohort.learner import WorstCaseShard, check_weights
 from cohort.models import (
     AdapterSpec,
@@ -30,7 +34,7 @@ from cohort.models import (
     trained_weights,
 )
 from cohort.plan import RunSchedule, schedule_run
-from cohort.records import Prompt
+from cohort.records import FloatArray, Prompt
 from cohort.rewards import RewardFunction, RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 from cohort.rollout.environments.build import Environments
@@ -57,6 +61,18 @@ class Inputs:
     max_prompt_tokens: int
     sandbox: SharedSandbox
     engine: Any  # the user's object that samples; None: an engine of Cohort's
+    pass_rates: FloatArray | None  # [R] of `data.pass_rate`; NaN: unknown
+
+    def prompt_stream(self, config: Config) -> PromptStream:
+        """Return the training prompts in the order of the run, from the first one."""
+        data = config.data
+        successes = Successes(
+            int(self.prompts.ids.max()) + 1,
+            num_generations=config.rollout.num_generations,
+            exploration=data.exploration if data.sampling == "by_success" else 1.0,
+            pass_rates=self.pass_rates,
+        )
+        return PromptStream(self.prompts, seed=config.train.seed, shuffle=data.shuffle, successes=successes)
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -142,7 +158,32 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=parts.sandbox,
         engine=parts.engine,
+        pass_rates=_read_pass_rates(parts.rows, config.data.pass_rate),
     )
+
+
+def _read_pass_rates(rows: Rows, column: str | None) -> FloatArray | None:
+    """Read `data.pass_rate`, [R]; NaN where a row has none.
+
+    Raises:
+        UserError: there is no such column, or a value is not a share.
+    """
+    if column is None:
+        return None
+    where, names = f"data.pass_rate={column!r}", column_names(rows)
+    if column not in names:
+        raise UserError(f"{where}: the data has no such column{suggest(column, names, 'Columns')}")
+    rates = np.full(len(rows), np.nan)
+    for row, value in enumerate(values_of(rows, column)):
+        if value is None or value == "":
+            continue
+        try:
+            rates[row] = float(value)
+        except (TypeError, ValueError):
+            rates[row] = -1
+        if not 0 <= rates[row] <= 1:
+            raise UserError(f"{where}: row {row + 1}: must be a share of right answers, 0 to 1, not {excerpt(value)}")
+    return rates
 
 
 def _check_model(config: Config) -> AdapterSpec | None:

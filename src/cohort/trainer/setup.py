@@ -118,7 +118,7 @@ def build_run(
     config, inputs = run.config, run.inputs
     held_out = inputs.evaluation.prompts if inputs.evaluation else ()
     check_vocabulary(workers.local.policy, chain(inputs.prompts.prompts, held_out), inputs.tokenizer)
-    data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
+    data = inputs.prompt_stream(config)
     if state is not None:
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
