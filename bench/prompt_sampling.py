@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--target", type=float, default=0.6, help="held-out accuracy")
+    parser.add_argument("--target", type=float, default=0.85, help="held-out accuracy")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
