@@ -39,6 +39,14 @@ class DataConfig(Section):
         default_factory=dict, description="Extra variables for the chat template, such as {enable_thinking: false}."
     )
     shuffle: bool = Field(True, description="Shuffle every epoch, seeded by `train.seed`. false: file order.")
+    stream: bool = Field(
+        False,
+        description="Read rows as they are sampled, of a file, a Hub id or an `IterableDataset`; needs `train.steps` "
+        "([data.md](data.md#streams)).",
+    )
+    buffer_size: int = Field(
+        1000, ge=1, description="With `stream`: rows that are read at a time and shuffled among each other."
+    )
     sampling: Literal["uniform", "by_success"] = Field(
         "uniform",
         description="`uniform`: every epoch samples each prompt once. `by_success`: an epoch passes over prompts whose "
@@ -69,10 +77,17 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
+    def _check_order(self) -> Self:
         if self.sampling == "uniform":
             for key in ("exploration", "pass_rate"):
                 self.refuse(key, "sampling: uniform", "remove it, or set sampling: by_success")
+        if not self.stream:
+            self.refuse("buffer_size", "stream: false", "remove it, or set stream: true")
+        elif self.sampling == "by_success":
+            raise ValueError(
+                "sampling: by_success needs rows that are seen again, and stream: true reads each once; use sampling: "
+                "uniform, or leave out stream"
+            )
         return self
 
 

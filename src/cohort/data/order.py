@@ -75,6 +75,10 @@ class PromptStream:
         """Continue with the next epoch, unless one has just begun."""
         self._num_passed += -self._num_passed % len(self._prompts)
 
+    def epochs(self) -> float:
+        """Return how many epochs are done or skipped."""
+        return self._num_passed / len(self._prompts)
+
     def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
         if isinstance(self._prompts, SampledPrompts):

@@ -356,20 +356,48 @@ def build_prompts(
         options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
         sampled = SampledPrompts(rows, renderer, lengths, **options)
         return PromptSet(prompts=sampled, num_dropped_overlong=len(lengths.overlong))
-    prompts = []
-    for index, row in enumerate(rows):
-        value = row.get(renderer.prompt_column)
-        content: Content = ""
-        if value is None and optional:
-            token_ids = renderer.placeholder
-        else:
-            content, token_ids = renderer.render(value, where=f"{where}: row {index + 1}")
-        others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
-        prompts.append(Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others))
+    prompts = [_prompt(index, row, renderer, columns, where, optional) for index, row in enumerate(rows)]
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
     too_long = {prompt.id: n for prompt in prompts if (n := len(prompt.token_ids)) > max_prompt_tokens}
     _check_overlong(too_long, len(rows), max_prompt_tokens, overlong, field)
     return PromptSet(prompts=kept, num_dropped_overlong=len(too_long))
+
+
+def _prompt(
+    index: int, row: Mapping[str, Any], renderer: PromptRenderer, columns: Sequence[str], where: str, optional: bool
+) -> Prompt:
+    value = row.get(renderer.prompt_column)
+    content: Content = ""
+    if value is None and optional:
+        token_ids = renderer.placeholder
+    else:
+        content, token_ids = renderer.render(value, where=f"{where}: row {index + 1}")
+    others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
+    return Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others)
+
+
+def build_prompt(
+    index: int,
+    row: Mapping[str, Any],
+    renderer: PromptRenderer,
+    *,
+    columns: Sequence[str],
+    max_prompt_tokens: int,
+    overlong: Literal["drop", "error"],
+    field: str,
+    optional: bool,
+) -> Prompt | None:
+    """Render a row of a stream as `build_prompts` renders those that are known; None if it is dropped."""
+    where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
+    prompt = _prompt(index, row, renderer, list(dict.fromkeys([*columns, *row])), where, optional)
+    if (length := len(prompt.token_ids)) <= max_prompt_tokens:
+        return prompt
+    if overlong == "error":
+        raise UserError(
+            f"rollout.max_prompt_tokens={max_prompt_tokens}: the prompt in row {index + 1} of {field} has {length} "
+            f"tokens; use at least {length}, or data.overlong_prompts: drop"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
