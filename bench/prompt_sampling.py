@@ -1,13 +1,12 @@
 """Does sampling prompts by their success pay? Completions until the same held-out accuracy, uniform and by success.
 
-    python bench/prompt_sampling.py --out results [--seeds 0 1 2 3 4] [--steps 40] [--target 0.6] | --quick
+    python bench/prompt_sampling.py --out results [--seeds 0 1 2 3 4] [--prompts-per-step 8] [--steps 30] | --quick
 
 Two sets of problems, each of `--prompts`: the demo's, and a mixture, half of which is too hard for the base model (the
 demo's words with numbers of three and four digits). Each is trained on with uniform sampling, with dynamic
 sampling (`rollout.resample: 3`), by success, and with both; the mixture also by success with the base model's pass rate
-of every prompt, whose completions are not counted. 64 completions a step, 8 prompts x 8, at a constant learning rate.
-Greedy accuracy on 128 held-out problems of the demo every two steps; what the table counts is interpolated between two
-evaluations. Results are kept in `--out`, one file a run; what is there is not run again.
+of every prompt, whose completions are not counted. Groups of 8, at a constant learning rate. Greedy accuracy on 128
+held-out problems of the demo every 16 prompts; what the table counts is interpolated between two evaluations. Results are kept in `--out`, one file a run; what is there is not run again.
 """
 
 import argparse
@@ -33,9 +32,9 @@ from cohort.launch import train
 from cohort.trainer.without_training import sample_rows
 from harness import machine, markdown
 
-PROMPTS_PER_STEP, GENERATIONS = 8, 8
+GENERATIONS = 8
 HELDOUT = 128
-EVALUATE_EVERY = 2  # steps
+EVALUATE_EVERY = 16  # prompts
 BY_SUCCESS = {"sampling": "by_success"}
 METHODS: dict[str, tuple[dict[str, Any], int]] = {  # keys of `data`, and `rollout.resample`
     "uniform": ({}, 0),
@@ -74,8 +73,9 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts-per-step", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--target", type=float, default=0.85, help="held-out accuracy")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=1)
@@ -101,7 +101,7 @@ def main() -> None:
 
 def kept_or_run(out: Path, problems: str, method: str, *, seed: int, args: argparse.Namespace) -> Run:
     """The run of that name, from its file where there is one."""
-    name = f"{problems}-{method.replace(',', '').replace(' ', '_')}-{args.prompts}-{args.steps}-seed{seed}"
+    name = f"{problems}-{method.replace(',', '').replace(' ', '_')}-{args.prompts}-{args.prompts_per_step}-{args.steps}-seed{seed}"
     file = out / f"{name}.json"
     if file.exists():
         return Run(**json.loads(file.read_text()))
@@ -137,9 +137,9 @@ def configuration(folder: Path, method: str, *, seed: int, args: argparse.Namesp
     data, resample = METHODS[method]
     raw["data"] |= {"path": f"{folder}-data/train.jsonl", **data}
     raw["rollout"] |= {"num_generations": GENERATIONS, "resample": resample}
-    raw["train"] |= {"steps": args.steps, "prompts_per_step": PROMPTS_PER_STEP, "lr_schedule": "constant"}
+    raw["train"] |= {"steps": args.steps, "prompts_per_step": args.prompts_per_step, "lr_schedule": "constant"}
     raw["train"]["learning_rate"] = args.learning_rate
-    raw["eval"] |= {"path": f"{folder}-data/heldout.jsonl", "every": EVALUATE_EVERY}
+    raw["eval"] |= {"path": f"{folder}-data/heldout.jsonl", "every": max(1, EVALUATE_EVERY // args.prompts_per_step)}
     raw["run"] |= {"checkpoint_every": 0, "show_completions_every": 0, "completions_every": 0, "record_tokens": False}
     return config_from_dict(raw)
 
