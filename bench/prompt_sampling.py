@@ -3,10 +3,11 @@
     python bench/prompt_sampling.py --out results [--seeds 0 1 2 3 4] [--prompts-per-step 8] [--steps 30] | --quick
 
 Two sets of problems, each of `--prompts`: the demo's, and a mixture, half of which is too hard for the base model (the
-demo's words with numbers of three and four digits). Each is trained on with uniform sampling, with dynamic
-sampling (`rollout.resample: 3`), by success, and with both; the mixture also by success with the base model's pass rate
-of every prompt, whose completions are not counted. Groups of 8, at a constant learning rate. Greedy accuracy on 128
-held-out problems of the demo every 16 prompts; what the table counts is interpolated between two evaluations. Results are kept in `--out`, one file a run; what is there is not run again.
+demo's words with numbers of three and four digits). Each is trained on with uniform sampling, with dynamic sampling
+(`rollout.resample: 3`), by success, and with both; the mixture also by success with the base model's pass rate of every
+prompt, whose completions are not counted. Groups of 8, at a constant learning rate. Greedy accuracy on 128 held-out
+problems of the demo every 16 prompts; what the table counts is interpolated between two evaluations. Results are kept
+in `--out`, one file a run; what is there is not run again.
 """
 
 import argparse
@@ -101,7 +102,8 @@ def main() -> None:
 
 def kept_or_run(out: Path, problems: str, method: str, *, seed: int, args: argparse.Namespace) -> Run:
     """The run of that name, from its file where there is one."""
-    name = f"{problems}-{method.replace(',', '').replace(' ', '_')}-{args.prompts}-{args.prompts_per_step}-{args.steps}-seed{seed}"
+    settings = f"{args.prompts}-{args.prompts_per_step}-{args.steps}-seed{seed}"
+    name = f"{problems}-{method.replace(',', '').replace(' ', '_')}-{settings}"
     file = out / f"{name}.json"
     if file.exists():
         return Run(**json.loads(file.read_text()))

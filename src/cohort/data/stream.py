@@ -17,11 +17,16 @@ from cohort.config.section import expand_home
 from cohort.data.cache import content_key
 from cohort.data.files import read_file_rows
 from cohort.data.rows import Row
-from cohort.errors import UserError, describe_error
+from cohort.errors import TrainingError, UserError, describe_error
 from cohort.records import Prompt
 
 # Buffers whose beginning a checkpoint knows, where prompts are read again that were taken and not yet trained on.
 _KNOWN_BUFFERS = 16
+_CHANGED = (
+    "data.path: the stream does not go on where the run was saved: its state leads to other rows. A stream that "
+    "shuffles in a buffer of its own cannot be resumed exactly: leave that to data.buffer_size. If the data have "
+    "changed, use a new run.dir"
+)
 
 
 class RowStream(Protocol):
@@ -178,6 +183,8 @@ class StreamedPrompts:
         self._known = known
         self._seek(here)
         self._position = position
+        if not found.keys() >= set(ids_and_epochs):
+            raise UserError(_CHANGED)
         return [found[visit] for visit in ids_and_epochs]
 
     def skip_epoch(self) -> None:
@@ -215,11 +222,7 @@ class StreamedPrompts:
         *self._known, last = state["buffers"]
         self._seek(last)
         if self._known[-1]["digest"] != last["digest"]:
-            raise UserError(
-                "data.path: the stream does not go on where the run was saved: its state leads to other rows. A stream "
-                "that shuffles in a buffer of its own cannot be resumed exactly: leave that to data.buffer_size. If "
-                "the data have changed, use a new run.dir"
-            )
+            raise UserError(_CHANGED)
         self._position = int(state["position"])
         self._num_overlong = int(state["num_overlong"])
 
@@ -253,14 +256,22 @@ class StreamedPrompts:
 
     def _fill(self, beginning: Mapping[str, Any]) -> None:
         """Read a buffer from the iterator."""
-        self._buffer = [dict(row) for row in islice(self._iterator, self._buffer_size)]
+        try:
+            self._buffer = [dict(row) for row in islice(self._iterator, self._buffer_size)]
+        except UserError:
+            raise
+        except Exception as error:  # of the network, or of a generator of the user's
+            raise TrainingError(
+                f"data.path: the stream failed after row {beginning['row']}, in the rows of the next buffer: "
+                f"{describe_error(error, 300)}"
+            ) from error
         if not self._buffer and beginning["row"] == 0:
             raise UserError("data.path: the stream has no rows; at least one prompt is needed")
         entropy = np.random.SeedSequence((self._seed, beginning["epoch"], beginning["row"]))
         keys = np.random.Philox(entropy).random_raw(len(self._buffer))  # as in `_epoch_order`
         self._order = np.argsort(keys, kind="stable").tolist() if self._shuffle else [*range(len(self._buffer))]
         self._position = 0
-        digest = content_key(json.dumps([self._buffer[:1], self._buffer[-1:]], sort_keys=True, default=str))
+        digest = content_key(json.dumps(self._buffer, default=lambda value: type(value).__name__))
         self._known = [*self._known[1 - _KNOWN_BUFFERS :], {**beginning, "digest": digest}]
 
 
