@@ -28,6 +28,7 @@ SCRIPTS = {
     "modes.py": "| the defaults |",
     "packing.py": "| 1,000 | 8 |",
     "plan_verify.py": '"ratio": ',
+    "prompt_sampling.py": "| mixture | by success, pass rates known |",
     "reward_calls.py": "| plain | main thread | ",
     "run_records.py": "| tokens: writing | ",
     "sampler.py": "largest difference of a logprob",

@@ -214,7 +214,8 @@ class SynchronousGatherer(GroupCollector):
             groups = collector.collect(prompts, self.prefetcher.sampling, key)
         with phase("reward"):
             scored = self.rewards.score(groups)
-        metrics = {**rollout_metrics(scored), **reward_health_metrics(scored), "rollout/staleness_max": 0.0}
+        outcomes = self._outcomes(scored, next(iter(scored[0].reward_parts)))
+        metrics = {**rollout_metrics(scored), **reward_health_metrics(scored), **outcomes, "rollout/staleness_max": 0.0}
         return StepGroups(groups=scored, replaced=[], dropped=[], metrics=metrics)
 
 

@@ -43,7 +43,11 @@ class Rounds:
     def __init__(self, *rounds: Sequence[Sequence[EndReason]]):
         self._rounds = iter(rounds)
         self._num_groups = 0
-        self.collector = self
+        self.collector = self.prompts = self
+
+    def record(self, outcomes: Any) -> dict[str, float]:
+        self.recorded = list(outcomes)
+        return {}
 
     def take(self, step: int, count: int) -> list[RolloutGroup]:
         ends = next(self._rounds)
@@ -107,8 +111,11 @@ def test_the_reason_comes_first_and_tracebacks_go_to_the_log_folder(tmp_path, mo
 
 def test_failures_are_counted_over_all_rounds_of_a_step():
     """Two of ten trajectories, though both of the only group of the last round."""
-    collected = collect(Rounds([INTACT] * 4, [BROKEN]), max_rounds=1, max_failed_ratio=0.2)
+    rounds = Rounds([INTACT] * 4, [BROKEN])
+    collected = collect(rounds, max_rounds=1, max_failed_ratio=0.2)
     assert len(collected.groups) == 4
+    # the results that sampling by success knows: prompt, right and judged completions
+    assert rounds.recorded == [(0, 2, 2), (1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 0, 0)]
     with pytest.raises(TrainingError, match=r"max_failed_ratio: 0\.1: 2 of 10 trajectories failed; .*\n\nerror 0"):
         collect(Rounds([INTACT] * 4, [BROKEN]), max_rounds=1, max_failed_ratio=0.1)
 

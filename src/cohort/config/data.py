@@ -39,6 +39,29 @@ class DataConfig(Section):
         default_factory=dict, description="Extra variables for the chat template, such as {enable_thinking: false}."
     )
     shuffle: bool = Field(True, description="Shuffle every epoch, seeded by `train.seed`. false: file order.")
+    stream: bool = Field(
+        False,
+        description="Read rows as they are sampled, of a file, a Hub id or an `IterableDataset`; needs `train.steps` "
+        "([data.md](data.md#streams)).",
+    )
+    buffer_size: int = Field(
+        1000, ge=1, description="With `stream`: rows that are read at a time and shuffled among each other."
+    )
+    sampling: Literal["uniform", "by_success"] = Field(
+        "uniform",
+        description="`uniform`: every epoch samples each prompt once. `by_success`: an epoch passes over prompts whose "
+        "completions would likely be all right or all wrong, judging by their results so far "
+        "([data.md](data.md#prompts-worth-sampling)).",
+    )
+    exploration: float = Field(
+        0.1, gt=0, le=1, description="With `by_success`: the least probability that an epoch samples a prompt."
+    )
+    pass_rate: str | None = Field(
+        None,
+        min_length=1,
+        description="With `by_success`: column with the share of right answers of a similar model, from 0 to 1, which "
+        "counts as much as a group.",
+    )
     overlong_prompts: Literal["drop", "error"] = Field(
         "drop",
         description="What to do with prompts longer than `rollout.max_prompt_tokens`: drop and count them, or raise "
@@ -51,6 +74,20 @@ class DataConfig(Section):
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.sampling == "uniform":
+            for key in ("exploration", "pass_rate"):
+                self.refuse(key, "sampling: uniform", "remove it, or set sampling: by_success")
+        if not self.stream:
+            self.refuse("buffer_size", "stream: false", "remove it, or set stream: true")
+        elif self.sampling == "by_success":
+            raise ValueError(
+                "sampling: by_success needs rows that are seen again, and stream: true reads each once; use sampling: "
+                "uniform, or leave out stream"
+            )
         return self
 
 

@@ -48,6 +48,14 @@ def _check_inputs(config: "Config") -> None:
     brings_its_own = _has_environment(config)
     if config.data.path is None and not brings_its_own:
         raise ValueError("data.path: missing; this key is required")
+    if config.data.stream:
+        if config.data.path is None:
+            raise ValueError("data.stream: true has no effect without data.path; remove it, or set data.path")
+        if config.train.steps is None:
+            raise ValueError(
+                "train.steps: missing; data.stream: true reads rows as they are sampled, so their number is not known: "
+                "give the number of steps (instead of epochs), or leave out data.stream"
+            )
     if not config.rewards and not brings_its_own:
         raise ValueError("rewards: []: at least one reward is needed, such as [{use: math}]")
     if config.eval is not None and config.eval.path is None:
@@ -242,6 +250,11 @@ def _check_learning_signal(config: "Config") -> None:
             f"train.prompts_per_step: {prompts} with rollout.num_generations: {generations}: advantage: "
             f"{algorithm.advantage} compares the completions of a step; with a single one it is always 0 and "
             f"nothing would be learned; use prompts_per_step: {needed} or more (16 is common), or more generations"
+        )
+    if generations == 1 and config.data.sampling == "by_success":
+        raise ValueError(
+            "data.sampling: by_success prefers groups with right and wrong completions, and with "
+            "rollout.num_generations: 1 there are none; use at least 2, or sampling: uniform"
         )
     why = None
     if generations == 1:

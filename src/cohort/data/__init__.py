@@ -6,22 +6,30 @@ from cohort.data.prompts import (
     PromptRenderer,
     PromptSet,
     SampledPrompts,
+    build_prompt,
     build_prompts,
     describe_lost_text,
     longest_tokens,
     read_content,
 )
 from cohort.data.rows import columns_of, values_of
+from cohort.data.stream import RowStream, StreamedPrompts, open_stream
+from cohort.data.successes import Successes
 
 __all__ = [
     "PromptRenderer",
     "PromptSet",
     "PromptStream",
+    "RowStream",
     "SampledPrompts",
+    "StreamedPrompts",
+    "Successes",
+    "build_prompt",
     "build_prompts",
     "columns_of",
     "describe_lost_text",
     "longest_tokens",
+    "open_stream",
     "read_content",
     "read_rows",
     "values_of",

@@ -150,6 +150,21 @@ def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Row
         raise _UnreadableError(f"cannot be read: {error.strerror or error}") from error
 
 
+def read_file_rows(file: Path, where: str) -> Iterator[Row]:
+    """Yield the rows of a file while it is parsed. `where` begins the messages of errors.
+
+    Raises:
+        UserError: the file is of an unknown kind, or broken at the next row.
+    """
+    kind = file.suffix.lower()
+    try:
+        if kind not in _READERS:
+            raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
+        yield from (_READERS[kind] or _parquet_rows)(file)
+    except (_UnreadableError, OSError) as error:
+        raise UserError(f"{where}: {error}") from error
+
+
 def _convert(file: Path, read: "_Reader") -> StoredRows:
     before = file_state(file)
     rows = ConvertedRows(content_key(file, file.suffix.lower()), lambda: read(file))
@@ -264,6 +279,19 @@ def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
                 return rows
         return ParquetRows(file, where)
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
+        raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            _refuse_repeated(parquet.schema_arrow.names)
+            for batch in parquet.iter_batches():
+                yield from batch.to_pylist()
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
 
 

@@ -13,26 +13,35 @@ from typing import Any
 import numpy as np
 
 from cohort.data.prompts import Content, PromptSet, SampledPrompts
+from cohort.data.successes import Successes
 from cohort.errors import UserError
-from cohort.records import IntArray, Prompt
+from cohort.records import FloatArray, IntArray, Prompt
 
 
 class PromptStream:
-    """An endless stream of prompts: epoch after epoch, each prompt once per epoch.
+    """An endless stream of prompts: epoch after epoch, each prompt at most once per epoch.
 
-    An epoch's order depends only on (seed, epoch), not on how many prompts are taken at a time. The only state is the
-    number of prompts taken so far.
+    An epoch's order depends only on (seed, epoch), not on how many prompts are taken at a time. A prompt whose turn it
+    is is passed over with a probability that depends on its successes so far. The state is the position in the order
+    and the successes.
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
-        """Start at the first prompt. Without `shuffle` every epoch is in file order."""
+    def __init__(
+        self, prompts: PromptSet, *, seed: int, shuffle: bool = True, successes: Successes | None = None
+    ) -> None:
+        """Start at the first prompt. Without `shuffle` every epoch is in file order.
+
+        `successes` decides which prompts are passed over. Default: none.
+        """
         assert len(prompts.prompts), "build_prompts never returns an empty set"
         self._prompts = prompts.prompts
+        self._ids = prompts.ids
+        self._successes = successes or Successes(int(self._ids.max()) + 1)
         self._seed = seed
         self._shuffle = shuffle
         digest = self._prompts.digest if isinstance(self._prompts, SampledPrompts) else None
         self._fingerprint = digest or self._fingerprint_of_rows
-        self._num_taken = 0
+        self._num_passed = 0  # prompts whose turn has come, sampled or not
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts, continuing into the next epoch if needed.
@@ -40,13 +49,35 @@ class PromptStream:
         `Prompt.epoch` is set, so that two visits of a row differ even within one step.
         """
         assert n >= 0, n
-        taken = [self._visit(index) for index in range(self._num_taken, self._num_taken + n)]
-        self._num_taken += n
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            epoch, position = divmod(self._num_passed, len(self._prompts))
+            place = int(_epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)[position])
+            if self._is_sampled(place, epoch):
+                taken.append(dataclasses.replace(self._prompts[place], epoch=epoch))
+            self._num_passed += 1
         return taken
+
+    def record(self, outcomes: Iterable[tuple[int, int, int]]) -> dict[str, float]:
+        """Record the results of groups and return metrics of all prompts.
+
+        Prompts are passed over by the results that were recorded before they are taken. Record those of a step at its
+        end: then what a step takes depends on earlier steps only.
+
+        Args:
+            outcomes: `Prompt.id`, number of right completions, and number of judged ones, of each group.
+        """
+        for row, right, judged in outcomes:
+            self._successes.record(row, right=right, judged=judged)
+        return self._successes.metrics()
 
     def skip_epoch(self) -> None:
         """Continue with the next epoch, unless one has just begun."""
-        self._num_taken += -self._num_taken % len(self._prompts)
+        self._num_passed += -self._num_passed % len(self._prompts)
+
+    def epochs(self) -> float:
+        """Return how many epochs are done or skipped."""
+        return self._num_passed / len(self._prompts)
 
     def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
@@ -62,10 +93,11 @@ class PromptStream:
     def state(self) -> dict[str, Any]:
         """Return the position as plain JSON values, for `restore`.
 
-        `epoch` is the number of finished passes, `position` the number of prompts taken in the current one, in [0, N).
+        `epoch` is the number of finished passes, `position` the number of prompts whose turn has come in the current
+        one, in [0, N).
         """
-        epoch, position = divmod(self._num_taken, len(self._prompts))
-        return {"epoch": epoch, "position": position, **self._identity()}
+        epoch, position = divmod(self._num_passed, len(self._prompts))
+        return {"epoch": epoch, "position": position, "successes": self._successes.state(), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state`.
@@ -80,7 +112,8 @@ class PromptStream:
                     f"{key}={state[key]!r}, but this run has {key}={here!r}; use the dataset, train.seed and "
                     "data settings of the saved run, or a new run.dir"
                 )
-        self._num_taken = int(state["epoch"]) * len(self._prompts) + int(state["position"])
+        self._num_passed = int(state["epoch"]) * len(self._prompts) + int(state["position"])
+        self._successes.restore(state.get("successes", ""))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -90,10 +123,9 @@ class PromptStream:
             "shuffle": self._shuffle,
         }
 
-    def _visit(self, index: int) -> Prompt:
-        epoch, position = divmod(index, len(self._prompts))
-        order_N = _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-        return dataclasses.replace(self._prompts[int(order_N[position])], epoch=epoch)
+    def _is_sampled(self, place: int, epoch: int) -> bool:
+        probability = self._successes.probability(int(self._ids[place]))
+        return probability >= 1 or _epoch_draws(len(self._prompts), self._seed, epoch)[place] < probability
 
     @functools.cached_property
     def _fingerprint_of_rows(self) -> str:
@@ -110,6 +142,13 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntA
     # output of a Generator, and a run must resume exactly after an upgrade.
     bits = np.random.Philox(np.random.SeedSequence((seed, epoch)))
     return np.argsort(bits.random_raw(num_prompts), kind="stable")
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_draws(num_prompts: int, seed: int, epoch: int) -> FloatArray:
+    """[N] uniform numbers in [0, 1] that decide which prompts an epoch passes over."""
+    bits = np.random.Philox(np.random.SeedSequence((seed, epoch, 1)))
+    return bits.random_raw(num_prompts) / 2.0**64
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

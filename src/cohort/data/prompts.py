@@ -45,6 +45,12 @@ class PromptSet:
     prompts: Sequence[Prompt]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
     num_dropped_overlong: int  # rows dropped because their prompt exceeds the limit
 
+    @property
+    def ids(self) -> IntArray:
+        """[N] id of each prompt, its row number."""
+        prompts = self.prompts
+        return prompts.ids if isinstance(prompts, SampledPrompts) else np.array([prompt.id for prompt in prompts])
+
 
 class SampledPrompts(Sequence[Prompt]):
     """Prompts of large data, each rendered when it is asked for."""
@@ -61,13 +67,13 @@ class SampledPrompts(Sequence[Prompt]):
     ):
         """Use the rows `lengths.kept`. The other arguments are those of `build_prompts`."""
         self._rows, self._renderer, self._where, self._optional = rows, renderer, where, optional
-        self._ids = lengths.kept
+        self.ids = lengths.kept  # [N]
         self._max_prompt_tokens = max_prompt_tokens
         self._names = {name: None for name in columns_of(rows) if name != renderer.prompt_column}
         self.longest_tokens = lengths.longest  # at least the tokens of the longest prompt
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -75,8 +81,8 @@ class SampledPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
-            return [self._render(int(row)) for row in self._ids[index]]
-        return self._render(int(self._ids[index]))
+            return [self._render(int(row)) for row in self.ids[index]]
+        return self._render(int(self.ids[index]))
 
     def by_id(self, row: int) -> Prompt:
         """Return the prompt of a row."""
@@ -86,7 +92,7 @@ class SampledPrompts(Sequence[Prompt]):
     def digest(self) -> str | None:
         """Identifies the rows and which of them are kept; None if nothing but reading all of them does."""
         digest = self._rows.digest if isinstance(self._rows, StoredRows) else None
-        return digest and content_key(digest, self._renderer.prompt_column, self._ids.tobytes())
+        return digest and content_key(digest, self._renderer.prompt_column, self.ids.tobytes())
 
     def rows(self, columns: Iterable[str] | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the number of each row, and these columns of it but for the prompt. None: all columns."""
@@ -95,7 +101,7 @@ class SampledPrompts(Sequence[Prompt]):
         for row, values in self._only_kept(zip(*(values_of(self._rows, name) for name in names), strict=True)):
             yield row, dict(zip(names, values, strict=True))
         if not names:
-            yield from ((row, {}) for row in self._ids.tolist())
+            yield from ((row, {}) for row in self.ids.tolist())
 
     def contents(self) -> Iterator[Content]:
         """Yield what `Prompt.content` will be, without tokens."""
@@ -104,7 +110,7 @@ class SampledPrompts(Sequence[Prompt]):
             yield "" if is_missing else read_content(value, f"{self._where}: row {row + 1}")
 
     def _only_kept(self, values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        kept = iter(self._ids.tolist())
+        kept = iter(self.ids.tolist())
         wanted = next(kept, None)
         for row, value in enumerate(values):
             if row == wanted:
@@ -350,20 +356,48 @@ def build_prompts(
         options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
         sampled = SampledPrompts(rows, renderer, lengths, **options)
         return PromptSet(prompts=sampled, num_dropped_overlong=len(lengths.overlong))
-    prompts = []
-    for index, row in enumerate(rows):
-        value = row.get(renderer.prompt_column)
-        content: Content = ""
-        if value is None and optional:
-            token_ids = renderer.placeholder
-        else:
-            content, token_ids = renderer.render(value, where=f"{where}: row {index + 1}")
-        others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
-        prompts.append(Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others))
+    prompts = [_prompt(index, row, renderer, columns, where, optional) for index, row in enumerate(rows)]
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
     too_long = {prompt.id: n for prompt in prompts if (n := len(prompt.token_ids)) > max_prompt_tokens}
     _check_overlong(too_long, len(rows), max_prompt_tokens, overlong, field)
     return PromptSet(prompts=kept, num_dropped_overlong=len(too_long))
+
+
+def _prompt(
+    index: int, row: Mapping[str, Any], renderer: PromptRenderer, columns: Sequence[str], where: str, optional: bool
+) -> Prompt:
+    value = row.get(renderer.prompt_column)
+    content: Content = ""
+    if value is None and optional:
+        token_ids = renderer.placeholder
+    else:
+        content, token_ids = renderer.render(value, where=f"{where}: row {index + 1}")
+    others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
+    return Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others)
+
+
+def build_prompt(
+    index: int,
+    row: Mapping[str, Any],
+    renderer: PromptRenderer,
+    *,
+    columns: Sequence[str],
+    max_prompt_tokens: int,
+    overlong: Literal["drop", "error"],
+    field: str,
+    optional: bool,
+) -> Prompt | None:
+    """Render a row of a stream as `build_prompts` renders those that are known; None if it is dropped."""
+    where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
+    prompt = _prompt(index, row, renderer, list(dict.fromkeys([*columns, *row])), where, optional)
+    if (length := len(prompt.token_ids)) <= max_prompt_tokens:
+        return prompt
+    if overlong == "error":
+        raise UserError(
+            f"rollout.max_prompt_tokens={max_prompt_tokens}: the prompt in row {index + 1} of {field} has {length} "
+            f"tokens; use at least {length}, or data.overlong_prompts: drop"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

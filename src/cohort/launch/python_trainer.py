@@ -266,8 +266,7 @@ class Trainer:
     @_on_every_rank
     def epochs(self) -> float:
         """Return how many epochs of the data are done or skipped."""
-        position = self._open()[1].components.data.state()
-        return float(position["epoch"] + position["position"] / position["num_prompts"])
+        return self._open()[1].components.data.epochs()
 
     @_on_every_rank
     def load(self, path: str | Path) -> None:

@@ -5,7 +5,7 @@ prompts were submitted in different steps.
 """
 
 from asyncio import Task
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ class Prompts(Protocol):
 
     def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts that were taken before, by (id, epoch)."""
+        ...
+
+    def record(self, outcomes: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
+        """Record results, each of a prompt's id, right and judged completions. Return metrics of all prompts."""
         ...
 
 

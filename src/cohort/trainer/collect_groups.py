@@ -15,7 +15,7 @@ from cohort.errors import TrainingError
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
 from cohort.plan import RunSchedule
-from cohort.records import RolloutGroup, ScoredGroup
+from cohort.records import BoolArray, RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 from cohort.trainer.evaluation import success
@@ -105,7 +105,7 @@ class GroupCollector:
             metrics={
                 **rollout_metrics(sampled),
                 **reward_health_metrics(sampled),
-                **self._outcomes(sampled),
+                **self._outcomes(sampled, self.success_reward or next(iter(sampled[0].reward_parts))),
                 **{f"rewards/{name}": float(count) for name, count in counts.items()},
                 **{f"rewards/{name}/seconds_per_verdict": seconds[name] / number for name, number in judged.items()},
                 **self._metrics(trained, num_replaced=len(replaced)),
@@ -113,11 +113,16 @@ class GroupCollector:
             },
         )
 
-    def _outcomes(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the shares of groups in which all completions are right, or none is."""
-        right_PG = success(groups, self.success_reward or next(iter(groups[0].reward_parts)), self.success_threshold)
+    def _outcomes(self, groups: Sequence[ScoredGroup], reward: str) -> dict[str, float]:
+        """Return the shares of groups in which all completions are right, or none is, and record the successes."""
+        right_PG = success(groups, reward, self.success_threshold)
         shares = {"frac_all_right": right_PG.all(axis=1), "frac_all_wrong": ~right_PG.any(axis=1)}
-        return {name: float(share.mean()) for name, share in shares.items()}
+        judged_PG = [np.isfinite(group.reward_parts[reward]) & _intact(group) for group in groups]
+        recorded = self.prefetcher.prompts.record(
+            (group.prompt.id, int((right & judged).sum()), int(judged.sum()))
+            for group, right, judged in zip(groups, right_PG, judged_PG, strict=True)
+        )
+        return {**{name: float(share.mean()) for name, share in shares.items()}, **recorded}
 
     def _check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check how many of a step's trajectories infrastructure broke.
@@ -181,8 +186,11 @@ _ERRORS_FILE = "environment.txt"  # in the log folder
 
 def _is_comparable(group: ScoredGroup) -> bool:
     """Whether infrastructure left enough trajectories to compare: two, or the only one."""
-    num_intact = sum(not trajectory.is_broken for trajectory in group.trajectories)
-    return num_intact >= min(2, len(group.trajectories))
+    return int(_intact(group).sum()) >= min(2, len(group.trajectories))
+
+
+def _intact(group: ScoredGroup) -> BoolArray:
+    return np.array([not trajectory.is_broken for trajectory in group.trajectories])
 
 
 def build_group_collector(

@@ -1,24 +1,32 @@
 """Build the inputs of a run from its parts: prompts, rewards and evaluation, checked before any weights are loaded."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import (
     PromptRenderer,
     PromptSet,
+    PromptStream,
+    RowStream,
     SampledPrompts,
+    StreamedPrompts,
+    Successes,
+    build_prompt,
     build_prompts,
     columns_of,
     describe_lost_text,
     longest_tokens,
     values_of,
 )
-from cohort.errors import UserError
+from cohort.errors import UserError, excerpt, suggest
 from cohort.learner import WorstCaseShard, check_weights
 from cohort.models import (
     AdapterSpec,
@@ -30,7 +38,7 @@ from cohort.models import (
     trained_weights,
 )
 from cohort.plan import RunSchedule, schedule_run
-from cohort.records import Prompt
+from cohort.records import FloatArray, Prompt
 from cohort.rewards import RewardFunction, RewardRunner, build_rewards, check_columns
 from cohort.rewards.math_workers import workers_per_process
 from cohort.rollout import SamplingParams
@@ -58,10 +66,43 @@ class Inputs:
     max_prompt_tokens: int
     sandbox: SharedSandbox
     engine: Any  # the user's object that samples; None: an engine of Cohort's
+    pass_rates: FloatArray | None  # [R] of `data.pass_rate`; NaN: unknown
+    stream: RowStream | None  # of `data.stream`; `prompts` are then its first ones
+    render: Callable[[int, Mapping[str, Any]], Prompt | None]  # a row of the stream; None if it is too long
+
+    def prompt_stream(
+        self, config: Config, *, check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
+    ) -> PromptStream | StreamedPrompts:
+        """Return the training prompts in the order of the run, from the first one.
+
+        Args:
+            config: configuration of the run.
+            check: called with each prompt of a stream.
+        """
+        data = config.data
+        if self.stream is not None:
+
+            def render(number: int, row: Mapping[str, Any]) -> Prompt | None:
+                if (prompt := self.render(number, row)) is not None:
+                    self.rewards.check_rows([(number, prompt.columns)], field="data.path")
+                    check([prompt])
+                return prompt
+
+            options: dict[str, Any] = {"shuffle": data.shuffle, "buffer_size": data.buffer_size}
+            return StreamedPrompts(self.stream, render, seed=config.train.seed, **options)
+        successes = Successes(
+            int(self.prompts.ids.max()) + 1,
+            num_generations=config.rollout.num_generations,
+            exploration=data.exploration if data.sampling == "by_success" else 1.0,
+            pass_rates=self.pass_rates,
+        )
+        return PromptStream(self.prompts, seed=config.train.seed, shuffle=data.shuffle, successes=successes)
 
     @property
     def longest_prompt_tokens(self) -> int:
         """Tokens of the longest training prompt, or of what an environment may make of it; a bound for large data."""
+        if self.stream is not None:
+            return self.max_prompt_tokens
         return _longest_prompt_tokens(self.prompts.prompts, self.environments, self.max_prompt_tokens)
 
     def worst_case_shard(self, dp_size: int) -> WorstCaseShard:
@@ -123,12 +164,14 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         # rewards get held-out prompts under the name of the training column
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
-    prompts = render_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
+    rendering = _rendering(config, parts, column=config.data.prompt, field=field)
+    prompts = build_prompts(parts.rows, **rendering)
     _check_answers(rewards, prompts.prompts, field=field)
     _check_context(
         config,
         prompts.prompts,
         environments,
+        is_stream=parts.stream is not None,
         max_new_tokens=config.rollout.max_new_tokens,
         field=config.rollout.max_new_tokens_key,
     )
@@ -138,12 +181,46 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         rewards=rewards,
         evaluation=None if config.eval is None else build_evaluation(config, config.eval, parts, rewards),
         adapter=adapter,
-        schedule=schedule_run(config, num_prompts=len(prompts.prompts)),
+        schedule=schedule_run(config, num_prompts=_num_prompts(config, prompts)),
         environments=environments,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=parts.sandbox,
         engine=parts.engine,
+        pass_rates=_read_pass_rates(parts.rows, config.data.pass_rate),
+        stream=parts.stream,
+        render=partial(build_prompt, columns=columns_of(parts.rows), **rendering),
     )
+
+
+def _num_prompts(config: Config, prompts: PromptSet) -> int:
+    """Return the prompts of an epoch; for a stream, those of the run."""
+    if config.data.stream and config.train.steps is not None:
+        return config.train.steps * config.train.prompts_per_step
+    return len(prompts.prompts)
+
+
+def _read_pass_rates(rows: Rows, column: str | None) -> FloatArray | None:
+    """Read `data.pass_rate`, [R]; NaN where a row has none.
+
+    Raises:
+        UserError: there is no such column, or a value is not a share.
+    """
+    if column is None:
+        return None
+    where, names = f"data.pass_rate={column!r}", column_names(rows)
+    if column not in names:
+        raise UserError(f"{where}: the data has no such column{suggest(column, names, 'Columns')}")
+    rates = np.full(len(rows), np.nan)
+    for row, value in enumerate(values_of(rows, column)):
+        if value is None or value == "":
+            continue
+        try:
+            rates[row] = float(value)
+        except (TypeError, ValueError):
+            rates[row] = -1
+        if not 0 <= rates[row] <= 1:
+            raise UserError(f"{where}: row {row + 1}: must be a share of right answers, 0 to 1, not {excerpt(value)}")
+    return rates
 
 
 def _check_model(config: Config) -> AdapterSpec | None:
@@ -181,10 +258,18 @@ def _longest_prompt_tokens(prompts: Sequence[Prompt], environments: Environments
 
 
 def _check_context(
-    config: Config, prompts: Sequence[Prompt], environments: Environments | None, *, max_new_tokens: int, field: str
+    config: Config,
+    prompts: Sequence[Prompt],
+    environments: Environments | None,
+    *,
+    max_new_tokens: int,
+    field: str,
+    is_stream: bool = False,
 ) -> None:
     """Check that prompts and completions fit into the model's context."""
     longest = _longest_prompt_tokens(prompts, environments, config.rollout.max_prompt_tokens)
+    if is_stream:  # later ones may be longer
+        longest = config.rollout.max_prompt_tokens
     try:
         check_lengths(config.model, longest, max_new_tokens=max_new_tokens, field=field)
     except UserError:
@@ -239,23 +324,26 @@ def render_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, fie
     Raises:
         UserError: a prompt is invalid, or none is short enough.
     """
+    return build_prompts(rows, **_rendering(config, parts, column=column, field=field))
+
+
+def _rendering(config: Config, parts: Parts, *, column: str, field: str) -> dict[str, Any]:
+    """Return the arguments of `build_prompts` besides the rows."""
     environments, data = parts.environments, config.data
-    renderer = PromptRenderer(
-        parts.tokenizer,
-        prompt_column=column,
-        system_prompt=data.system_prompt,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        tools=environments.schemas if environments else None,
-    )
-    return build_prompts(
-        rows,
-        renderer,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-        field=field,
-        optional=environments is not None and not environments.plays_prompt,
-    )
+    return {
+        "renderer": PromptRenderer(
+            parts.tokenizer,
+            prompt_column=column,
+            system_prompt=data.system_prompt,
+            apply_chat_template=data.apply_chat_template,
+            chat_template_kwargs=data.chat_template_kwargs,
+            tools=environments.schemas if environments else None,
+        ),
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "overlong": data.overlong_prompts,
+        "field": field,
+        "optional": environments is not None and not environments.plays_prompt,
+    }
 
 
 def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards: RewardRunner) -> Evaluation:

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.config import Config
 from cohort.config.algorithm import CustomFunction
 from cohort.config.user_code import is_user_code
-from cohort.data import read_rows
+from cohort.data import RowStream, open_stream, read_rows
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.rewards import LoadedReward, load_rewards, read_trajectories
@@ -84,13 +85,27 @@ class Parts:
         )
 
     @cached_property
+    def stream(self) -> RowStream | None:
+        """The rows of `data.stream`, in order.
+
+        Raises:
+            UserError: there are no such data.
+        """
+        data = self._config.data
+        if not data.stream or data.path is None:
+            return None
+        return open_stream(data.path, field="data.path", split=data.split, name=data.name)
+
+    @cached_property
     def rows(self) -> Rows:
-        """Rows of the training data, or those that an environment brings, or one without columns.
+        """Rows of the training data (of a stream, the first ones), or those of an environment, or one without columns.
 
         Raises:
             UserError: the data cannot be read, or are missing without `train.steps`.
         """
         config, data = self._config, self._config.data
+        if self.stream is not None:
+            return [dict(row) for row in islice(self.stream, data.buffer_size)]
         if data.path is not None:
             return read_rows(data.path, field="data.path", split=data.split, name=data.name)
         assert self.environments is not None, "checked in the configuration"

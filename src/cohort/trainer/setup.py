@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cohort.config import Config
-from cohort.data import PromptStream
+from cohort.data import PromptStream, StreamedPrompts
 from cohort.errors import UserError
 from cohort.models import (
     check_offload,
@@ -92,7 +92,7 @@ class RunComponents:
 
     inputs: Inputs
     workers: WorkerGroup[Worker]
-    data: PromptStream
+    data: PromptStream | StreamedPrompts
     collector: RolloutCollector
     group_collector: GroupCollector
     parity: ParityGate | None  # None for the local engine, which shares the trainer's weights
@@ -120,7 +120,8 @@ def build_run(
     if workers.ranks.world_size > 1:
         workers.local.scorer, inputs.rewards.on_ranks = inputs.rewards.scorer, RewardRanks(workers)
     check_vocabulary(workers.local.policy, chain(inputs.prompts.prompts, held_out), inputs.tokenizer)
-    data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
+    check = partial(check_vocabulary, workers.local.policy, tokenizer=inputs.tokenizer)
+    data = inputs.prompt_stream(config, check=check)
     if state is not None:
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)

@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cohort.config import Config
-from cohort.data import PromptStream
 from cohort.models import with_base
 from cohort.plan.rollout_engine import set_engine
 from cohort.ranks.collectives import SINGLE_PROCESS
@@ -86,7 +85,7 @@ def sample_rows(
         for note in inputs.sandbox.notes:
             notify(note)
         sampling = replace(SamplingParams.for_training(config.rollout), num_generations=generations)
-        prompts = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle).take(rows)
+        prompts = inputs.prompt_stream(config).take(rows)
         collector = run.collector(
             _server_engine(run) if config.rollout.uses_servers else run.untrained_engine(inputs.prompts.prompts)
         )
