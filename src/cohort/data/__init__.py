@@ -11,18 +11,22 @@ from cohort.data.prompts import (
     longest_tokens,
     read_content,
 )
-from cohort.data.rows import columns_of, values_of
+from cohort.data.rows import columns_of, describe_row, values_of
+from cohort.data.sources import TrainingRows, read_training_rows
 
 __all__ = [
     "PromptRenderer",
     "PromptSet",
     "PromptStream",
     "SampledPrompts",
+    "TrainingRows",
     "build_prompts",
     "columns_of",
     "describe_lost_text",
+    "describe_row",
     "longest_tokens",
     "read_content",
     "read_rows",
+    "read_training_rows",
     "values_of",
 ]

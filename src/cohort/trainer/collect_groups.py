@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from cohort.config import Config
+from cohort.config.data import SOURCE
 from cohort.errors import TrainingError
 from cohort.health.reward_health import reward_health_metrics
-from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
+from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics, source_metrics
 from cohort.plan import RunSchedule
 from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
@@ -58,6 +59,7 @@ class GroupCollector:
     max_failed_ratio: float = 1.0  # of a step's trajectories; above it the run ends
     success_reward: str | None = None  # the reward that says whether a completion is right; None: the first
     success_threshold: float = 1.0
+    source_column: str | None = None  # says what source of a mixture a row is of
     reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
@@ -114,10 +116,13 @@ class GroupCollector:
         )
 
     def _outcomes(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the shares of groups in which all completions are right, or none is."""
+        """Return the shares of groups in which all completions are right, or none is, and what sources have."""
         right_PG = success(groups, self.success_reward or next(iter(groups[0].reward_parts)), self.success_threshold)
         shares = {"frac_all_right": right_PG.all(axis=1), "frac_all_wrong": ~right_PG.any(axis=1)}
-        return {name: float(share.mean()) for name, share in shares.items()}
+        outcomes = {name: float(share.mean()) for name, share in shares.items()}
+        if self.source_column is not None:
+            outcomes |= source_metrics(groups, right_PG, column=self.source_column)
+        return outcomes
 
     def _check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check how many of a step's trajectories infrastructure broke.
@@ -214,5 +219,6 @@ def build_group_collector(
         max_failed_ratio=rollout.max_failed_ratio,
         success_reward=config.eval.success_reward if config.eval else None,
         success_threshold=config.eval.success_threshold if config.eval else 1.0,
+        source_column=SOURCE if config.data.sources else None,
         reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),
     )

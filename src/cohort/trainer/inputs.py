@@ -8,6 +8,7 @@ from typing import Any
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
+from cohort.config.data import SOURCE
 from cohort.data import (
     PromptRenderer,
     PromptSet,
@@ -15,6 +16,7 @@ from cohort.data import (
     build_prompts,
     columns_of,
     describe_lost_text,
+    describe_row,
     longest_tokens,
     values_of,
 )
@@ -57,6 +59,7 @@ class Inputs:
     max_prompt_tokens: int
     sandbox: SharedSandbox
     engine: Any  # the user's object that samples; None: an engine of Cohort's
+    num_left_out: int  # rows that are not trained on because their prompts are held out
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -92,6 +95,8 @@ class Inputs:
             for kind, dropped, left in counts
             if dropped
         ]
+        if self.num_left_out:
+            dropped_prompts.append(f"left out {self.num_left_out} training rows with the prompts of held-out ones")
         lost_text = describe_lost_text(self.tokenizer, self.prompts.prompts)
         rewrites = self.environments.notes() if self.environments is not None else []
         return [*dropped_prompts, *filter(None, [lost_text]), *rewrites, *self.sandbox.notes, *self.rewards.notes()]
@@ -109,7 +114,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
     """
     parts = parts or Parts(config)
     check_loggers(config.run.log)
-    environments, field = parts.environments, "data.path"
+    environments, field = parts.environments, config.data.field
     check_custom_functions(
         config.algorithm,
         num_generations=config.rollout.num_generations,
@@ -123,7 +128,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     prompts = render_prompts(config, parts, parts.rows, column=config.data.prompt, field=field)
-    _check_answers(rewards, prompts.prompts, field=field)
+    _check_answers(rewards, prompts.prompts, parts.rows, field=field)
     _check_context(
         config,
         prompts.prompts,
@@ -142,6 +147,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sandbox=parts.sandbox,
         engine=parts.engine,
+        num_left_out=parts.training_rows.num_left_out if config.data.is_given else 0,
     )
 
 
@@ -193,11 +199,11 @@ def _check_context(
         check_lengths(config.model, longest_tokens(prompts, exact=True), max_new_tokens=max_new_tokens, field=field)
 
 
-def _check_answers(rewards: RewardRunner, prompts: Sequence[Prompt], *, field: str) -> None:
+def _check_answers(rewards: RewardRunner, prompts: Sequence[Prompt], data: Rows, *, field: str) -> None:
     rows: Iterable[tuple[int, Mapping[str, Any]]] = ((prompt.id, prompt.columns) for prompt in prompts)
     if isinstance(prompts, SampledPrompts):
         rows = prompts.rows(rewards.checked_columns())
-    rewards.check_rows(rows, field=field)
+    rewards.check_rows(rows, describe=lambda number: f"{field}: {describe_row(data, number)}")
 
 
 def build_reward_runner(config: Config, parts: Parts, columns: Sequence[str]) -> RewardRunner:
@@ -245,6 +251,7 @@ def render_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, fie
         apply_chat_template=data.apply_chat_template,
         chat_template_kwargs=data.chat_template_kwargs,
         tools=environments.schemas if environments else None,
+        system_prompts=data.system_prompts,
     )
     return build_prompts(
         rows,
@@ -262,10 +269,11 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
     Raises:
         UserError: a prompt or a setting is invalid, or prompts and completions do not fit into the model's context.
     """
-    _check_environment_columns(parts.eval_rows, parts.environments, field="eval.path")
+    field = "eval.path" if settings.rows is None else "eval.rows"
+    _check_environment_columns(parts.eval_rows, parts.environments, field=field)
     rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
-    prompts = render_prompts(config, parts, rows, column=column, field="eval.path")
-    _check_answers(rewards, prompts.prompts, field="eval.path")
+    prompts = render_prompts(config, parts, rows, column=column, field=field)
+    _check_answers(rewards, prompts.prompts, rows, field=field)
     _check_context(
         config,
         prompts.prompts,
@@ -289,6 +297,7 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         seed=config.train.seed,
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
         success_threshold=settings.success_threshold,
+        source_column=SOURCE if config.data.sources else None,
         # servers queue requests themselves
         prompts_at_a_time=len(prompts.prompts)
         if config.rollout.uses_servers

@@ -53,6 +53,12 @@ def open_engine(config: Config, inputs: Inputs) -> EngineSetup:
     )
 
 
+def prompt_stream(config: Config, inputs: Inputs) -> PromptStream:
+    """Return the training prompts in the order of the run, from the first one."""
+    data = config.data
+    return PromptStream(inputs.prompts, seed=config.train.seed, shuffle=data.shuffle, weights=data.weights)
+
+
 def can_reuse_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
     """Whether the checkpoint's budget still applies: same setting and, for `auto`, same number of processes."""
     return state.micro_batch_tokens_wanted == wanted and (wanted != "auto" or state.processes == world_size)
@@ -118,7 +124,7 @@ def build_run(
     config, inputs = run.config, run.inputs
     held_out = inputs.evaluation.prompts if inputs.evaluation else ()
     check_vocabulary(workers.local.policy, chain(inputs.prompts.prompts, held_out), inputs.tokenizer)
-    data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
+    data = prompt_stream(config, inputs)
     if state is not None:
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)

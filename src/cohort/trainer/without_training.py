@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cohort.config import Config
-from cohort.data import PromptStream
 from cohort.models import with_base
 from cohort.plan.rollout_engine import set_engine
 from cohort.ranks.collectives import SINGLE_PROCESS
@@ -18,7 +17,7 @@ from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.evaluation import EvalResult, evaluate
 from cohort.trainer.inputs import build_evaluation, build_reward_runner, column_names
 from cohort.trainer.open_run import OpenRun, open_run
-from cohort.trainer.setup import open_engine, rank_device
+from cohort.trainer.setup import open_engine, prompt_stream, rank_device
 from cohort.trainer.worker import TrainingWorkers
 
 
@@ -86,7 +85,7 @@ def sample_rows(
         for note in inputs.sandbox.notes:
             notify(note)
         sampling = replace(SamplingParams.for_training(config.rollout), num_generations=generations)
-        prompts = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle).take(rows)
+        prompts = prompt_stream(config, inputs).take(rows)
         collector = run.collector(
             _server_engine(run) if config.rollout.uses_servers else run.untrained_engine(inputs.prompts.prompts)
         )
