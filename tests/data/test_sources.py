@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from cohort.config import config_from_dict, load_config
 from cohort.config.load import to_yaml
@@ -402,3 +403,16 @@ def test_rows_are_held_out_of_data_only():
     assert message({**MINIMAL, "eval": {"rows": 5, "prompt": "q"}}).startswith(
         "eval: prompt: q has no effect with rows"
     )
+
+
+def test_the_first_example_of_the_docs(folder):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    config, code = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "python"))
+    (folder / "rows.py").write_text(code)
+    write_jsonl(
+        folder / "gsm8k.jsonl", [{"question": f"{i}?", "answer": f"So <<1+1=2>>\n#### {i},000"} for i in range(300)]
+    )
+    sections = yaml.safe_load(config.replace("openai/gsm8k, name: main", "gsm8k.jsonl"))
+    found = read_all(folder, **sections)
+    assert (len(found.train), len(found.held_out)) == (100, 200)
+    assert all(row["answer"] == row["question"][:-1] + ",000" for row in found.train)
