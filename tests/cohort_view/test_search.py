@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cohort.config.condition import ConditionError
 from cohort_view.run import ViewedRun
-from cohort_view.search.condition import ConditionError
 from cohort_view.search.search import Done, Match, Progress, Search, columns, search, snippet
 
 Row = dict[str, Any]

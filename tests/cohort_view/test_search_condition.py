@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cohort.config.condition import MAX_CHARACTERS, ConditionError
 from cohort_view.run import ViewedRun
-from cohort_view.search.condition import MAX_CHARACTERS, Columns, ConditionError, parse
+from cohort_view.search.condition import Columns, parse
 from cohort_view.search.search import Match, Search, search
 
 NAN = float("nan")
@@ -168,10 +169,10 @@ def test_columns_are_listed_as_conditions_name_them():
         ("'é' in text and 'b", 16, "unterminated string literal"),
         ('matches(text, "ab(c")', 14, "invalid regular expression: missing ): ab(c"),
         ('matches(text, "ab(?=c)")', 14, "invalid regular expression: invalid perl operator: (?="),
-        ("reward < 1" + 400 * "0", None, "the search has a text or number that no completion can have"),
-        ("text == '\\ud800'", None, "the search has a text or number that no completion can have"),
-        ("'\ud800' in text", None, "the search has a text or number that no completion can have"),
-        ("reward < 1" + MAX_CHARACTERS * " ", None, "a search has at most 1,000 characters"),
+        ("reward < 1" + 400 * "0", None, "the condition has a text or number that no row can have"),
+        ("text == '\\ud800'", None, "the condition has a text or number that no row can have"),
+        ("'\ud800' in text", None, "the condition has a text or number that no row can have"),
+        ("reward < 1" + MAX_CHARACTERS * " ", None, "a condition has at most 1,000 characters"),
         (
             'matches(text, "b|\\pL{400}") or matches(text, "c|\\pL{400}")',
             None,

@@ -77,7 +77,7 @@ def check_same(stored: StoredRows, expected: list[dict]) -> None:
     for column in stored.columns:
         assert list(stored.values(column)) == [row.get(column) for row in expected]
     assert [stored[i] for i in range(-1, len(stored))] == [expected[-1], *expected]
-    assert list(stored[1:9:3]) == [{c: row.get(c) for c in stored.columns} for row in expected[1:9:3]]
+    assert list(stored[1:9:3]) == expected[1:9:3]
     with pytest.raises(IndexError):
         stored[len(stored)]
 

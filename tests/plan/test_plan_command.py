@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
+from cohort.cli.plan import plan_hardware, plan_run
+from cohort.config import load_config
 from cohort.config.model import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
@@ -44,6 +46,22 @@ def run_file(tmp_path: Path) -> Path:
         "rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
     )
     return file
+
+
+def test_prompts_of_sources_are_counted_as_the_run_reads_them(run_file: Path) -> None:
+    data = run_file.with_name("data.jsonl")
+    data.write_text("".join(json.dumps({"prompt": str(i), "level": i % 2}) + "\n" for i in range(100)))
+
+    def prompts(*overrides: str) -> Any:
+        machines = plan_hardware(load_config(run_file, overrides), gpu=None, gpus=1, nodes=1, gpu_memory="80GB")
+        found, notes = plan_run(load_config(run_file, overrides), machines, run_file.parent, model=None)
+        return found.num_prompts, [note for note in notes if "will not start" in note]
+
+    assert prompts() == (100, [])
+    assert prompts("data.where=level == 0", "data.rows=0.5", "eval.rows=5") == (20, [])
+    assert prompts(f"data=[{{path: {data}}}, {{path: {data}, source: b, where: level == 1}}]") == (150, [])
+    number, (note,) = prompts(f"data=[{{path: {data}, where: levle == 1}}]")
+    assert number is None and "there is no column levle; did you mean level?; `cohort train` will" in note
 
 
 def test_the_command(run_file: Path) -> None:

@@ -301,7 +301,7 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str |
     """
     notes = [message for _, message in missing_files(settings, folder)]
     shape = find_shape(model) if model else read_shape(settings.model.path)
-    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
+    num_prompts = _count_prompts(settings, notes)
     predicted = predict_wanted(settings, shape, machines, num_prompts=num_prompts)
     if settings.rollout.engine == "auto" and machines.on_gpu:
         engine, reason = predicted.config.rollout.engine, predicted.engine_reason
@@ -310,6 +310,23 @@ def plan_run(settings: Config, machines: Hardware, folder: Path, *, model: str |
             taken = f"{engine}, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
     return predicted, notes
+
+
+def _count_prompts(settings: Config, notes: list[str]) -> int | None:
+    """Count the training rows: cheaply if they are those of a file, else as the run reads them; None if not known."""
+    data = settings.data
+    if data.path is not None and data.is_plain and (settings.eval is None or settings.eval.rows is None):
+        return count_prompts(data.path)
+    paths = [source.path for source in data.sources] or [data.path]
+    if not all(path is not None and Path(path).exists() for path in paths):  # ids are not downloaded
+        return None
+    from cohort.data import read_training_rows
+
+    try:
+        return len(read_training_rows(settings).train)
+    except UserError as error:
+        notes.append(f"{error}; `cohort train` will not start")
+        return None
 
 
 def _print_comparison(rows: Sequence[Comparison], *, as_json: bool) -> None:

@@ -190,8 +190,11 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
         return {}
     settings = run.config
     is_eval = completions.name.startswith("eval-") and settings.eval is not None
-    section, field = (settings.eval, "eval.path") if is_eval else (settings.data, "data.path")
-    if section is None or section.path is None:  # an environment brought the rows
+    if is_eval and settings.eval is not None:
+        is_given, field = settings.eval.is_given, "eval.path"
+    else:
+        is_given, field = settings.data.is_given, settings.data.field
+    if not is_given:  # an environment brought the rows
         return {}
     dataset = run.parts.eval_rows if is_eval else run.parts.rows
     ids = dict.fromkeys(row["prompt_id"] for row in rows)

@@ -1,14 +1,42 @@
 """The sections `data` and `eval`."""
 
-from typing import Any, Literal, Self
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cohort.config.objects import is_unnamed
-from cohort.config.section import DataPath, MinP, RepetitionPenalty, Section
+from cohort.config.section import DataPath, FunctionPath, MinP, RepetitionPenalty, Section, must_be, number_or
+
+SOURCE = "source"  # the column that says which source of a mixture a row is of
+_SOURCE_NAME = re.compile(r"[\w.+-]+")  # names of metrics have it as a part
 
 
-def _refuse_choice_of_split(section: "DataConfig | EvalConfig", field: str) -> None:
+def _check_condition(where: str) -> str:
+    from cohort.config.condition import ConditionError, read_syntax  # pyarrow takes time to import
+
+    try:
+        read_syntax(where)
+    except ConditionError as error:
+        raise ValueError(str(error)) from error
+    return where
+
+
+Condition = Annotated[str, AfterValidator(_check_condition)]
+NumRows = Annotated[
+    int | float,
+    number_or(
+        rule="a whole number of rows from 1, or a share such as 0.1, above 0 and at most 1.0",
+        is_valid=lambda x: x >= 1 if isinstance(x, int) else 0 < x <= 1,
+        types=(int, float),
+    ),
+]
+
+
+def _refuse_choice_of_split(section: "_RowsConfig | EvalConfig", field: str) -> None:
     for key in ("split", "name"):
         if section.path is None:
             section.refuse(key, "no path", f"remove it, or set {field}")
@@ -16,8 +44,8 @@ def _refuse_choice_of_split(section: "DataConfig | EvalConfig", field: str) -> N
             section.refuse(key, "rows that are a Python object", f"remove it, or give a path as {field}")
 
 
-class DataConfig(Section):
-    """The training prompts."""
+class _RowsConfig(Section):
+    """Where rows come from, and what becomes of them."""
 
     path: DataPath | None = Field(
         None,
@@ -26,6 +54,74 @@ class DataConfig(Section):
     )
     split: str = Field("train", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Columns to rename: {final_answer: answer}. All other keys mean the new names.",
+    )
+    where: Condition | None = Field(
+        None,
+        description="Use only the rows of which this holds, such as `level >= 3 and subject == 'algebra'`: a condition "
+        "as in the page's filter.",
+    )
+    map: FunctionPath | None = Field(
+        None,
+        description="Function `file.py:name` or `module:name` that takes a row, a dict, and returns the row to use, or "
+        "None to leave it out. That of `data` is the default of all sources.",
+    )
+    rows: NumRows | None = Field(
+        None, description="Use only this many rows, or this share of them, drawn by `train.seed`. Default: all."
+    )
+
+
+class SourceConfig(_RowsConfig):
+    """One source of a mixture. Its rows have its name in the column `source`."""
+
+    source: Annotated[
+        str | None,
+        must_be("letters, digits and any of _ . + -", lambda x: x is None or bool(_SOURCE_NAME.fullmatch(str(x)))),
+    ] = Field(
+        None,
+        description="Its name. Default: the last part of `path`, without the ending.",
+    )
+    prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="Column with the prompt, which is renamed to `data.prompt`. Default: `data.prompt`.",
+    )
+    system_prompt: str | None = Field(
+        None, description="System message for prompts that have none. Default: `data.system_prompt`."
+    )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of its prompts in each stretch of training, relative to other sources. Default: the rows of "
+        "all sources are joined.",
+    )
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        if self.source is not None:
+            return self.source
+        end = PurePath(str(self.path)).name
+        return re.sub(r"[^\w.+-]+", "_", re.sub(r"\.(jsonl?|ndjson|parquet|csv)$", "", end)) or "source"
+
+    @model_validator(mode="after")
+    def _check_path(self) -> Self:
+        if self.path is None:
+            raise ValueError("path: missing; this key is required")
+        _refuse_choice_of_split(self, "path")
+        return self
+
+
+class DataConfig(_RowsConfig):
+    """The training prompts."""
+
+    sources: tuple[SourceConfig, ...] = Field(
+        (),
+        description="Several sources instead of `path`, with the keys below. `data: [...]` is short for "
+        "`data: {sources: [...]}`.",
+    )
     prompt: str = Field(
         "prompt",
         min_length=1,
@@ -70,7 +166,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_chat_keys(self) -> Self:
-        _refuse_choice_of_split(self, "data.path")
+        if self.sources:
+            self._check_sources()
+        else:
+            _refuse_choice_of_split(self, "data.path")
+        for key in ("columns", "where", "map", "rows") if self.path is None and not self.sources else ():
+            self.refuse(key, "no data", "remove it, or set data.path")
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
@@ -83,12 +184,62 @@ class DataConfig(Section):
                 self.refuse(key, "sampling: uniform", "remove it, or set sampling: by_success")
         if not self.stream:
             self.refuse("buffer_size", "stream: false", "remove it, or set stream: true")
-        elif self.sampling == "by_success":
+        for key in ("sources", "columns", "where", "map", "rows") if self.stream else ():
+            self.refuse(key, "stream: true", "change the rows where they are written, or leave out stream")
+        if self.stream and self.sampling == "by_success":
             raise ValueError(
                 "sampling: by_success needs rows that are seen again, and stream: true reads each once; use sampling: "
                 "uniform, or leave out stream"
             )
         return self
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a path or a list of sources."""
+        return self.path is not None or bool(self.sources)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows are those of one path, as they are."""
+        changes = self.sources or self.columns or self.where is not None or self.map is not None
+        return self.path is not None and not changes and self.rows is None
+
+    @property
+    def field(self) -> str:
+        """The key that names the data, for messages."""
+        return "data.sources" if self.sources else "data.path"
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Weights of the sources in a mixture; None: rows are joined."""
+        weights = [source.weight for source in self.sources if source.weight is not None]
+        return tuple(weights) or None
+
+    @property
+    def system_prompts(self) -> Mapping[str, str]:
+        """System messages of the sources that have their own."""
+        return {s.label: s.system_prompt for s in self.sources if s.system_prompt is not None}
+
+    def _check_sources(self) -> None:
+        for key in ("path", "split", "name", "columns", "where", "rows"):
+            self.refuse(key, "sources", "say it of each source")
+        labels = [source.label for source in self.sources]
+        repeated = [label for label, count in Counter(labels).items() if count > 1]
+        if repeated:
+            places = [i for i, label in enumerate(labels) if label == repeated[0]]
+            raise ValueError(
+                f"sources.{places[1]}.source: {repeated[0]!r} is also the name of sources.{places[0]}; give each "
+                f"source a name of its own, such as source: {repeated[0]}_2"
+            )
+        without = [i for i, source in enumerate(self.sources) if source.weight is None]
+        if 0 < len(without) < len(self.sources):
+            raise ValueError(f"sources.{without[0]}.weight: missing; either all sources have a weight, or none")
+        for i, source in enumerate(self.sources):
+            if source.system_prompt is not None and not self.apply_chat_template:
+                raise ValueError(
+                    f"sources.{i}.system_prompt: {source.system_prompt!r:.60} has no effect with apply_chat_template: "
+                    f"false; remove one of the two"
+                )
 
 
 class EvalConfig(Section):
@@ -101,6 +252,11 @@ class EvalConfig(Section):
     )
     split: str = Field("test", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
+    rows: NumRows | None = Field(
+        None,
+        description="Instead of `path`: hold this many rows of the training data out, or this share of them, drawn by "
+        "`train.seed`. Rows with the same prompts are not trained on either.",
+    )
     prompt: str | None = Field(None, min_length=1, description="Prompt column. Default: `data.prompt`.")
     every: int = Field(20, ge=0, description="Evaluate every N steps (0: only before and after training).")
     before_training: bool = Field(True, description="Also evaluate the initial model.")
@@ -124,6 +280,10 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _check_greedy(self) -> Self:
         _refuse_choice_of_split(self, "eval.path")
+        if self.path is not None:
+            self.refuse("rows", "path", "remove one of the two, or use max_prompts for the first N")
+        elif self.rows is not None:
+            self.refuse("prompt", "rows, which are of the training data", "remove it")
         if self.temperature == 0:
             if self.num_samples > 1:
                 raise ValueError(
@@ -133,3 +293,8 @@ class EvalConfig(Section):
             for key in ("top_p", "top_k", "min_p"):
                 self.refuse(key, "temperature: 0 (greedy)")
         return self
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there are held-out rows, and not only those that an environment brings."""
+        return self.path is not None or self.rows is not None

@@ -46,7 +46,7 @@ def check_sections(config: "Config") -> None:
 def _check_inputs(config: "Config") -> None:
     """Check that there are data and rewards, which an environment or agent may bring."""
     brings_its_own = _has_environment(config)
-    if config.data.path is None and not brings_its_own:
+    if not config.data.is_given and not brings_its_own:
         raise ValueError("data.path: missing; this key is required")
     if config.data.stream:
         if config.data.path is None:
@@ -58,7 +58,14 @@ def _check_inputs(config: "Config") -> None:
             )
     if not config.rewards and not brings_its_own:
         raise ValueError("rewards: []: at least one reward is needed, such as [{use: math}]")
-    if config.eval is not None and config.eval.path is None:
+    if config.eval is not None and config.eval.rows is not None and config.data.stream:
+        raise ValueError(
+            f"eval.rows: {config.eval.rows} needs the number of rows, which is not known with data.stream: true; set "
+            f"eval.path, or leave out data.stream"
+        )
+    if config.eval is not None and config.eval.rows is not None and not config.data.is_given:
+        raise ValueError(f"eval.rows: {config.eval.rows} needs data.path, whose rows are held out; set it")
+    if config.eval is not None and not config.eval.is_given:
         if not brings_its_own:
             raise ValueError("eval.path: missing; this key is required")
         if config.eval.max_prompts is None:
@@ -476,6 +483,11 @@ class Config(Section):
         if self.optim.name == "adafactor":
             return "optim.name: adafactor"
         return f"hardware.device: {self.hardware.device}" if ":" in self.hardware.device else None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _take_list_of_sources(cls, value: Any) -> Any:
+        return {"sources": value} if isinstance(value, list | tuple) else value
 
     @field_validator("optim", mode="before")
     @classmethod

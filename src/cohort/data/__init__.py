@@ -12,7 +12,8 @@ from cohort.data.prompts import (
     longest_tokens,
     read_content,
 )
-from cohort.data.rows import columns_of, values_of
+from cohort.data.rows import columns_of, describe_row, values_of
+from cohort.data.sources import TrainingRows, read_training_rows
 from cohort.data.stream import RowStream, StreamedPrompts, open_stream
 from cohort.data.successes import Successes
 
@@ -24,13 +25,16 @@ __all__ = [
     "SampledPrompts",
     "StreamedPrompts",
     "Successes",
+    "TrainingRows",
     "build_prompt",
     "build_prompts",
     "columns_of",
     "describe_lost_text",
+    "describe_row",
     "longest_tokens",
     "open_stream",
     "read_content",
     "read_rows",
+    "read_training_rows",
     "values_of",
 ]

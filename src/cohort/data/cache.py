@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from cohort.records import IntArray
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -45,28 +47,42 @@ def content_key(*parts: Path | str | bytes) -> str:
     return digest.hexdigest()
 
 
-def cached_table(key: str, write: Callable[[Any], None]) -> tuple["pa.Table", dict[bytes, bytes]]:
+def cached_table(key: str | None, write: Callable[[Any], None]) -> tuple["pa.Table", dict[bytes, bytes]]:
     """Return the table of a key, memory-mapped, and the metadata of its last batch.
 
     Args:
-        key: see `content_key`.
+        key: see `content_key`. None: the table is made in memory.
         write: called with a sink if the cache lacks the table: writes an Arrow IPC file. If the cache cannot be
             written, as on a full disk, the table is made in memory.
     """
     import pyarrow as pa
 
-    file = cache_folder() / f"{key}.arrow"
-    with suppress(OSError, pa.ArrowInvalid):  # missing, or damaged: it is written again
-        table = _open(pa.memory_map(str(file)))
-        _touch(file)
-        return table
-    failed = _write(file, lambda path: _write_to(pa.OSFile(str(path), "wb"), write))
-    if not failed:
-        with suppress(OSError, pa.ArrowInvalid):  # removed by another process
-            return _open(pa.memory_map(str(file)))
+    if key is not None:
+        file = cache_folder() / f"{key}.arrow"
+        with suppress(OSError, pa.ArrowInvalid):  # missing, or damaged: it is written again
+            table = _open(pa.memory_map(str(file)))
+            _touch(file)
+            return table
+        failed = _write(file, lambda path: _write_to(pa.OSFile(str(path), "wb"), write))
+        if not failed:
+            with suppress(OSError, pa.ArrowInvalid):  # removed by another process
+                return _open(pa.memory_map(str(file)))
     sink = pa.BufferOutputStream()
     write(sink)
     return _open(pa.BufferReader(sink.getvalue()))
+
+
+def cached_numbers(key: str | None, find: Callable[[], IntArray]) -> IntArray:
+    """Return the integers of a key, which `find` computes if the cache lacks them."""
+    import pyarrow as pa
+
+    def write(sink: Any) -> None:
+        batch = pa.record_batch({"numbers": pa.array(find(), pa.int64())})
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+
+    numbers: IntArray = cached_table(key, write)[0]["numbers"].to_numpy()
+    return numbers
 
 
 def recall(key: str) -> Any:

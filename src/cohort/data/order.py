@@ -27,11 +27,23 @@ class PromptStream:
     """
 
     def __init__(
-        self, prompts: PromptSet, *, seed: int, shuffle: bool = True, successes: Successes | None = None
+        self,
+        prompts: PromptSet,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        weights: Sequence[float] | None = None,
+        successes: Successes | None = None,
     ) -> None:
-        """Start at the first prompt. Without `shuffle` every epoch is in file order.
+        """Start at the first prompt.
 
-        `successes` decides which prompts are passed over. Default: none.
+        Args:
+            prompts: the prompts.
+            seed: of all orders.
+            shuffle: whether epochs are shuffled. False: every epoch is in file order.
+            weights: of the sources of a mixture, from which prompts come in turn; each has its own epochs. An epoch of
+                the stream is then as many prompts as there are.
+            successes: decides which prompts are passed over. None: none.
         """
         assert len(prompts.prompts), "build_prompts never returns an empty set"
         self._prompts = prompts.prompts
@@ -39,6 +51,8 @@ class PromptStream:
         self._successes = successes or Successes(int(self._ids.max()) + 1)
         self._seed = seed
         self._shuffle = shuffle
+        self._weights = None if weights is None else list(weights)
+        self._mixture = None if weights is None else _Mixture(prompts.sources, weights, seed=seed, shuffle=shuffle)
         digest = self._prompts.digest if isinstance(self._prompts, SampledPrompts) else None
         self._fingerprint = digest or self._fingerprint_of_rows
         self._num_passed = 0  # prompts whose turn has come, sampled or not
@@ -51,8 +65,7 @@ class PromptStream:
         assert n >= 0, n
         taken: list[Prompt] = []
         while len(taken) < n:
-            epoch, position = divmod(self._num_passed, len(self._prompts))
-            place = int(_epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)[position])
+            epoch, place = self._visit(self._num_passed)
             if self._is_sampled(place, epoch):
                 taken.append(dataclasses.replace(self._prompts[place], epoch=epoch))
             self._num_passed += 1
@@ -105,23 +118,31 @@ class PromptStream:
         Raises:
             UserError: the state belongs to another dataset, seed or order. The stream is unchanged.
         """
-        for key, here in self._identity().items():
-            if state[key] != here and not (key == "prompts_sha256" and state[key] == self._fingerprint_of_rows):
+        for key, here in {"weights": None, **self._identity()}.items():
+            if state.get(key) != here and not (key == "prompts_sha256" and state.get(key) == self._fingerprint_of_rows):
                 raise UserError(
                     f"data.path: the saved position belongs to a different order of prompts: it was saved with "
-                    f"{key}={state[key]!r}, but this run has {key}={here!r}; use the dataset, train.seed and "
+                    f"{key}={state.get(key)!r}, but this run has {key}={here!r}; use the dataset, train.seed and "
                     "data settings of the saved run, or a new run.dir"
                 )
         self._num_passed = int(state["epoch"]) * len(self._prompts) + int(state["position"])
         self._successes.restore(state.get("successes", ""))
 
     def _identity(self) -> dict[str, Any]:
-        return {
+        identity = {
             "num_prompts": len(self._prompts),
             "prompts_sha256": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
         }
+        return identity if self._weights is None else {**identity, "weights": self._weights}
+
+    def _visit(self, index: int) -> tuple[int, int]:
+        """Return the epoch and the place of the prompt whose turn it is at an index."""
+        if self._mixture is not None:
+            return self._mixture.visit(index)
+        epoch, position = divmod(index, len(self._prompts))
+        return epoch, int(_epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)[position])
 
     def _is_sampled(self, place: int, epoch: int) -> bool:
         probability = self._successes.probability(int(self._ids[place]))
@@ -133,21 +154,60 @@ class PromptStream:
         return _fingerprint(self._prompts)
 
 
-@functools.lru_cache(maxsize=2)
-def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntArray:
-    """[N] permutation of one epoch."""
+class _Mixture:
+    """The order of a weighted mixture: sources in turn, so that each has its share of any stretch of prompts.
+
+    The next prompt is of the source that lacks most to its share. Each source visits its prompts once per epoch of its
+    own.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, int]], weights: Sequence[float], *, seed: int, shuffle: bool):
+        """Mix sources, given as name and number of prompts up to its end.
+
+        Raises:
+            UserError: a source has no prompts.
+        """
+        ends = [end for _, end in sources]
+        self._starts = [0, *ends[:-1]]
+        self._sizes = [end - start for start, end in zip(self._starts, ends, strict=True)]
+        if 0 in self._sizes:
+            empty = self._sizes.index(0)
+            raise UserError(
+                f"data.sources.{empty}: no prompt of {sources[empty][0]!r} is within rollout.max_prompt_tokens, so "
+                f"that it cannot have a share of the mixture; remove the source, or raise that limit"
+            )
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._seed, self._shuffle = seed, shuffle
+        self._counts = [0] * len(ends)  # prompts of each source among the first ones
+
+    def visit(self, index: int) -> tuple[int, int]:
+        """Return the epoch and the position of the prompt at an index of the stream."""
+        if index < sum(self._counts):
+            self._counts = [0] * len(self._counts)
+        while (num := sum(self._counts)) <= index:
+            lacks = [share * (num + 1) - n for share, n in zip(self._shares, self._counts, strict=True)]
+            source = lacks.index(max(lacks))
+            self._counts[source] += 1
+        epoch, position = divmod(self._counts[source] - 1, self._sizes[source])
+        order = _epoch_order(self._sizes[source], self._seed, epoch, self._shuffle, source + 1)
+        return epoch, self._starts[source] + int(order[position])
+
+
+@functools.lru_cache(maxsize=16)
+def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool, source: int = 0) -> IntArray:
+    """[N] permutation of one epoch, of one source of a weighted mixture (from 1) or of all prompts (0)."""
     if not shuffle:
         return np.arange(num_prompts)
     # Not `Generator.permutation`: NumPy guarantees the raw stream of a bit generator across releases, but not the
     # output of a Generator, and a run must resume exactly after an upgrade.
-    bits = np.random.Philox(np.random.SeedSequence((seed, epoch)))
+    bits = np.random.Philox(np.random.SeedSequence((seed, epoch, source) if source else (seed, epoch)))
     return np.argsort(bits.random_raw(num_prompts), kind="stable")
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=16)
 def _epoch_draws(num_prompts: int, seed: int, epoch: int) -> FloatArray:
     """[N] uniform numbers in [0, 1] that decide which prompts an epoch passes over."""
-    bits = np.random.Philox(np.random.SeedSequence((seed, epoch, 1)))
+    bits = np.random.Philox(np.random.SeedSequence((seed, epoch, 0, 1)))  # the order of no source
     return bits.random_raw(num_prompts) / 2.0**64
 
 

@@ -7,17 +7,17 @@ import ast
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cohort.chat import ChatTemplate, prompt_messages
 from cohort.data.cache import content_key, recall, remember
-from cohort.data.rows import RowColumns, StoredRows, columns_of, values_of
+from cohort.data.rows import RowColumns, StoredRows, columns_of, describe_row, values_of
 from cohort.errors import UserError, excerpt, suggest
 from cohort.records import IntArray, Message, Prompt
 
@@ -44,6 +44,7 @@ class PromptSet:
 
     prompts: Sequence[Prompt]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
     num_dropped_overlong: int  # rows dropped because their prompt exceeds the limit
+    sources: Sequence[tuple[str, int]] = ()  # of a mixture: name of each source, and how many prompts end with it
 
     @property
     def ids(self) -> IntArray:
@@ -107,7 +108,10 @@ class SampledPrompts(Sequence[Prompt]):
         """Yield what `Prompt.content` will be, without tokens."""
         for row, value in self._only_kept(values_of(self._rows, self._renderer.prompt_column)):
             is_missing = value is None and self._optional
-            yield "" if is_missing else read_content(value, f"{self._where}: row {row + 1}")
+            yield "" if is_missing else read_content(value, self._at(row))
+
+    def _at(self, row: int) -> str:
+        return f"{self._where}: {describe_row(self._rows, row)}"
 
     def _only_kept(self, values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         kept = iter(self.ids.tolist())
@@ -118,13 +122,16 @@ class SampledPrompts(Sequence[Prompt]):
                 wanted = next(kept, None)
 
     def _render(self, row: int) -> Prompt:
-        rows, column, where = self._rows, self._renderer.prompt_column, f"{self._where}: row {row + 1}"
+        rows, column, where = self._rows, self._renderer.prompt_column, self._at(row)
+        renderer = self._renderer
+        if isinstance(rows, StoredRows) and rows.sources:
+            renderer = renderer.for_source(rows.source_of(row))
         value = rows.read(column, row, row + 1)[0] if isinstance(rows, StoredRows) else rows[row].get(column)
         content: Content = ""
         if value is None and self._optional:
-            token_ids = self._renderer.placeholder
+            token_ids = renderer.placeholder
         else:
-            content, token_ids = self._renderer.render(value, where=where)
+            content, token_ids = renderer.render(value, where=where)
         if len(token_ids) > self._max_prompt_tokens:
             raise UserError(
                 f"{where}: the chat template makes {len(token_ids)} tokens of this prompt, more than of other texts of "
@@ -158,8 +165,10 @@ class PromptRenderer:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        system_prompts: Mapping[str, str] | None = None,
     ) -> None:
-        """Arguments are the keys of the `data` section, which messages name, and JSON schemas of tools.
+        """Arguments are the keys of the `data` section, which messages name, JSON schemas of tools, and system prompts
+        of sources that have their own.
 
         `system_prompt`, `chat_template_kwargs` and `tools` need the chat template. An empty system prompt is rendered
         as an empty system message, which keeps templates from adding their own.
@@ -169,13 +178,30 @@ class PromptRenderer:
         """
         assert apply_chat_template or not (system_prompt or chat_template_kwargs or tools), "the configuration refuses"
         self.prompt_column = prompt_column
+        self._options: dict[str, Any] = {
+            "prompt_column": prompt_column,
+            "apply_chat_template": apply_chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+        }
+        self._system_prompts = system_prompts or {}
+        self._of_source: dict[str, PromptRenderer] = {}
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._tools = tools
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._template = ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if apply_chat_template else None
 
-    def render(self, value: Any, *, where: str) -> tuple[Content, IntArray]:
+    def for_source(self, name: str | None) -> "PromptRenderer":
+        """Return the renderer of a source's prompts: another one if the source has its own system prompt."""
+        if name is None or name not in self._system_prompts:
+            return self
+        if name not in self._of_source:
+            own = self._system_prompts[name]
+            self._of_source[name] = PromptRenderer(self._tokenizer, system_prompt=own, **self._options)
+        return self._of_source[name]
+
+    def render(self, value: Any, *, where: object) -> tuple[Content, IntArray]:
         """Render one prompt: return its content as written, and its token ids [P].
 
         `value` is the prompt column of one row; errors start with `where`, such as "data.prompt='question': row 3".
@@ -192,19 +218,26 @@ class PromptRenderer:
         return content, token_ids
 
     def find_lengths(
-        self, contents: Iterable[Any], *, max_prompt_tokens: int, where: str, optional: bool
+        self,
+        contents: Iterable[tuple[int, Any]],
+        *,
+        max_prompt_tokens: int,
+        where: Callable[[int], object],
+        optional: bool,
     ) -> "Iterator[tuple[int, int, bool]]":
         """Yield row number, tokens and whether that is exact or only a bound. Bounds are within the limit.
+
+        `contents` are the numbers of rows with their prompts, and `where` says how messages name a row.
 
         Bytes bound tokens, so most texts need no look. The others are tokenized in batches, and rendered if that does
         not show that they fit. Everything that `render` would refuse is refused.
         """
         waiting: list[tuple[int, Any, list[str]]] = []
-        for row, value in enumerate(contents):
-            at = f"{where}: row {row + 1}"
+        for row, value in contents:
             if value is None and optional:
                 yield row, len(self.placeholder), True
                 continue
+            at = where(row)
             content = read_content(value, at)
             texts = self._plain_texts(content)
             if texts is None:
@@ -219,7 +252,7 @@ class PromptRenderer:
         yield from self._tokenize(waiting, max_prompt_tokens, where)
 
     def _tokenize(
-        self, waiting: "list[tuple[int, Any, list[str]]]", max_prompt_tokens: int, where: str
+        self, waiting: "list[tuple[int, Any, list[str]]]", max_prompt_tokens: int, where: Callable[[int], object]
     ) -> "Iterator[tuple[int, int, bool]]":
         texts = [text for _, _, of_row in waiting for text in of_row]
         options = {"add_special_tokens": False, "return_attention_mask": False}
@@ -227,7 +260,7 @@ class PromptRenderer:
         for row, value, of_row in waiting:
             bound = self._bound(sum(next(lengths) for _ in of_row), len(of_row))
             is_exact = bound > max_prompt_tokens
-            yield row, len(self.render(value, where=f"{where}: row {row + 1}")[1]) if is_exact else bound, is_exact
+            yield row, len(self.render(value, where=where(row))[1]) if is_exact else bound, is_exact
 
     def _plain_texts(self, content: Content) -> list[str] | None:
         """Return the texts of a prompt whose length can be bounded by theirs; None if it must be rendered.
@@ -285,7 +318,8 @@ class PromptRenderer:
         """Identifies all that lengths depend on, but for the data; None if the tokenizer is unknown."""
         if self._tokenizer_is_unknown:
             return None
-        settings = [self.prompt_column, self._system_prompt, self._tools, self._template_kwargs]
+        settings: list[Any] = [self.prompt_column, self._system_prompt, self._tools, self._template_kwargs]
+        settings += [dict(self._system_prompts)] if self._system_prompts else []
         template = None if self._template is None else self._tokenizer.get_chat_template(tools=self._tools)
         specials = sorted(self._tokenizer.added_tokens_decoder), str(self._tokenizer.special_tokens_map)
         return content_key(
@@ -298,7 +332,7 @@ class PromptRenderer:
         assert self._template is not None, "environments need the chat template"
         return self._render("", f"{self.prompt_column!r}: a row without a prompt", self._template)
 
-    def _render(self, content: Content, where: str, template: ChatTemplate) -> IntArray:
+    def _render(self, content: Content, where: object, template: ChatTemplate) -> IntArray:
         messages = prompt_messages(content, self._system_prompt)
         try:
             token_ids, token = template.render(messages, self._tools), template.written_twice(messages)
@@ -311,7 +345,7 @@ class PromptRenderer:
             )
         return token_ids
 
-    def _encode(self, content: Content, where: str) -> IntArray:
+    def _encode(self, content: Content, where: object) -> IntArray:
         if not isinstance(content, str):
             raise UserError(
                 f"{where}: chat messages need the chat template; use data.apply_chat_template=true, or text"
@@ -352,14 +386,20 @@ def build_prompts(
         raise UserError(f"{where}: the data has no such column{suggest(renderer.prompt_column, columns, 'Columns')}")
     if isinstance(rows, StoredRows) or len(rows) > _RENDERED_ROWS:
         lengths = _find_lengths(rows, renderer, max_prompt_tokens=max_prompt_tokens, where=where, optional=optional)
-        _check_overlong(lengths.overlong, len(rows), max_prompt_tokens, overlong, field)
+        _check_overlong(lengths.overlong, rows, max_prompt_tokens, overlong, field)
         options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
         sampled = SampledPrompts(rows, renderer, lengths, **options)
-        return PromptSet(prompts=sampled, num_dropped_overlong=len(lengths.overlong))
+        sources = rows.sources if isinstance(rows, StoredRows) else ()
+        ends = np.searchsorted(lengths.kept, [end for _, end in sources]).tolist()
+        return PromptSet(
+            prompts=sampled,
+            num_dropped_overlong=len(lengths.overlong),
+            sources=tuple((name, end) for (name, _), end in zip(sources, ends, strict=True)),
+        )
     prompts = [_prompt(index, row, renderer, columns, where, optional) for index, row in enumerate(rows)]
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
     too_long = {prompt.id: n for prompt in prompts if (n := len(prompt.token_ids)) > max_prompt_tokens}
-    _check_overlong(too_long, len(rows), max_prompt_tokens, overlong, field)
+    _check_overlong(too_long, rows, max_prompt_tokens, overlong, field)
     return PromptSet(prompts=kept, num_dropped_overlong=len(too_long))
 
 
@@ -420,13 +460,21 @@ def _find_lengths(
         if (known := recall(key)) is not None:
             overlong = {int(row): tokens for row, tokens in known["overlong"].items()}
             return _lengths(len(rows), overlong, known["longest"])
-    options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
-    overlong, longest = {}, 0
-    for row, tokens, _ in renderer.find_lengths(values_of(rows, renderer.prompt_column), **options):
-        if tokens > max_prompt_tokens:
-            overlong[row] = tokens
-        else:
-            longest = max(longest, tokens)
+    overlong, longest, start = {}, 0, 0
+    values = enumerate(values_of(rows, renderer.prompt_column))
+    for source, end in (rows.sources if isinstance(rows, StoredRows) else ()) or ((None, len(rows)),):
+        lengths = renderer.for_source(source).find_lengths(
+            islice(values, end - start),
+            max_prompt_tokens=max_prompt_tokens,
+            where=lambda row: _Place(lambda: f"{where}: {describe_row(rows, row)}"),
+            optional=optional,
+        )
+        for row, tokens, _ in lengths:
+            if tokens > max_prompt_tokens:
+                overlong[row] = tokens
+            else:
+                longest = max(longest, tokens)
+        start = end
     if key is not None:
         remember(key, {"overlong": overlong, "longest": longest})
     return _lengths(len(rows), overlong, longest)
@@ -481,9 +529,14 @@ def _words(text: str) -> tuple[str, set[int]]:
 
 
 def _check_overlong(
-    overlong: Mapping[int, int], num_rows: int, max_prompt_tokens: int, wanted: Literal["drop", "error"], field: str
+    overlong: Mapping[int, int],
+    rows: Sequence[Mapping[str, Any]],
+    max_prompt_tokens: int,
+    wanted: Literal["drop", "error"],
+    field: str,
 ) -> None:
     """Refuse data whose prompts are all too long, or any if that is an error. `overlong`: row -> tokens."""
+    num_rows = len(rows)
     if not overlong or (wanted == "drop" and len(overlong) < num_rows):
         return
     limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
@@ -495,12 +548,25 @@ def _check_overlong(
         )
     first = min(overlong)
     raise UserError(
-        f"{limit}: the prompt in row {first + 1} of {field} has {overlong[first]} tokens, and {len(overlong)} "
-        f"of {num_rows} prompts are too long; use at least {max(lengths)}, or data.overlong_prompts: drop"
+        f"{limit}: the prompt in {describe_row(rows, first)} of {field} has {overlong[first]} tokens, and "
+        f"{len(overlong)} of {num_rows} prompts are too long; use at least {max(lengths)}, or "
+        f"data.overlong_prompts: drop"
     )
 
 
-def read_content(value: Any, where: str) -> Content:
+class _Place:
+    """Where a value is, for messages. Of most rows, nobody asks."""
+
+    __slots__ = ("_describe",)
+
+    def __init__(self, describe: Callable[[], str]):
+        self._describe = describe
+
+    def __str__(self) -> str:
+        return self._describe()
+
+
+def read_content(value: Any, where: object) -> Content:
     """Validate a prompt: text or a list of messages."""
     if isinstance(value, str):
         _check_text(value, where)
@@ -517,12 +583,12 @@ def read_content(value: Any, where: str) -> Content:
     )
 
 
-def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
+def _read_messages(values: Sequence[Any], where: object) -> list[Message]:
     if not values:
         raise UserError(f"{where}: the list of chat messages is empty")
     messages: list[Message] = []
     for number, value in enumerate(values, start=1):
-        at = f"{where}, message {number}"
+        at = _Place(lambda n=number: f"{where}, message {n}")  # type: ignore[misc]
         if not isinstance(value, Mapping):
             raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {excerpt(value)}')
         message = {key: entry for key, entry in value.items() if entry is not None}
@@ -542,7 +608,7 @@ def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
     return messages
 
 
-def _check_text(text: str, where: str, *, may_be_empty: bool = False) -> None:
+def _check_text(text: str, where: object, *, may_be_empty: bool = False) -> None:
     if not text.strip() and not may_be_empty:
         raise UserError(f"{where}: the text is empty")
     try:

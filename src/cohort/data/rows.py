@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _BATCH = 1024  # rows that are read or written at a time
+_SPARSE = 16  # rows that are read for one that is wanted, rather than reading wanted ones one by one
 _MOST_TEXT_COLUMNS = 100
 _OTHERS = "others"  # the column with what is no text, as JSON
 
@@ -33,10 +34,19 @@ class StoredRows(Sequence[Row]):
 
     columns: tuple[str, ...]  # in the order in which the rows first have them
     digest: str | None
+    sources: Sequence[tuple[str, int]] = ()  # of a mixture: name and end of each source, whose rows are neighbors
 
     @abstractmethod
     def read(self, column: str, start: int, stop: int) -> list[Any]:
         """Return the values of a column in rows `start` to `stop`, None where a row lacks it."""
+
+    def describe(self, index: int) -> str:
+        """Return how messages name a row: by its number in the file."""
+        return f"row {index + 1}"
+
+    def source_of(self, index: int) -> str | None:
+        """Return the name of a row's source; None if this is no mixture."""
+        return next((name for name, end in self.sources if index < end), None)
 
     def values(self, column: str) -> Iterator[Any]:
         """Yield the values of a column in all rows."""
@@ -68,21 +78,61 @@ class SelectedRows(StoredRows):
     """Some rows of others."""
 
     def __init__(self, rows: StoredRows, indices: IntArray):
-        """Select the rows `indices`, in this order."""
+        """Select the rows `indices`, in this order; those of a mixture must be in its order."""
         self._rows = rows
         self._indices = indices
         self.columns = rows.columns
         self.digest = rows.digest and content_key(rows.digest, indices.tobytes())
+        ends = np.searchsorted(indices, [end for _, end in rows.sources]).tolist()
+        self.sources = tuple((name, end) for (name, _), end in zip(rows.sources, ends, strict=True))
 
     def __len__(self) -> int:
         return len(self._indices)
 
+    def describe(self, index: int) -> str:
+        """See `StoredRows`."""
+        return self._rows.describe(int(self._indices[index]))
+
     def read(self, column: str, start: int, stop: int) -> list[Any]:
-        """See `StoredRows`. Neighbors are read together."""
+        """See `StoredRows`."""
+        return self._read(lambda first, last: self._rows.read(column, first, last), start, stop)
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """See `StoredRows`."""
+        return self._read(self._rows.read_rows, start, stop)
+
+    def _read(self, read: Callable[[int, int], list[Any]], start: int, stop: int) -> list[Any]:
+        """Read rows that are close to each other together."""
         chosen = self._indices[start:stop].tolist()
-        if chosen and chosen == list(range(chosen[0], chosen[0] + len(chosen))):
-            return self._rows.read(column, chosen[0], chosen[-1] + 1)
-        return [self._rows.read(column, i, i + 1)[0] for i in chosen]
+        if not chosen:
+            return []
+        first, last = min(chosen), max(chosen) + 1
+        if last - first > _SPARSE * len(chosen):
+            return [read(i, i + 1)[0] for i in chosen]
+        found = read(first, last)
+        return [found[i - first] for i in chosen]
+
+
+class ListedRows(StoredRows):
+    """Rows in memory."""
+
+    digest = None
+
+    def __init__(self, rows: Sequence[Row]):
+        """Use `rows`."""
+        self._rows = rows
+        self.columns = tuple(columns_of(rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, column: str, start: int, stop: int) -> list[Any]:
+        """See `StoredRows`."""
+        return [row.get(column) for row in self._rows[start:stop]]
+
+    def read_rows(self, start: int, stop: int) -> list[Row]:
+        """See `StoredRows`. Rows have their own keys only."""
+        return list(self._rows[start:stop])
 
 
 class JoinedRows(StoredRows):
@@ -120,8 +170,8 @@ class JoinedRows(StoredRows):
 class ConvertedRows(StoredRows):
     """Rows of JSON or CSV, converted to Arrow: texts as such, everything else as JSON, so that no value changes."""
 
-    def __init__(self, key: str, make: Callable[[], Iterator[Row]]):
-        """Convert the rows that `make` yields, unless the cache has those of `key`."""
+    def __init__(self, key: str | None, make: Callable[[], Iterator[Row]]):
+        """Convert the rows that `make` yields, unless the cache has those of `key`. None: keep them in memory."""
         table, metadata = cached_table(key, lambda sink: _convert(make(), sink))
         known = json.loads(metadata[b"columns"])
         self.columns = tuple(known["all"])
@@ -334,6 +384,11 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def values_of(rows: Sequence[Mapping[str, Any]], column: str) -> Iterable[Any]:
     """Return the values of a column, None where a row lacks it."""
     return rows.values(column) if isinstance(rows, StoredRows) else (row.get(column) for row in rows)
+
+
+def describe_row(rows: Sequence[Mapping[str, Any]], index: int) -> str:
+    """Return how messages name a row."""
+    return rows.describe(index) if isinstance(rows, StoredRows) else f"row {index + 1}"
 
 
 def file_state(file: Path) -> tuple[int, ...]:

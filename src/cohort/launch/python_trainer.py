@@ -243,7 +243,7 @@ class Trainer:
         run, loop = self._open()
         evaluation, rewards, last = run.inputs.evaluation, run.inputs.rewards, loop.last_evaluation
         if eval_data is not None:
-            raw = {**({} if own is None else _mapping(own)), **_section(eval_data, key="path")}
+            raw = {**({} if own is None else _mapping(own)), "rows": None, **_section(eval_data, key="path")}
             config = config_from_dict({**_mapping(self.config), "eval": raw})
             assert config.eval is not None, "it is given"
             parts = Parts(config, tokenizer=run.inputs.tokenizer)

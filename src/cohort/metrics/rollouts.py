@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from cohort.records import EndReason, FloatArray, IntArray, ScoredGroup, Trajectory, TurnStats, join_calls
+from cohort.records import BoolArray, EndReason, FloatArray, IntArray, ScoredGroup, Trajectory, TurnStats, join_calls
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -102,6 +102,34 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics[f"rewards/{name}/std"] = float(part.std(ddof=1)) if len(part) > 1 else 0.0
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return metrics | _length_metrics(trajectories) | turn_metrics(trajectories)
+
+
+def source_metrics(groups: Sequence[ScoredGroup], right_PG: BoolArray, *, column: str) -> dict[str, float]:
+    """Reward, accuracy and length of the completions of each source of a mixture.
+
+    Args:
+        groups: scored groups.
+        right_PG: which completions succeed.
+        column: the column that says what source a row is of; without it there are no metrics.
+    """
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        if (name := group.prompt.columns.get(column)) is not None:
+            members.setdefault(str(name), []).append(i)
+    metrics: dict[str, float] = {}
+    for name, indices in sorted(members.items()):
+        own = [groups[i] for i in indices]
+        intact = [[not t.is_broken for t in group.trajectories] for group in own]
+        right = np.concatenate([right_PG[i][of_one] for i, of_one in zip(indices, intact, strict=True)])
+        rewards = np.concatenate([group.rewards for group in own])
+        lengths = [len(t.sampled_token_ids) for group in own for t in group.trajectories if not t.is_broken]
+        metrics |= {
+            f"sources/{name}/reward": _mean(rewards[~np.isnan(rewards)]),
+            f"sources/{name}/accuracy": _mean(right),
+            f"sources/{name}/mean_length": _mean(np.array(lengths)),
+            f"sources/{name}/num_groups": float(len(own)),
+        }
+    return metrics
 
 
 def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:

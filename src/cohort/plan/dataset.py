@@ -42,7 +42,9 @@ def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
     places = (base_dir, Path.cwd())
     if _problem(f"{config.model.path}/config.json", places) == _FORBIDDEN:  # missing: perhaps a Hub id
         yield "model.path", f"model.path: {config.model.path!r}: {_FORBIDDEN}; `cohort train` will not start"
-    for field, path in (("data.path", config.data.path), ("eval.path", config.eval.path if config.eval else None)):
+    sources = ((f"data.sources.{i}.path", source.path) for i, source in enumerate(config.data.sources))
+    held_out = config.eval.path if config.eval else None
+    for field, path in (("data.path", config.data.path), *sources, ("eval.path", held_out)):
         meant = path is not None and (path.endswith(_ENDINGS) or path.startswith(_BEGINNINGS))
         if path is not None and meant and (problem := _problem(path, places)) is not None:
             yield field, f"{field}: {path!r}: {problem}; `cohort train` will not start"
@@ -69,6 +71,11 @@ def _problem(path: str, places: Iterable[Path]) -> str | None:
 def _functions(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys that name the user's functions and classes, with their values."""
     rollout = config.rollout
+    maps = [
+        ("data.map", config.data.map),
+        *((f"data.sources.{i}.map", s.map) for i, s in enumerate(config.data.sources)),
+    ]
+    yield from ((field, use) for field, use in maps if use is not None)
     yield from ((f"rewards.{i}.use", reward.use) for i, reward in enumerate(config.rewards))
     yield from ((f"rollout.tools.{i}", tool.use) for i, tool in enumerate(rollout.tools))
     yield from (

@@ -75,7 +75,7 @@ def schedule_run(config: Config, *, num_prompts: int) -> RunSchedule:
         )
     return RunSchedule(
         num_prompts=num_prompts,
-        has_data=config.data.path is not None or num_prompts > 1,
+        has_data=config.data.is_given or num_prompts > 1,
         prompts_per_step=train.prompts_per_step,
         num_generations=config.rollout.num_generations,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -209,8 +209,10 @@ class RewardRunner:
                 return None
         return columns
 
-    def check_rows(self, rows: Iterable[tuple[int, Mapping[str, Any]]], *, field: str) -> None:
+    def check_rows(self, rows: Iterable[tuple[int, Mapping[str, Any]]], *, describe: Callable[[int], str]) -> None:
         """Check rows, with their numbers, with the rewards that are for them and can (`ChecksRows`).
+
+        `describe` says how messages name a row.
 
         Raises:
             UserError: a reward cannot score a row.
@@ -223,7 +225,7 @@ class RewardRunner:
                     try:
                         f.function.check_row(row, **f.args)
                     except UserError as error:
-                        raise UserError(f"{field}: row {number + 1}: reward {f.name!r}: {error}") from error
+                        raise UserError(f"{describe(number)}: reward {f.name!r}: {error}") from error
 
     def score(
         self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""

@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from cohort.config import Config
+from cohort.config.data import SOURCE
 from cohort.errors import TrainingError
 from cohort.health.reward_health import reward_health_metrics
-from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
+from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics, source_metrics
 from cohort.plan import RunSchedule
 from cohort.records import BoolArray, RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
@@ -58,6 +59,7 @@ class GroupCollector:
     max_failed_ratio: float = 1.0  # of a step's trajectories; above it the run ends
     success_reward: str | None = None  # the reward that says whether a completion is right; None: the first
     success_threshold: float = 1.0
+    source_column: str | None = None  # says what source of a mixture a row is of
     reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
@@ -114,15 +116,21 @@ class GroupCollector:
         )
 
     def _outcomes(self, groups: Sequence[ScoredGroup], reward: str) -> dict[str, float]:
-        """Return the shares of groups in which all completions are right, or none is, and record the successes."""
+        """Return the shares of groups in which all completions are right, or none is, and what sources have.
+
+        Records the successes of prompts.
+        """
         right_PG = success(groups, reward, self.success_threshold)
         shares = {"frac_all_right": right_PG.all(axis=1), "frac_all_wrong": ~right_PG.any(axis=1)}
+        outcomes = {name: float(share.mean()) for name, share in shares.items()}
         judged_PG = [np.isfinite(group.reward_parts[reward]) & _intact(group) for group in groups]
-        recorded = self.prefetcher.prompts.record(
+        outcomes |= self.prefetcher.prompts.record(
             (group.prompt.id, int((right & judged).sum()), int(judged.sum()))
             for group, right, judged in zip(groups, right_PG, judged_PG, strict=True)
         )
-        return {**{name: float(share.mean()) for name, share in shares.items()}, **recorded}
+        if self.source_column is not None:
+            outcomes |= source_metrics(groups, right_PG, column=self.source_column)
+        return outcomes
 
     def _check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check how many of a step's trajectories infrastructure broke.
@@ -222,5 +230,6 @@ def build_group_collector(
         max_failed_ratio=rollout.max_failed_ratio,
         success_reward=config.eval.success_reward if config.eval else None,
         success_threshold=config.eval.success_threshold if config.eval else 1.0,
+        source_column=SOURCE if config.data.sources else None,
         reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.metrics.rollouts import rollout_metrics
+from cohort.metrics.rollouts import rollout_metrics, source_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort.rewards import RewardRunner
 from cohort.rollout import RolloutCollector, SamplingParams, StepKey
@@ -26,6 +26,7 @@ class Evaluation:
     success_reward: str  # name of the reward that defines success
     success_threshold: float
     prompts_at_a_time: int
+    source_column: str | None = None  # says what source of a mixture a row is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,8 @@ def evaluate(
         f"pass@{k}": float(success_PK[intact_PK.any(axis=1)].any(axis=1).mean()),
     }
     of_groups = rollout_metrics(groups)
+    if evaluation.source_column is not None:
+        of_groups |= source_metrics(groups, success_PK, column=evaluation.source_column)
     metrics |= {
         "num_prompts": of_groups.pop("num_groups"),
         "num_dropped_overlong": evaluation.num_dropped_overlong,

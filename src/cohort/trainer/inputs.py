@@ -11,6 +11,7 @@ import numpy as np
 
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
+from cohort.config.data import SOURCE
 from cohort.data import (
     PromptRenderer,
     PromptSet,
@@ -23,6 +24,7 @@ from cohort.data import (
     build_prompts,
     columns_of,
     describe_lost_text,
+    describe_row,
     longest_tokens,
     values_of,
 )
@@ -66,6 +68,7 @@ class Inputs:
     max_prompt_tokens: int
     sandbox: SharedSandbox
     engine: Any  # the user's object that samples; None: an engine of Cohort's
+    num_left_out: int  # rows that are not trained on because their prompts are held out
     pass_rates: FloatArray | None  # [R] of `data.pass_rate`; NaN: unknown
     stream: RowStream | None  # of `data.stream`; `prompts` are then its first ones
     render: Callable[[int, Mapping[str, Any]], Prompt | None]  # a row of the stream; None if it is too long
@@ -84,7 +87,8 @@ class Inputs:
 
             def render(number: int, row: Mapping[str, Any]) -> Prompt | None:
                 if (prompt := self.render(number, row)) is not None:
-                    self.rewards.check_rows([(number, prompt.columns)], field="data.path")
+                    row_name = f"data.path: row {number + 1}"
+                    self.rewards.check_rows([(number, prompt.columns)], describe=lambda _: row_name)
                     check([prompt])
                 return prompt
 
@@ -96,7 +100,9 @@ class Inputs:
             exploration=data.exploration if data.sampling == "by_success" else 1.0,
             pass_rates=self.pass_rates,
         )
-        return PromptStream(self.prompts, seed=config.train.seed, shuffle=data.shuffle, successes=successes)
+        return PromptStream(
+            self.prompts, seed=config.train.seed, shuffle=data.shuffle, weights=data.weights, successes=successes
+        )
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -134,6 +140,8 @@ class Inputs:
             for kind, dropped, left in counts
             if dropped
         ]
+        if self.num_left_out:
+            dropped_prompts.append(f"left out {self.num_left_out} training rows with the prompts of held-out ones")
         lost_text = describe_lost_text(self.tokenizer, self.prompts.prompts)
         rewrites = self.environments.notes() if self.environments is not None else []
         return [*dropped_prompts, *filter(None, [lost_text]), *rewrites, *self.sandbox.notes, *self.rewards.notes()]
@@ -151,7 +159,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
     """
     parts = parts or Parts(config)
     check_loggers(config.run.log)
-    environments, field = parts.environments, "data.path"
+    environments, field = parts.environments, config.data.field
     check_custom_functions(
         config.algorithm,
         num_generations=config.rollout.num_generations,
@@ -166,7 +174,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     rendering = _rendering(config, parts, column=config.data.prompt, field=field)
     prompts = build_prompts(parts.rows, **rendering)
-    _check_answers(rewards, prompts.prompts, field=field)
+    _check_answers(rewards, prompts.prompts, parts.rows, field=field)
     _check_context(
         config,
         prompts.prompts,
@@ -189,6 +197,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         pass_rates=_read_pass_rates(parts.rows, config.data.pass_rate),
         stream=parts.stream,
         render=partial(build_prompt, columns=columns_of(parts.rows), **rendering),
+        num_left_out=parts.training_rows.num_left_out if config.data.is_given and not config.data.stream else 0,
     )
 
 
@@ -219,7 +228,8 @@ def _read_pass_rates(rows: Rows, column: str | None) -> FloatArray | None:
         except (TypeError, ValueError):
             rates[row] = -1
         if not 0 <= rates[row] <= 1:
-            raise UserError(f"{where}: row {row + 1}: must be a share of right answers, 0 to 1, not {excerpt(value)}")
+            at = f"{where}: {describe_row(rows, row)}"
+            raise UserError(f"{at}: must be a share of right answers, 0 to 1, not {excerpt(value)}")
     return rates
 
 
@@ -279,11 +289,11 @@ def _check_context(
         check_lengths(config.model, longest_tokens(prompts, exact=True), max_new_tokens=max_new_tokens, field=field)
 
 
-def _check_answers(rewards: RewardRunner, prompts: Sequence[Prompt], *, field: str) -> None:
+def _check_answers(rewards: RewardRunner, prompts: Sequence[Prompt], data: Rows, *, field: str) -> None:
     rows: Iterable[tuple[int, Mapping[str, Any]]] = ((prompt.id, prompt.columns) for prompt in prompts)
     if isinstance(prompts, SampledPrompts):
         rows = prompts.rows(rewards.checked_columns())
-    rewards.check_rows(rows, field=field)
+    rewards.check_rows(rows, describe=lambda number: f"{field}: {describe_row(data, number)}")
 
 
 def build_reward_runner(config: Config, parts: Parts, columns: Sequence[str]) -> RewardRunner:
@@ -338,6 +348,7 @@ def _rendering(config: Config, parts: Parts, *, column: str, field: str) -> dict
             apply_chat_template=data.apply_chat_template,
             chat_template_kwargs=data.chat_template_kwargs,
             tools=environments.schemas if environments else None,
+            system_prompts=data.system_prompts,
         ),
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "overlong": data.overlong_prompts,
@@ -352,10 +363,11 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
     Raises:
         UserError: a prompt or a setting is invalid, or prompts and completions do not fit into the model's context.
     """
-    _check_environment_columns(parts.eval_rows, parts.environments, field="eval.path")
+    field = "eval.path" if settings.rows is None else "eval.rows"
+    _check_environment_columns(parts.eval_rows, parts.environments, field=field)
     rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
-    prompts = render_prompts(config, parts, rows, column=column, field="eval.path")
-    _check_answers(rewards, prompts.prompts, field="eval.path")
+    prompts = render_prompts(config, parts, rows, column=column, field=field)
+    _check_answers(rewards, prompts.prompts, rows, field=field)
     _check_context(
         config,
         prompts.prompts,
@@ -379,6 +391,7 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         seed=config.train.seed,
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
         success_threshold=settings.success_threshold,
+        source_column=SOURCE if config.data.sources else None,
         # servers queue requests themselves
         prompts_at_a_time=len(prompts.prompts)
         if config.rollout.uses_servers

@@ -13,7 +13,7 @@ from typing import Any
 from cohort.config import Config
 from cohort.config.algorithm import CustomFunction
 from cohort.config.user_code import is_user_code
-from cohort.data import RowStream, open_stream, read_rows
+from cohort.data import RowStream, TrainingRows, open_stream, read_rows, read_training_rows
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.rewards import LoadedReward, load_rewards, read_trajectories
@@ -80,6 +80,7 @@ class Parts:
             chat_template_kwargs=config.data.chat_template_kwargs,
             prompt_column=config.data.prompt,
             system_prompt=config.data.system_prompt,
+            system_prompts=config.data.system_prompts,
             rewards_read_instances=read_trajectories(self.rewards),
             sandbox=self.sandbox,
         )
@@ -103,16 +104,25 @@ class Parts:
         Raises:
             UserError: the data cannot be read, or are missing without `train.steps`.
         """
-        config, data = self._config, self._config.data
+        config = self._config
         if self.stream is not None:
-            return [dict(row) for row in islice(self.stream, data.buffer_size)]
-        if data.path is not None:
-            return read_rows(data.path, field="data.path", split=data.split, name=data.name)
+            return [dict(row) for row in islice(self.stream, config.data.buffer_size)]
+        if config.data.is_given:
+            return self.training_rows.train
         assert self.environments is not None, "checked in the configuration"
         brought = self.environments.rows(_NUM_ROWS, seed=config.train.seed)
         if brought is None and config.train.steps is None:
             raise UserError("train.steps: missing; a run without data.path needs it")
         return brought or [{}]
+
+    @cached_property
+    def training_rows(self) -> TrainingRows:
+        """Rows of the data to train on, and those held out of them.
+
+        Raises:
+            UserError: the data cannot be read.
+        """
+        return read_training_rows(self._config)
 
     @cached_property
     def eval_rows(self) -> Rows:
@@ -124,6 +134,8 @@ class Parts:
         settings = self._config.eval
         if settings is None:
             return []
+        if settings.rows is not None:
+            return self.training_rows.held_out
         if settings.path is not None:
             return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
         assert self.environments is not None and settings.max_prompts is not None, "checked in the configuration"
@@ -151,6 +163,7 @@ def _uses(config: Config) -> Iterator[str]:
     yield from (tool.use for tool in config.rollout.tools)
     yield from (spec.use for spec in config.rollout.environments.values())
     yield config.rollout.agent or ""
+    yield from (data.map or "" for data in (config.data, *config.data.sources))
     yield getattr(config.optim, "use", "")
     yield from (choice.use for choice in dict(config.algorithm).values() if isinstance(choice, CustomFunction))
 

@@ -1,57 +1,17 @@
-"""Conditions of a search: Python's syntax over the columns of the completions files, as expressions of Arrow.
+"""The columns of the completions files, as conditions of a search name them."""
 
-`ast` parses a condition; only comparisons, `and`, `or`, `not`, `in`, `is None` and `matches` have a meaning.
-"""
-
-import ast
-import json
 import keyword
-import operator
-import re
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Literal
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from cohort.errors import did_you_mean
-
-MAX_CHARACTERS = 1000
-_TYPES = {"number": pa.float64(), "text": pa.string()}
-_COMPARE = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-
-
-class ConditionError(ValueError):
-    """A search that cannot be understood. `position` counts characters of the condition from 0."""
-
-    def __init__(self, message: str, position: int | None = None):
-        super().__init__(message)
-        self.position = position
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the completions files, as a condition names it."""
-
-    name: str
-    type: Literal["number", "text"]
-    description: str
-
+from cohort.config.condition import TYPES, Column, Condition, parse_condition
 
 _FIXED = (
     Column("text", "text", "text that the policy sampled"),
-    Column("prompt", "text", "the prompt; chat messages as JSON"),
+    Column("prompt", "text", "the prompt; chat messages as JSON", is_json=True),
     Column("answer", "text", "the expected answer"),
     Column("reward", "number", "weighted sum of the rewards; None if not scored"),
     Column("advantage", "number", "mean over the sampled tokens"),
@@ -64,7 +24,7 @@ _FIXED = (
     Column("prompt_id", "number", "row of the prompt in the dataset"),
     Column("policy_version", "number", "optimizer steps done when the oldest token was sampled"),
     Column("error", "text", "message of a broken trajectory"),
-    Column("messages", "text", "the conversation after the prompt, as JSON"),
+    Column("messages", "text", "the conversation after the prompt, as JSON", is_json=True),
     Column("tool_calls", "number", "tool calls"),
     Column("tool_errors", "number", "tool calls that failed"),
     Column("malformed_calls", "number", "tool calls that could not be parsed"),
@@ -75,7 +35,7 @@ _FIXED = (
 _FAMILIES = (
     Column("rewards/", "number", "one reward, unweighted"),
     Column("environment/", "number", "a metric of the environment or agent"),
-    Column("details/", "text", "how a reward scored, as JSON"),
+    Column("details/", "text", "how a reward scored, as JSON", is_json=True),
 )
 _IN_ALL_FILES = frozenset({"text", "length", "end", "step", "kind"})  # under another name, or by the file's name
 
@@ -98,7 +58,7 @@ class Columns:
             if name.startswith(family.name)
         ]
         self.by_name = {column.name: column for column in (*_FIXED, *families)}
-        types = {name: _TYPES[column.type] for name, column in self.by_name.items()}
+        types = {name: TYPES[column.type] for name, column in self.by_name.items()}
         others = {"completion": pa.string(), "num_tokens": pa.float64(), "prompt_is_chat": pa.bool_()}
         self.schema = pa.schema(types | others)
 
@@ -106,6 +66,14 @@ class Columns:
         """Return the columns that files have, named as in a condition."""
         in_files = [name for name in self.by_name if name in _IN_ALL_FILES or name in self._in_files]
         return [replace(self.by_name[name], name=_spelled(name)) for name in in_files]
+
+    def find(self, name: str) -> Column | None:
+        """Return a column by its name in a condition; None if there is none."""
+        return self.by_name.get("text" if name == "completion" else name)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all columns, as a condition spells them."""
+        return map(_spelled, self.by_name)
 
     def expression(self, name: str) -> ds.Expression:
         """Return a column as an expression over `schema`."""
@@ -120,180 +88,10 @@ def _spelled(name: str) -> str:
     return f"{family}[{rest!r}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A condition on a row of a completions file; a comparison with null is not true.
-
-    Attributes:
-        rows: true for the rows in question.
-        possible: true wherever `rows` may be true, to skip files and row groups by their names and statistics. They say
-            nothing about NaN, so what may hold for NaN is true here.
-        patterns: regular expressions by column of text whose matches are why a row is found.
-    """
-
-    rows: ds.Expression
-    possible: ds.Expression
-    patterns: Sequence[tuple[str, str]] = ()
-
-    def __and__(self, other: "Condition") -> "Condition":
-        """Both conditions hold."""
-        patterns = (*self.patterns, *other.patterns)
-        return Condition(self.rows & other.rows, self.possible & other.possible, patterns)
-
-    def __or__(self, other: "Condition") -> "Condition":
-        """At least one of the conditions holds."""
-        patterns = (*self.patterns, *other.patterns)
-        return Condition(self.rows | other.rows, self.possible | other.possible, patterns)
-
-    def __invert__(self) -> "Condition":
-        """The condition does not hold, also because of a null."""
-        return Condition(~pc.coalesce(self.rows, False), ds.scalar(True))
-
-    def pattern_by_column(self) -> Mapping[str, str]:
-        """Return one regular expression per column of `patterns`."""
-        names = dict.fromkeys(name for name, _ in self.patterns)
-        return {name: "|".join(f"(?:{p})" for of, p in self.patterns if of == name) for name in names}
-
-
 def parse(text: str, where: str, columns: Columns) -> Condition:
-    """Parse a search.
-
-    Args:
-        text: what the completion's text contains, in any case; empty for any.
-        where: the condition; empty for none.
-        columns: the columns that it may use.
+    """Parse a search: what the completion's text contains, in any case, and a condition. Both may be empty.
 
     Raises:
         ConditionError: the condition has no meaning, or the search is too large.
     """
-    if max(len(text), len(where)) > MAX_CHARACTERS:
-        raise ConditionError(f"a search has at most {MAX_CHARACTERS:,} characters")
-    parser = _Parser(where, columns)
-    try:
-        condition = Condition(ds.scalar(True), ds.scalar(True))
-        if text:
-            condition &= parser.matches("text", f"(?i:{re.escape(text)})")
-        if where.strip():
-            condition &= parser.parse()
-        for pattern in condition.pattern_by_column().values():
-            check_regex(pattern)
-    except (UnicodeEncodeError, OverflowError):
-        raise ConditionError("the search has a text or number that no completion can have") from None
-    except pa.ArrowInvalid:
-        raise ConditionError("the regular expressions are too large together") from None
-    return condition
-
-
-def check_regex(pattern: str) -> None:
-    """Raise pyarrow.ArrowInvalid if RE2 cannot compile a regular expression."""
-    pc.match_substring_regex(pa.array([""]), pattern)
-
-
-class _Parser:
-    """Turns the nodes of Python's syntax tree that a condition may have into expressions."""
-
-    def __init__(self, where: str, columns: Columns):
-        self._start = len(where) - len(where.lstrip())
-        self._where = where.lstrip()
-        self._columns = columns
-
-    def parse(self) -> Condition:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # "\d" is fine here
-                tree = ast.parse(self._where, mode="eval")
-        except SyntaxError as error:
-            message = re.sub(r" or ':='| \(detected at line \d+\)", "", error.msg)
-            position = (error.offset or len(self._where) + 1) - 1
-            raise ConditionError(message, self._start + min(position, len(self._where))) from None
-        return self._condition(tree.body)
-
-    def _error(self, node: ast.expr, message: str) -> ConditionError:
-        before = self._where.encode()[: node.col_offset].decode(errors="ignore")
-        return ConditionError(message, self._start + len(before))
-
-    def _condition(self, node: ast.expr) -> Condition:
-        match node:
-            case ast.BoolOp(ast.And(), parts):
-                return reduce(operator.and_, map(self._condition, parts))
-            case ast.BoolOp(ast.Or(), parts):
-                return reduce(operator.or_, map(self._condition, parts))
-            case ast.UnaryOp(ast.Not(), part):
-                return ~self._condition(part)
-            case ast.Compare(first, operators, others):
-                pairs = zip([first, *others], operators, others, strict=False)
-                return reduce(operator.and_, (self._comparison(*pair) for pair in pairs))
-            case ast.Call(ast.Name("matches"), [column, ast.Constant(str(pattern)) as constant], []):
-                name = self._text_column(column)
-                try:
-                    check_regex(pattern)
-                except pa.ArrowInvalid as error:
-                    raise self._error(constant, str(error)[0].lower() + str(error)[1:]) from None
-                return self.matches(name, pattern)
-        raise self._error(node, 'expected a comparison such as reward < 0.2, "a" in text or matches(text, r"\\d+")')
-
-    def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Condition:
-        match op, right:
-            case ast.NotIn(), _:
-                return ~self._comparison(left, ast.In(), right)
-            case (ast.IsNot() | ast.NotEq(), ast.Constant(None)):
-                return ~self._comparison(left, ast.Is(), right)
-            case (ast.Is() | ast.Eq(), ast.Constant(None)):
-                rows = self._value(left)[1].is_null()
-                return Condition(rows, rows)
-            case ast.In(), ast.Tuple(values) | ast.List(values):
-                equal = (self._comparison(left, ast.Eq(), value) for value in values)
-                return reduce(operator.or_, equal, Condition(ds.scalar(False), ds.scalar(False)))
-            case ast.In(), _:
-                return self._contains(left, right)
-            case (ast.Is() | ast.IsNot(), _):
-                raise self._error(right, "is compares with None only: write ==")
-        (left_type, a), (right_type, b) = self._value(left), self._value(right)
-        if left_type != right_type:
-            raise self._error(right, f"cannot compare {left_type} with {right_type}; text is in quotes")
-        rows = _COMPARE[type(op)](a, b)
-        return Condition(rows, ds.scalar(True) if isinstance(op, ast.NotEq) and left_type == "number" else rows)
-
-    def _contains(self, part: ast.expr, column: ast.expr) -> Condition:
-        match part:
-            case ast.Constant(str(text)):
-                name = self._text_column(column)
-                spellings = [text]
-                if name in ("prompt", "messages") or name.startswith("details/"):
-                    spellings.append(json.dumps(text)[1:-1])  # in JSON
-                return self.matches(name, "|".join(map(re.escape, dict.fromkeys(spellings))))
-        raise self._error(part, "expected text in quotes before in, or values after it, as in step in (1, 2)")
-
-    def matches(self, name: str, pattern: str) -> Condition:
-        """Return the condition that a regular expression matches anywhere in a column of text."""
-        rows = pc.match_substring_regex(self._columns.expression(name), pattern)
-        return Condition(rows, rows, ((name, pattern),))
-
-    def _value(self, node: ast.expr) -> tuple[str, ds.Expression]:
-        """Return the type and the expression of a column or constant."""
-        match node:
-            case ast.Constant(bool() | None as value):
-                raise self._error(node, f"expected a column, a number or text in quotes, found {value}")
-            case ast.Constant(int() | float() as number):
-                return "number", ds.scalar(float(number))
-            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
-                return "number", ds.scalar(-float(number))
-            case ast.Constant(str(text)):
-                return "text", ds.scalar(text)
-        column = self._column(node)
-        return column.type, self._columns.expression(column.name)
-
-    def _text_column(self, node: ast.expr) -> str:
-        column = self._column(node)
-        if column.type != "text":
-            raise self._error(node, f"{column.name} is a number: compare it, as in {column.name} > 0")
-        return column.name
-
-    def _column(self, node: ast.expr) -> Column:
-        name = ast.get_source_segment(self._where, node) or ""
-        match node:
-            case ast.Subscript(ast.Name(family), ast.Constant(str(rest))):
-                name = f"{family}/{rest}"
-        if (column := self._columns.by_name.get("text" if name == "completion" else name)) is None:
-            hint = did_you_mean(name, map(_spelled, self._columns.by_name)) or "; text is in quotes"
-            raise self._error(node, f"there is no column {name}{hint}")
-        return column
+    return parse_condition(where, columns, text=text, text_column="text")

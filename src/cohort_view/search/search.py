@@ -15,9 +15,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow.fs import LocalFileSystem
 
+from cohort.config.condition import Column, Condition
 from cohort_view.completions import PROMPT_CHARS, prompt_text
 from cohort_view.run import KINDS, ViewedRun, completions_name, steps_on_disk
-from cohort_view.search.condition import Column, Columns, Condition, parse
+from cohort_view.search.condition import Columns, parse
 from cohort_view.values import integer, reason, regular_file
 
 _PROGRESS_EVERY_S = 0.3
@@ -30,7 +31,7 @@ class Search:
     """What to search for."""
 
     text: str = ""  # what the text of a completion contains, in any case; empty for any
-    where: str = ""  # a condition as `cohort_view.search.condition` reads it; empty for none
+    where: str = ""  # a condition as `cohort.config.condition` reads it; empty for none
     step: int | None = None  # only in this step
     kind: str | None = None  # only in completions of this kind
     limit: int = 200  # most matches to yield; all are counted

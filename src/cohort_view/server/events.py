@@ -191,7 +191,7 @@ async def search_events(
 
 
 def _search(run: ViewedRun, wanted: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[bytes]:
-    from cohort_view.search.condition import ConditionError  # pyarrow takes time to import
+    from cohort.config.condition import ConditionError  # pyarrow takes time to import
     from cohort_view.search.search import Search, search
 
     try:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cohort.chat import ChatTemplate, ResponseParser
@@ -123,6 +124,7 @@ def load_environments(
     chat_template_kwargs: Mapping[str, Any],
     prompt_column: str,
     system_prompt: str | None,
+    system_prompts: Mapping[str, str] = MappingProxyType({}),
     rewards_read_instances: bool = True,
     sandbox: SharedSandbox | None = None,
 ) -> Environments | None:
@@ -135,6 +137,7 @@ def load_environments(
         chat_template_kwargs: variables of the chat template.
         prompt_column: name of the prompt column in rows.
         system_prompt: system message for prompts that have none.
+        system_prompts: those of sources of the data that have their own.
         rewards_read_instances: whether a reward function gets the environments' instances.
         sandbox: the run's, for the tool `python` and libraries that need it. Default: one of its own.
 
@@ -152,6 +155,7 @@ def load_environments(
         template=ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if tokenizer.chat_template else None,
         prompt_column=prompt_column,
         system_prompt=system_prompt,
+        system_prompts=system_prompts,
         apply_chat_template=apply_chat_template,
         rewards_read_instances=rewards_read_instances,
         sandbox=sandbox,
@@ -196,6 +200,7 @@ class _Loader:
     template: ChatTemplate | None
     prompt_column: str
     system_prompt: str | None
+    system_prompts: Mapping[str, str]
     apply_chat_template: bool
     rewards_read_instances: bool
     sandbox: SharedSandbox | None
@@ -231,6 +236,7 @@ class _Loader:
             executor=self.executor,
             prompt_column=self.prompt_column,
             system_prompt=self.system_prompt,
+            system_prompts=self.system_prompts,
             interface=interface,
             pool=pool,
         )
@@ -282,7 +288,7 @@ class _Loader:
         return _Part(program=program, reward=name, agent=program)
 
     def _refuse_system_prompt(self) -> None:
-        if self.system_prompt is not None:
+        if self.system_prompt is not None or self.system_prompts:
             raise UserError(
                 "data.system_prompt has no effect with programs and agents, which write their own messages; remove it"
             )

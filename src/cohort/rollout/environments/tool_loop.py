@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from cohort.chat import Reply, append_observation, prompt_messages
+from cohort.config.data import SOURCE
 from cohort.errors import describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S
 from cohort.records import EndReason, Message, Trajectory, TurnStats
@@ -25,6 +26,7 @@ class ToolLoop:
     executor: ToolExecutor
     prompt_column: str  # name of the prompt column in rows
     system_prompt: str | None = None  # system message for prompts that have none
+    system_prompts: Mapping[str, str] = field(default_factory=dict)  # by source, for those that have their own
     interface: EnvironmentInterface | None = None  # of the environment class; its methods are tools too
     pool: HandlePool[Any] | None = None  # of instances of that class
 
@@ -72,7 +74,8 @@ class ToolLoop:
     def _messages(self, row: Row, observation: str) -> list[Message]:
         """First messages: the system prompt and the row's prompt, with the observation after its last user message."""
         content = row.get(self.prompt_column) or []
-        return prompt_messages(append_observation(content, observation), self.system_prompt)
+        system_prompt = self.system_prompts.get(str(row.get(SOURCE)), self.system_prompt)
+        return prompt_messages(append_observation(content, observation), system_prompt)
 
 
 @dataclass(slots=True)
