@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cohort.config.objects import name_rows
 from cohort.data import RowStream, StreamedPrompts, open_stream
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt
 from selection import examples
 
@@ -152,3 +152,18 @@ def test_streams_that_cannot_resume_are_refused(tmp_path: Path):
     stream = make_stream(open_stream(str(file), field="data.path", split="train", name=None))
     with pytest.raises(UserError, match=r"data.path='.*train.jsonl': line 10 is not valid JSON"):
         stream.take(9)
+
+
+def test_a_stream_that_fails_says_where():
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from rows_of(8)
+        raise ConnectionError("the server is gone")
+
+    stream = make_stream(datasets.IterableDataset.from_generator(rows))
+    with pytest.raises(TrainingError, match=r"data.path: the stream failed after row 5, .* the server is gone"):
+        stream.take(9)
+
+
+def test_values_of_csv_stay_text(tmp_path: Path):
+    rows = [*open_stream(written(tmp_path, "csv"), field="data.path", split="train", name=None)]
+    assert rows[7] == {"n": "7", "text": "007"}

@@ -197,6 +197,8 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
     if not is_given:  # an environment brought the rows
         return {}
     dataset = run.parts.eval_rows if is_eval else run.parts.rows
+    if not is_eval and settings.data.stream:  # of which the parts have the first rows
+        dataset = read_rows(str(settings.data.path), field=field, split=settings.data.split, name=settings.data.name)
     ids = dict.fromkeys(row["prompt_id"] for row in rows)
     missing = next((i for i in ids if i not in range(len(dataset))), None)
     if missing is not None:
