@@ -275,9 +275,43 @@ def test_optimizers(tmp_path: Path, said: str, name: str, note: str | None):
     assert note in notes if note else "optim" not in notes.partition("\nmodel:")[0]
 
 
-def test_a_sample_of_a_data_set_is_told(tmp_path: Path):
-    config, notes = whole(tmp_path, "s.sh", SWIFT.replace("org/d", "'org/d#1000'") + "\n")
-    assert config["data"]["path"] == "org/d" and "a sample of 1000 rows" in notes
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("s.sh", SWIFT.replace("org/d", "'org/d#1000'"), {"path": "org/d", "rows": 1000}),
+        (
+            "s.sh",
+            SWIFT.replace("org/d", "'HF::org/d:main#100' org/e"),
+            [{"path": "org/d", "name": "main", "rows": 100}, {"path": "org/e"}],
+        ),
+        (
+            "v.sh",
+            VERL.strip() + """ data.train_files="['gsm8k/train.parquet', 'math/train.parquet']" """,
+            [
+                {"path": "gsm8k/train.parquet", "source": "gsm8k_train"},
+                {"path": "math/train.parquet", "source": "math_train"},
+            ],
+        ),
+        (
+            "t.yaml",
+            "reward_funcs: [r]\ndataset_mixture:\n  datasets:\n"
+            "  - {id: org/d, config: main, weight: 0.5, columns: [prompt]}\n  - {id: org/d, split: test, weight: 1.0}\n"
+            "  test_split_size: 0.1\neval_strategy: steps\n",
+            [
+                {"path": "org/d", "name": "main", "rows": 0.5, "source": "d_1"},
+                {"path": "org/d", "split": "test", "source": "d_2"},
+            ],
+        ),
+    ],
+)
+def test_several_data_sets_and_samples_of_them(tmp_path: Path, file: str, text: str, expected: object):
+    config, notes = whole(tmp_path, file, text + "\n")
+    if isinstance(expected, list):
+        assert config["data"]["sources"] == expected and "path" not in config["data"]
+    else:
+        assert config["data"].items() >= expected.items()
+    assert config.get("eval", {}).get("rows") == (0.1 if file == "t.yaml" else None)
+    assert "dataset" not in notes.partition("To do")[2].partition("Differences")[0] and "not valid here" not in notes
 
 
 def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):

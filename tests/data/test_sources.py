@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 from collections import Counter
 from contextlib import chdir
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +192,15 @@ def test_held_out_rows_are_never_trained_on_and_neither_are_their_copies(folder)
 # Prompts and their order
 
 
+TOKENIZER = cache(make_tokenizer)
+
+
 def prompts_of(folder: Path, data: Any, **sections: Any) -> PromptSet:
     with chdir(folder):
         config = config_from_dict({**MINIMAL, "data": data, **sections})
         rows = read_training_rows(config).train
     renderer = PromptRenderer(
-        make_tokenizer(), system_prompt=config.data.system_prompt, system_prompts=config.data.system_prompts
+        TOKENIZER(), system_prompt=config.data.system_prompt, system_prompts=config.data.system_prompts
     )
     return build_prompts(rows, renderer, max_prompt_tokens=40, overlong="drop", field=config.data.field)
 
@@ -377,6 +382,36 @@ def test_damaged_data_and_wrong_sources_are_refused(folder, name, part):
             prompts_of(folder, data)
         said = part.format(a=folder / "a.jsonl", b=folder / "b.parquet", folder=folder)
         assert said in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("folder", ["on disk"], indirect=True)
+@pytest.mark.parametrize("damage", ["empty", "half", "other bytes", "removed", "a folder", "full disk", "no cache"])
+def test_damage_to_the_cache_changes_no_row(folder, damage, monkeypatch):
+    write_jsonl(folder / "a.jsonl", A * 20)
+    data = [{**TWO[0], "map": "rows.py:to_row"}, TWO[1]]
+    sections = {"data": data, "eval": {"rows": 2}}
+    whole = read_all(folder, **sections)
+    expected = [list(whole.train), list(whole.held_out)]
+    assert len(list(cache_folder().glob("*.arrow"))) >= 4
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if damage == "full disk":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "another"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    elif damage == "no cache":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "a.jsonl"))
+    for file in cache_folder().glob("*") if cache_folder().is_dir() else ():
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "a folder":
+            file.mkdir()
+        elif damage != "removed":
+            file.write_bytes({"empty": b"", "half": content[: len(content) // 2]}.get(damage, content[::-1]))
+    try:
+        for _ in range(2):
+            found = read_all(folder, **sections)
+            assert [list(found.train), list(found.held_out)] == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from cohort.errors import UserError
+from cohort_check.convert.data_sources import of_swift, put_sources
 from cohort_check.convert.trl import TABLES, TrlDraft
 from cohort_check.readers.files import read_text
 from cohort_check.rules.common import Start, Version
@@ -18,7 +19,7 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of ms-swift."""
     settings = draft.settings
     draft.path("model.path", named=settings.said("model") or settings.said("ckpt_dir"), missing="MODEL")
-    draft.path("data.path", named=_names(draft, "dataset"), missing="train.jsonl")
+    put_sources(draft, of_swift(settings.said("dataset")))
     draft.put("data.prompt", "messages")
     draft.put("data.system_prompt", _system_prompt(draft))
     if settings.text("truncation_strategy", "left") != "delete":
@@ -74,9 +75,9 @@ def _evaluation(draft: TrlDraft) -> None:
     data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
     if strategy != "no" and (data or ratio > 0):
         every = settings.whole("eval_steps", settings.said("save_steps"))
-        draft.evaluation(strategy, data, every)
         if not data:
-            draft.todo.append(f"eval.path: hold out {ratio:g} of the data")
+            draft.put("eval.rows", ratio)
+        draft.evaluation(strategy, data, every)
     else:
         draft.skip("nothing is evaluated there", " ".join(_EVALUATION))
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from cohort.config.other_trainers import equivalents
+from cohort_check.convert.data_sources import files_of, of_mixture, put_sources
 from cohort_check.convert.draft import Draft, Rows
 from cohort_check.rules.common import Start, Version
 from cohort_check.rules.trl import sampling_mode
@@ -99,7 +100,7 @@ def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     model = settings.text("model_name_or_path") or settings.said("trainer.model")
     draft.path("model.path", named=model, missing="MODEL")
     if not _dataset(draft, "data", "trainer.train_dataset"):
-        draft.path("data.path", named=_data(draft), missing="train.jsonl")
+        put_sources(draft, _data(draft))
     _evaluation(draft)
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     draft.rewards(rewards, settings.said("reward_weights"))
@@ -123,15 +124,17 @@ def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
             draft.quantized(bits)
 
 
-def _data(draft: TrlDraft) -> object:
-    """The name of the training data, or the names of those that are mixed."""
+def _data(draft: TrlDraft) -> list[dict[str, Any]]:
+    """The training data, or those that are mixed."""
     settings = draft.settings
     mixture = settings.said("dataset_mixture")
     mixed = mixture.get("datasets") if isinstance(mixture, dict) else settings.said("datasets")
     if not isinstance(mixed, list) or not mixed:
-        return settings.text("dataset_name")
-    draft.todo.append(f"data: mix them into one file, as dataset_mixture and datasets do there: {mixed!r:.200}")
-    return mixed[0].get("path", mixed[0].get("id")) if isinstance(mixed[0], dict) else mixed[0]
+        return files_of(settings.text("dataset_name"))
+    size = mixture.get("test_split_size") if isinstance(mixture, dict) else None
+    if isinstance(size, int | float) and settings.text("eval_strategy", "no") != "no":
+        draft.put("eval.rows", size)
+    return of_mixture(draft, mixed)
 
 
 def _dataset(draft: TrlDraft, section: str, source: str) -> bool:

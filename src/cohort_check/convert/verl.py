@@ -1,6 +1,7 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
 from cohort.config.other_trainers import equivalents
+from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
 from cohort_check.rules.common import Start, Version
 
@@ -19,7 +20,7 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.per_node, nodes = settings.whole("trainer.n_gpus_per_node", 8), settings.whole("trainer.nnodes", 1)
     draft.processes = draft.per_node * nodes if draft.processes else 0
     draft.path("model.path", named=settings.said(f"{_MODEL}.path"), missing="MODEL")
-    draft.path("data.path", named=settings.said("data.train_files"), missing="train.jsonl")
+    put_sources(draft, files_of(settings.said("data.train_files")))
     draft.path("eval.path", named=settings.said("data.val_files"), missing="eval.jsonl")
     if settings.whole(f"{_MODEL}.lora_rank", 0, minimum=0):
         draft.adapter(_TABLES["adapter"])
