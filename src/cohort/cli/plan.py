@@ -37,6 +37,7 @@ _LABELS = {
     "training_s": "training, s",
     "offloading_s": "offloading activations, s",
     "gathering_s": "gathering and scattering shards, s",
+    "reducing_s": "reducing gradients between copies, s",
     "sampling_s": "sampling, s",
     "publish_s": "publishing weights, s",
     "step_s": "step, s",
@@ -501,6 +502,8 @@ def _rows(plan: Plan, *, why: bool) -> Iterator[tuple[str, str]]:
     )
     if plan.chosen_checkpointing is not None:
         yield "model.gradient_checkpointing: auto", plan.chosen_checkpointing
+    if plan.communication is not None:
+        yield "communication between GPUs", plan.communication
     if plan.workload.critic is not None:
         critic = plan.workload.critic.shape
         yield "critic", f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})"

@@ -10,6 +10,10 @@ from cohort.config.section import Section, Size, must_be, number_or
 MAX_PROCESSES = 100_000  # catches typos before anything is computed for them
 
 
+def _is_auto_or_bool(value: object) -> bool:
+    return value == "auto" or isinstance(value, bool)
+
+
 class HardwareConfig(Section):
     """Processes, GPUs and timeouts."""
 
@@ -64,18 +68,21 @@ class HardwareConfig(Section):
         "`model.compute_dtype` on every GPU). N, a divisor of the processes that share a copy of the model: keep them "
         "sharded over groups of N ranks. auto: true.",
     )
-    dp_replicate: int = Field(
-        1,
-        ge=1,
+    dp_replicate: Annotated[
+        int | Literal["auto"],
+        number_or("auto", rule="a whole number of at least 1, or auto", is_valid=lambda n: n >= 1),
+    ] = Field(
+        "auto",
         description="Number of copies of the model, over which training is data parallel (hybrid sharding, HSDP). Each "
         "is sharded over an equal share of the processes, in the order of their ranks. With one per machine, weights "
         "are gathered within machines, which exchange gradients once per update. Must divide the processes of all "
-        "machines.",
+        "machines. auto: 1, or one per machine where this fits and is faster, by the plan (`cohort plan`).",
     )
-    sync_each_micro_batch: bool = Field(
-        True,
+    sync_each_micro_batch: Annotated[bool | Literal["auto"], must_be("auto, true or false", _is_auto_or_bool)] = Field(
+        "auto",
         description="With several processes: true: reduce gradients over them after every micro-batch. false: "
-        "accumulate whole gradients on every process (4 bytes per trained weight), and reduce them once per update.",
+        "accumulate whole gradients on every process (4 bytes per trained weight), and reduce them once per update. "
+        "auto: true, or false where this fits and is faster, by the plan.",
     )
     timeout_s: float = Field(
         600.0,

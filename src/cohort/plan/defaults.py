@@ -55,6 +55,17 @@ def checkpointing(model: ModelConfig) -> bool | Literal["selective"]:
     return False if model.gradient_checkpointing == "auto" else model.gradient_checkpointing
 
 
+def with_communication(config: Config, dp_replicate: int, sync_each_micro_batch: bool) -> Config:
+    """The configuration with other values of these two keys of `hardware`."""
+    keys = {"dp_replicate": dp_replicate, "sync_each_micro_batch": sync_each_micro_batch}
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update=keys)})
+
+
+def replicas(config: Config) -> int:
+    """`hardware.dp_replicate`; 1 if `auto` has not been resolved, as on CPU."""
+    return 1 if config.hardware.dp_replicate == "auto" else config.hardware.dp_replicate
+
+
 def with_checkpointing(config: Config, kind: bool | Literal["auto", "selective"]) -> Config:
     """The configuration with another `model.gradient_checkpointing`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": kind})})

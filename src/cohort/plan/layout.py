@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cohort.config import Config
 from cohort.config.model import ONE_PROCESS
 from cohort.errors import UserError
-from cohort.plan.defaults import BYTES, compute_dtype
+from cohort.plan.defaults import BYTES, compute_dtype, replicas
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import (
@@ -195,8 +195,8 @@ def check_replicas(config: Config, processes: int) -> None:
     Raises:
         UserError: the one does not divide the number, or the other has no effect on one process.
     """
-    wanted = config.hardware.dp_replicate
-    if processes == 1 and not config.hardware.sync_each_micro_batch:
+    wanted = replicas(config)
+    if processes == 1 and config.hardware.sync_each_micro_batch is False:
         raise UserError(
             "hardware.sync_each_micro_batch: false has no effect on one process, whose gradients are not reduced; "
             "remove it"
@@ -224,11 +224,11 @@ def check_resharding(config: Config, processes: int) -> None:
             f"hardware.reshard_after_forward: {str(wanted).lower()} has no effect on one process, whose weights are "
             f"not sharded; remove it"
         )
-    shared = processes // config.hardware.dp_replicate
+    shared = processes // replicas(config)
     if not isinstance(wanted, bool) and (wanted >= shared or shared % wanted):
         divisors = [str(n) for n in range(2, shared) if shared % n == 0]
-        replicas = " that share a copy of the model (hardware.dp_replicate)" if shared < processes else ""
+        of_copy = " that share a copy of the model (hardware.dp_replicate)" if shared < processes else ""
         raise UserError(
             f"hardware.reshard_after_forward: {wanted} must be a proper divisor of the {shared} training "
-            f"processes{replicas}; use {', '.join([*divisors, 'true'])} or false"
+            f"processes{of_copy}; use {', '.join([*divisors, 'true'])} or false"
         )

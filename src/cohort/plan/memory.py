@@ -38,6 +38,7 @@ PHASES: Mapping[Phase, str] = {  # display names
 }
 
 CUDA_BYTES = 10**9  # assumed if unmeasured: context, library workspaces, fragmentation
+CERTAIN = 0.9  # of a GPU: more may not fit, since plans are not exact
 NCCL_BYTES = 5 * 10**8  # assumed: communication buffers
 SLEEPING_SERVER_BYTES = 15 * 10**8  # assumed: what a sleeping rollout server keeps on a shared GPU
 WORKSPACE_SERVER_BYTES = 10**9  # assumed: what it frees only with its base model: workspaces, CUDA graphs

@@ -10,6 +10,7 @@ from cohort.plan.defaults import with_checkpointing
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
+    CERTAIN,
     CUDA_BYTES,
     NCCL_BYTES,
     SLEEPING_SERVER_BYTES,
@@ -22,8 +23,7 @@ from cohort.plan.memory import (
 from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.schedule import MicroBatchPlan, min_budget, plan_micro_batches, schedule_run
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import CERTAIN
-from cohort.plan.step import plan_step
+from cohort.plan.step import PlannedStep, plan_step
 from cohort.plan.timing import digits
 from cohort.plan.workload import Checkpointing, Workload, critic_workload, process_workload
 
@@ -46,6 +46,7 @@ class Plan:
     num_prompts: int | None
     num_steps: int | None  # None if neither configuration nor data gives it
     timing: Mapping[str, PlannedValue]
+    communication: str | None = None  # between training GPUs, in words; None: as usual, hidden by computation
     trl_bytes: int  # same completions: padded, full logits, unshared prompts
     wanted: Config | None = None  # from `predict_wanted`: the configuration before its engine was resolved
     engine_reason: str | None = None  # why `rollout.engine: auto` is not the preferred one
@@ -164,6 +165,9 @@ class Plan:
                 "reason": self.layout.reason,
                 "gradient_checkpointing": self.config.model.gradient_checkpointing,
                 "checkpointing_s": self.checkpointing_s,
+                "dp_replicate": self.workload.dp_replicate,
+                "sync_each_micro_batch": not self.workload.keeps_whole_gradients,
+                "communication": self.communication,
                 "micro_batch_tokens": self.micro_batches.budget_tokens,
                 "micro_batches_per_step": self.micro_batches.num_micro_batches,
                 "completions_per_micro_batch": self.micro_batches.completions_per_micro_batch,
@@ -245,8 +249,19 @@ def predict_run(
         num_prompts=num_prompts,
         num_steps=num_steps,
         timing=plan_timing(config, hardware, layout, step, num_steps=num_steps),
+        communication=_describe_communication(step),
         trl_bytes=_trl_bytes(config, step.workload, step.micro_batches),
     )
+
+
+def _describe_communication(step: PlannedStep) -> str | None:
+    """Say how long GPUs communicate, and how; None if each step is reduced over all of them and that is hidden."""
+    copies, keeps = step.workload.dp_replicate, step.workload.keeps_whole_gradients
+    if not step.bound_by_communication and copies == 1 and not keeps:
+        return None
+    seconds = f"{digits(step.communication_s, 3)} s beside {digits(step.computing_s, 3)} s of computing"
+    how = f"hardware.dp_replicate: {copies}, sync_each_micro_batch: {str(not keeps).lower()}"
+    return f"{seconds} per step{', bound by communication' * step.bound_by_communication} ({how})"
 
 
 def _predict_fastest(

@@ -12,7 +12,7 @@ from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype, with_checkpointing
 from cohort.plan.hardware import Hardware
-from cohort.plan.memory import PHASES, plan_memory
+from cohort.plan.memory import CERTAIN, PHASES, plan_memory
 from cohort.plan.schedule import group_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.step import plan_step
@@ -20,7 +20,6 @@ from cohort.plan.timing import DEFAULT_GPU, digits
 from cohort.plan.workload import process_workload, served_base_bytes
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
-CERTAIN = 0.9  # of a GPU: more may not fit, since plans are not exact
 
 
 def memory_shortfall(

@@ -14,6 +14,7 @@ from cohort.plan.defaults import (
     BYTES,
     checkpointing,
     compute_dtype,
+    replicas,
     server_memory_utilization,
     serving_dtype,
 )
@@ -176,8 +177,8 @@ def process_workload(
     workload = Workload(
         shape=shape,
         processes=micro_batches.num_training,
-        dp_replicate=config.hardware.dp_replicate,
-        keeps_whole_gradients=not config.hardware.sync_each_micro_batch and micro_batches.num_training > 1,
+        dp_replicate=replicas(config),
+        keeps_whole_gradients=config.hardware.sync_each_micro_batch is False and micro_batches.num_training > 1,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=checkpointing(model),

@@ -14,6 +14,7 @@ from cohort.plan.hardware import Hardware, local_cpu
 from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
+from cohort.ranks.collectives import Ranks
 from cohort.rollout.engines.setup import EngineSetup
 from cohort.run.files import recorded_config
 from cohort.trainer.inputs import Inputs
@@ -27,7 +28,7 @@ def preflight(
     setup: EngineSetup,
     *,
     device: torch.device,
-    world_size: int,
+    ranks: Ranks,
     notify: Callable[[str], None],
 ) -> Plan | None:
     """Plan the run like `cohort plan`, on this hardware; None if the shape of the model or its adapter is unknown.
@@ -39,7 +40,7 @@ def preflight(
         inputs: data of the run, whose longest prompt may be shorter than the configured maximum.
         setup: setup of the rollout engine, whose servers may share the training GPUs.
         device: device of this rank; all ranks have the same GPU model.
-        world_size: number of training processes.
+        ranks: training processes.
         notify: shows a message to the user.
 
     Raises:
@@ -47,7 +48,7 @@ def preflight(
     """
     return preflight_on(
         config,
-        _hardware(device, world_size),
+        _hardware(device, ranks),
         shared=setup.shares_gpus,
         keeps_base=setup.keeps_base,
         longest_prompt_tokens=inputs.longest_prompt_tokens,
@@ -57,7 +58,7 @@ def preflight(
 
 
 def choose_checkpointing(
-    config: Config, inputs: Inputs, setup: EngineSetup, *, device: torch.device, world_size: int
+    config: Config, inputs: Inputs, setup: EngineSetup, *, device: torch.device, ranks: Ranks
 ) -> tuple[Config, list[str]]:
     """Resolve `model.gradient_checkpointing: auto`: as the run in `run.dir` did if that fits, else by the plan.
 
@@ -70,7 +71,7 @@ def choose_checkpointing(
         return config, []
     return choose_checkpointing_on(
         config,
-        _hardware(device, world_size),
+        _hardware(device, ranks),
         shared=setup.shares_gpus,
         keeps_base=setup.keeps_base,
         longest_prompt_tokens=inputs.longest_prompt_tokens,
@@ -105,15 +106,18 @@ def choose_checkpointing_on(
     return with_checkpointing(config, kind), notes
 
 
-def _hardware(device: torch.device, world_size: int) -> Hardware:
+def _hardware(device: torch.device, ranks: Ranks) -> Hardware:
     if device.type != "cuda":
-        return local_cpu(world_size, resident_bytes=resident_now())
+        return local_cpu(ranks.world_size, resident_bytes=resident_now())
+    per_node = ranks.ranks_per_node or ranks.world_size
+    if ranks.world_size % per_node:
+        per_node = ranks.world_size
     properties = torch.cuda.get_device_properties(device)
     return Hardware(
         gpu_name=properties.name,
         gpu_memory_bytes=properties.total_memory,
-        gpus_per_node=world_size,
-        nodes=1,
+        gpus_per_node=per_node,
+        nodes=ranks.world_size // per_node,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, Displays, RunLog
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
+from cohort.plan.defaults import replicas
 from cohort.processes.page import start_page
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 from cohort.ranks.stopping import RunStopped, StopSignals
@@ -97,7 +98,7 @@ def open_training(
         device = rank_device(config, ranks)
     inputs, schedule = run.inputs, run.inputs.schedule
     setup = open_engine(config, inputs)
-    config, chosen = choose_checkpointing(config, inputs, setup, device=device, world_size=ranks.world_size)
+    config, chosen = choose_checkpointing(config, inputs, setup, device=device, ranks=ranks)
     folder = run.enter(closing(RunFolder(config, resume=resume, judge_prompts=prompt_hashes(config.rewards))))
     inputs.rewards.stop = ranks.stop
     log = run.enter(RunLog(folder.path, processes=ranks.world_size, stop=ranks.stop))
@@ -110,7 +111,9 @@ def open_training(
         display.notify(note)
     checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
     check_steps(schedule, state, folder.path)
-    plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, notify=display.notify)
+    plan = preflight(config, inputs, setup, device=device, ranks=ranks, notify=display.notify)
+    if plan is not None and plan.communication is not None:
+        display.notify(f"communication between GPUs: {plan.communication}")
     spec = WorkerSpec(
         folder=folder.path,
         num_steps=schedule.num_steps,
@@ -118,8 +121,10 @@ def open_training(
         micro_batch_tokens=initial_budget(config, inputs, state, ranks),
         longest_sequence_tokens=inputs.longest_sequence_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
-        dp_replicate=config.hardware.dp_replicate,
-        sync_each_micro_batch=config.hardware.sync_each_micro_batch,
+        dp_replicate=replicas(config) if plan is None else plan.workload.dp_replicate,
+        sync_each_micro_batch=config.hardware.sync_each_micro_batch is not False
+        if plan is None
+        else not plan.workload.keeps_whole_gradients,
     )
     ranks.stop.check()
     with others.busy():
