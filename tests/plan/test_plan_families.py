@@ -15,7 +15,7 @@ from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.packing.segments import NO_PARENT, build_attention_metadata
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.backward import window_bytes
+from cohort.plan.backward import activation_bytes, window_bytes
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import plan_memory
 from cohort.plan.mixed_layers import MIXED
@@ -247,6 +247,30 @@ def test_recurrent_states_are_in_the_memory_of_sampling():
     assert plan_memory(some).phases["sampling"]["recurrent states"] == 4 * 3 * (4 * 64 + 4 * 8 * 8)
     other = workload(preset_shape("0.5b"), sampled_sequences=3, sampled_tokens=10)
     assert "recurrent states" not in plan_memory(other).phases["sampling"]
+
+
+def test_servers_keep_constant_states_and_latents() -> None:
+    """Literal: Nemotron 3 Nano has keys of 2 x 128 in 6 of 52 layers, and 23 states. Kimi Linear caches 512 + 64."""
+    nano, kimi = (
+        shape_from_config(PUBLISHED[name][0], name=name)
+        for name in ("NVIDIA-Nemotron-3-Nano-30B-A3B", "Kimi-Linear-48B-A3B")
+    )
+    assert nano.kv_bytes(2) == nano.kv_bytes(2, on_server=True) == 6 * 2 * 2 * 256
+    assert nano.state_bytes == 4 * 23 * (64 * 64 * 128 + 4 * (64 * 64 + 2 * 8 * 128))
+    assert nano.attention_width == 6 * 32 * 128
+    assert kimi.kv_bytes(2, on_server=True) == 7 * 2 * (512 + 64)
+    assert kimi.kv_bytes(2) == 7 * 2 * 32 * (128 + 64 + 128)
+    assert kimi.state_bytes == 4 * 20 * (32 * 128 * 128 + 4 * 3 * 32 * 128)
+
+
+def test_states_of_a_group_are_kept_for_backward() -> None:
+    """Literal: of 5 sequences without checkpointing what each starts from and ends with, else in one layer."""
+    shape = shape_from_config(make_model(FAMILIES["Qwen3.5 (text)"]).config.to_dict(), name="delta")
+    state = 4 * (4 * 64 + 4 * 8 * 8)
+    for checkpointing in (False, True):
+        some = workload(shape, checkpointing=checkpointing, trained_sequences=5)
+        without = activation_bytes(replace(some, trained_sequences=0))
+        assert activation_bytes(some) - without == 5 * 2 * state
 
 
 def test_a_loss_of_routers_takes_a_forward_pass():

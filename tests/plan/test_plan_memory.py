@@ -182,45 +182,103 @@ def test_closed_form_agrees_with_the_symbolic_run(
     assert "critic" not in more or plan_memory(replace(some, shape=shape)).peak_bytes > plan.peak_bytes
 
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 128}
+GEMMA = {"sliding_window": 8192, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 2048}
+BORROWED = {**GEMMA, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+MIXED_MODELS = [
+    {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8192},
+    {"model_type": "gemma4_text", "global_head_dim": 128, **BORROWED},
+    {
+        "model_type": "gemma3n_text",
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        **BORROWED,
+    },
+    {
+        "model_type": "qwen3_5_text",
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    {"model_type": "olmo_hybrid", "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    {
+        "model_type": "kimi_linear",
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_experts": 4,
+        **EXPERTS,
+        "moe_intermediate_size": 128,
+        **LATENT,
+    },
+    {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        **EXPERTS,
+    },
+    {
+        "model_type": "lfm3",
+        "sliding_window": 8192,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    },
+    {"model_type": "mamba2", "num_heads": 8, "state_size": 64, "n_groups": 1, "chunk_size": 128},
+    {"model_type": "bamba", "attn_layer_indices": [1], **MAMBA},
+    {"model_type": "falcon_h1", "mamba_d_ssm": 512, **MAMBA},
+    {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "shared_intermediate_size": 256,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **MAMBA,
+    },
+    {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "ssm_state_size": 64,
+        "n_groups": 1,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 256,
+        **EXPERTS,
+    },
+]
+
+
 @slow(OTHER_SHAPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8192},
-        {
-            "model_type": "gemma4_text",
-            "global_head_dim": 128,
-            "num_kv_shared_layers": 2,
-            "sliding_window": 8192,
-            "hidden_size_per_layer_input": 32,
-            "vocab_size_per_layer_input": 2048,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-        {
-            "model_type": "qwen3_5_text",
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-        },
-    ],
-    ids=lambda model: model["model_type"],
-)
-def test_the_mean_of_different_layers_agrees_with_the_symbolic_run(model: dict[str, Any], checkpointing: bool) -> None:
-    """Measured differences are at most 1 % for gpt-oss, and 9 % for the others."""
-    config = {**SMALL, "intermediate_size": 512, "vocab_size": 2048, "head_dim": 64, **model}
+@pytest.mark.parametrize("model", MIXED_MODELS, ids=lambda model: model["model_type"])
+def test_other_layers_agree_with_the_symbolic_run(model: dict[str, Any], checkpointing: bool) -> None:
+    """Measured differences are at most 9 %, and at most 5 % but for Gemma 4 and Kimi Linear."""
+    sizes = {"intermediate_size": 512, "vocab_size": 2048, "head_dim": 64, "pad_token_id": 0}
+    config = {**SMALL, **sizes, **model}
     prompt, completion, group = 128, 256, 4
     tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "num_generations": group}
     tracked = track_step(config, world_size=2, **tokens, gradient_checkpointing=checkpointing, adapter=None)
-    shape = shape_from_config(config, name="small")
-    sizes = {"packed_tokens": prompt + group * (completion - 1), "loss_tokens": group * completion}
-    some = workload(shape, processes=2, checkpointing=checkpointing, on_gpu=False, **sizes)
+    some = workload(
+        shape_from_config(config, name="small"),
+        processes=2,
+        checkpointing=checkpointing,
+        on_gpu=False,
+        packed_tokens=prompt + group * (completion - 1),
+        loss_tokens=group * completion,
+        trained_sequences=group + 1,
+    )
     plan = plan_memory(some)
     assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.001)
     assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=0.1)
-    alike = replace(some, shape=replace(shape, other_features=0, eager_features=0))  # control
-    assert plan_memory(alike).total("backward") < 0.93 * tracked.train_bytes
+    if not checkpointing:  # control
+        plain = {"other_features": 0, "eager_features": 0, "eager_gradients": 0, "streams": 1}
+        kinds = tuple(replace(kind, **plain) for kind in some.shape.own_kinds)
+        alike = replace(some, shape=replace(some.shape, own_kinds=kinds, **plain))
+        assert plan_memory(alike).total("backward") < 0.97 * tracked.train_bytes
 
 
 def test_state_of_an_adapter_on_eight_gpus() -> None:

@@ -89,7 +89,7 @@ def attention_transient_bytes(workload: Workload) -> int:
         shared_prompts = 4 * a * shape.query_width * workload.shares_prompts
         return 2 * a * width + shared_prompts + 4 * width * shape.has_query_norm
     attention = (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
-    return max(attention, 4 * shape.eager_features // 5)  # gradients of that share live at a time, as measured
+    return max(attention, 4 * shape.eager_gradients)
 
 
 def window_bytes(workload: Workload, *, backward: bool) -> int:
@@ -159,7 +159,7 @@ def _saved_bytes(workload: Workload) -> int:
     sequences = workload.trained_sequences if not workload.checkpointing else workload.shared_prefix_tokens > 0
     states = sum(kind.shape.layers * layer_state_bytes(kind) for kind in workload.kinds) * sequences
     if shape.streams > 1:  # these are made of the embedding, and the last ones are added up
-        saved += 10 * workload.compute_bytes * shape.streams * shape.hidden
+        saved += workload.compute_bytes * (20 + 5 * shape.streams) * shape.hidden
     return (saved - max(0, offloaded)) * tokens + states
 
 

@@ -35,6 +35,7 @@ class Layer:
     query_norms: int = 0  # 1: query and key norms
     features: int = 0  # per token, saved for backward besides those of attention and MLP
     eager_features: int = 0  # the same in float32 by PyTorch code instead of a GPU's kernels
+    eager_gradients: int = 0  # per token, in float32 while PyTorch code computes the gradients of a mixer
     state: int = 0  # elements of the recurrent state of one sequence
 
     def __add__(self, other: "Layer") -> "Layer":
@@ -212,6 +213,7 @@ def channel_delta_rule(hidden: int, heads: int, head: int, kernel: int, gates: M
         vectors=3 * wide * kernel + wide + heads + head,
         features=6 * wide + 3 * wide + heads,
         eager_features=heads * (3 * _CHUNK * head + 20 * head + rows + head * head // _CHUNK),
+        eager_gradients=5 * _CHUNK * wide // 2,
         state=3 * wide * kernel + heads * head * head,
     )
 
@@ -246,5 +248,6 @@ def state_space(
         # inputs, keys and queries of all heads; in chunks, decays, scores, their products and states
         eager_features=heads * (10 * head + 5 * state + 3 * chunk + 6 + 2 * head * state // chunk)
         - (mixed + inner) // 2,
+        eager_gradients=2 * chunk * heads,
         state=mixed * kernel + heads * head * state,
     )

@@ -64,6 +64,7 @@ class ModelShape:
     latent_width: int = 0  # features per token and layer that servers cache instead of keys and values
     other_features: int = 0  # per token and layer, saved for backward besides those of attention and MLP
     eager_features: int = 0  # more of them without a GPU's kernels, in float32
+    eager_gradients: int = 0  # per token, in float32 while a mixer's gradients are computed without such kernels
     layer_state: int = 0  # elements of the recurrent state of one sequence in one layer
     has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
     approximate: bool = False  # from `similar_shape`
@@ -282,7 +283,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     if family is None:
         raise UserError(
             f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
-            f"({', '.join([*_FAMILIES, *MIXED])}); give the shape of a similar model with --model"
+            f"({', '.join([*_FAMILIES, *MIXED])}), because it does not know what its layers consist of; give the "
+            f"shape of a similar model with --model, or measure a few steps with `cohort train`"
         )
     return _or_refused(partial(_shape, family), config, name)
 
@@ -415,6 +417,7 @@ def _kind(layer: Layer, hidden: int, whole: Mapping[str, Any]) -> ModelShape:
         own_weights=layer.weights,
         other_features=layer.features,
         eager_features=layer.eager_features,
+        eager_gradients=layer.eager_gradients,
         layer_state=layer.state,
     )
 
