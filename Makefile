@@ -15,7 +15,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 PINS := -c constraints.txt
 COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 
-.PHONY: help setup demo test test-all test-slow test-extras test-oldest test-newest test-torch vllm-env test-vllm check docs bench clean
+.PHONY: help setup demo test test-all test-slow test-extras test-oldest test-newest test-torch vllm-env test-vllm check docs docs-site bench clean
 
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy, import-linter and line budgets"
 	@echo "make docs      write docs/config.md and the tables of other pages from the code; and the page's words"
+	@echo "make docs-site the documentation as a site, in build/site"
 	@echo "make bench     the benchmarks of docs/benchmarks.md"
 	@echo "make clean     remove .venv and caches"
 
@@ -129,9 +130,14 @@ docs: $(READY)
 	@$(BIN)/python tools/docs/trl_fields.py docs/from-trl.md
 	@$(BIN)/python tools/docs/api_page.py > docs/api.md
 
+docs-site: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py
 	@$(BIN)/python bench/trl_demo.py
+	@$(BIN)/python bench/real_shape.py
 	@$(BIN)/python bench/packing.py
 	@$(BIN)/python bench/sandbox.py
 	@$(BIN)/python bench/stalls.py

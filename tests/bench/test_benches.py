@@ -16,7 +16,7 @@ from training_step import Point, ratio, run_point, sharing_table
 
 BENCH = Path(__file__).parents[2] / "bench"
 
-# Each script, and what its output has. `trl_demo.py` needs TRL, and `vllm_servers.py` servers: tests/real_vllm has it.
+# Each script, and what its output has. Some need TRL, and `vllm_servers.py` servers: tests/real_vllm has it.
 SCRIPTS = {
     "algorithms.py": "| grpo | 16 |",
     "answers.py": "| nine levels of aliases |",
@@ -29,6 +29,7 @@ SCRIPTS = {
     "packing.py": "| 1,000 | 8 |",
     "plan_verify.py": '"ratio": ',
     "prompt_sampling.py": "| mixture | by success, pass rates known |",
+    "real_shape.py": "| cohort | ",
     "reward_calls.py": "| plain | main thread | ",
     "run_records.py": "| tokens: writing | ",
     "sampler.py": "largest difference of a logprob",
@@ -42,6 +43,7 @@ SCRIPTS = {
     "view.py": "A demo step takes ",
     "windows.py": "| 64 | 256 | shared prompts | ",
 }
+WITH_TRL = ("real_shape.py", "trl_demo.py")
 
 
 ON_GPUS = {table.script for table in TABLES}  # `test_the_full_form_on_a_cpu` runs those that need no more packages
@@ -50,9 +52,9 @@ ON_GPUS = {table.script for table in TABLES}  # `test_the_full_form_on_a_cpu` ru
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(name, marks=pytest.mark.extras if name == "trl_demo.py" else slow("it runs for up to 20 s"))
+        pytest.param(name, marks=pytest.mark.extras if name in WITH_TRL else slow("it runs for up to 20 s"))
         for name in SCRIPTS
-        if name == "trl_demo.py" or name not in ON_GPUS
+        if name in WITH_TRL or name not in ON_GPUS
     ],
 )
 def test_a_script_runs_quickly(script: str):

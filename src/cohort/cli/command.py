@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cohort.config import Config
-from cohort.errors import TrainingError, UserError
+from cohort.errors import TrainingError, UserError, explained_in
 from cohort.run.provenance import command, untested_versions, versions
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")]
@@ -45,7 +45,8 @@ class Commands(TyperGroup):
             else:
                 # launchers tell a rank that caused a failure from one that noticed it by the name
                 name = f"{type(error).__name__}: " if is_rank() and isinstance(error, TrainingError) else ""
-                typer.echo("\n".join([f"error: {name}{error}", *untested_versions()]), err=True)
+                notes = getattr(error, "__notes__", [])
+                typer.echo("\n".join([f"error: {name}{error}", *notes, *untested_versions()]), err=True)
             _print_failed_checks(error)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
         except OSError as error:
@@ -139,7 +140,7 @@ def _message(error: Exception, file: Path | None) -> str:
         f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please open an issue with the "
         f"traceback, the command and the configuration"
     )
-    return "\n".join([message, *untested_versions()])
+    return "\n".join([message, *filter(None, [explained_in(last)]), *untested_versions()])
 
 
 def _write_report(error: Exception) -> Path | None:
