@@ -11,11 +11,20 @@ from cohort_check.launch import ANY_SETTING, Launch, Unread
 from cohort_check.readers import read_launch
 from cohort_check.rules import run_rules
 from cohort_check.rules.cohort import missing_file_findings
-from cohort_check.rules.common import EVALUATION, GPUS, BatchSizes, RunRules, Start, counted, nearest_starts, refused
+from cohort_check.rules.common import (
+    EVALUATION,
+    FRAMEWORK_NAMES,
+    GPUS,
+    BatchSizes,
+    RunRules,
+    Start,
+    counted,
+    nearest_starts,
+    refused,
+)
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
-_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
 # keys of the number of processes; if only known at run time, larger numbers are tried too
 _COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
 _MOST_PROCESSES = 64
@@ -101,7 +110,7 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
         found += missing_file_findings(launch, path.parent)
     unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in found if f.code == "CHK010"}
     lacking = sorted(unknown & (rules.decides | ANY_SETTING))
-    name = f"{_NAMES.get(launch.framework, launch.framework)} {rules.version}"
+    name = f"{FRAMEWORK_NAMES.get(launch.framework, launch.framework)} {rules.version}"
     name += f" with {counted(int(launch.processes.value))}" if launch.processes else ""
     starts: dict[int, Start] = {}
     outcome: Outcome = "not checked"

@@ -73,10 +73,16 @@ def convert(
     launch: LaunchedWith = None,
     debug: Debug = False,
 ) -> None:
-    """Convert to an equivalent Cohort configuration; settings without an equivalent become comments."""
+    """Convert to an equivalent Cohort configuration. Exit code 1 if it leaves decisions open (`decide_first`)."""
+    import yaml
+
     from cohort_check import convert_file
 
-    typer.echo(convert_file(file, framework_version=_version(framework_version), launched_with=launch), nl=False)
+    text = convert_file(file, framework_version=_version(framework_version), launched_with=launch)
+    typer.echo(text, nl=False)
+    if decisions := yaml.safe_load(text).get("decide_first"):
+        typer.echo(f"decide_first: {len(decisions)} open; cohort train refuses until they are settled", err=True)
+        raise typer.Exit(1)
 
 
 def _fixed(report: "FileReport", file: Path, **options: Any) -> "FileReport":

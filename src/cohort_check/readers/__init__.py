@@ -10,6 +10,7 @@ from cohort_check.launch import Launch
 from cohort_check.readers import others, swift, trl, trl_python, verl
 from cohort_check.readers.files import notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
+from cohort_check.readers.pins import pinned_version
 from cohort_check.readers.shell import Command, parse_shell
 
 __all__ = ["FORMATS", "read_launch"]
@@ -49,6 +50,7 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
     if command is not None and path.suffix not in (".py", ".ipynb"):
         launches = [_launched(launch, command) for launch in launches]
+    launches = [replace(one, version=one.version or pinned_version(one.framework, path, text)) for one in launches]
     return replace(launches[0], others=tuple(launches[1:]))
 
 

@@ -37,6 +37,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+_BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.Match)
 _LONGEST = 1_000  # characters of text that is put together
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
@@ -72,9 +73,13 @@ class Script:
                 self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
             for target in _targets(node):
                 self._assign(target, node)
+        # in what may not run, or may run several times
+        branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
+        self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
         lines = _straight_lines(tree, list(self.functions.values()))
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        self.stored = {*names, *(node.arg for node in nodes if isinstance(node, ast.arg))}
         stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
         # assigned once, outside of branches and loops
@@ -94,6 +99,12 @@ class Script:
             self.parts[name_of(target.value)].append((target.attr, node))
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
             self.parts[name_of(target.value)].append((str(target.slice.value), node))
+
+    def frozen(self) -> list[Any]:
+        """Where parameters are set not to require gradients."""
+        lines = [line for changed in self.parts.values() for key, line in changed if key == "requires_grad"]
+        found = [line for line in lines if ast.unparse(line.value) == "False"]
+        return found + [call for call in self.calls if ast.unparse(call).endswith(".requires_grad_(False)")]
 
     def where(self, node: ast.AST) -> str:
         """NAME:LINE of a node."""

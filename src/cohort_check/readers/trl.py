@@ -10,7 +10,7 @@ from cohort_check.findings import Finding
 from cohort_check.launch import Framework, Launch, Setting, Unread
 from cohort_check.readers import trl_python
 from cohort_check.readers.files import YamlTree, find_text
-from cohort_check.readers.launcher import parse_options, pinned_version, read_command, with_recipe
+from cohort_check.readers.launcher import parse_options, read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
 from cohort_check.rules.common import known_keys
 
@@ -37,7 +37,6 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
         form="yaml",
         reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
         settings=tree.top,
-        version=pinned_version(path, text),
         findings=tuple(tree.findings),
     )
 
@@ -67,7 +66,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     processes = launch.processes or (own_processes(launch.settings) if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
     framework: Framework = "open-r1" if special else "trl"
-    return replace(launch, framework=framework, processes=processes, version=pinned_version(path, text))
+    return replace(launch, framework=framework, processes=processes)
 
 
 def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
