@@ -1,14 +1,16 @@
 """Check one file: read it, apply its framework's rules, and report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cohort.errors import UserError
 from cohort_check.findings import Finding
-from cohort_check.launch import ANY_SETTING, Launch, Unread
+from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
 from cohort_check.readers import read_launch
+from cohort_check.readers.files import read_text
+from cohort_check.readers.pins import pinned_version
 from cohort_check.rules import run_rules
 from cohort_check.rules.cohort import missing_file_findings
 from cohort_check.rules.common import (
@@ -72,6 +74,7 @@ def check_file(
     world_sizes: Sequence[int] = WORLD_SIZES,
     framework_version: str | None = None,
     launched_with: str | None = None,
+    ran: Mapping[str, Any] | None = None,
 ) -> FileReport:
     """Read and check one file. An unreadable file is a finding too.
 
@@ -80,10 +83,19 @@ def check_file(
         world_sizes: numbers of training processes to check if the file names none.
         framework_version: version of the framework whose rules apply (for Open-R1: of TRL).
         launched_with: the launch command, if the file does not contain it.
+        ran: what the script would train, by running it: `arguments`, parts of the `trainer` and `where` it is.
 
     Raises:
         UserError: `launched_with` cannot be read.
     """
+    if ran is not None:
+        settings = {key: Setting(value, ran["where"]) for key, value in {**ran["arguments"], **ran["trainer"]}.items()}
+        reason = f"the GRPOTrainer at {ran['where']}, by running the script"
+        exact = Launch(framework="trl", form="python", reason=reason, settings=settings)
+        if ran["processes"] > 1:
+            exact = replace(exact, processes=Setting(ran["processes"], "--launch"), processes_per_node=ran["processes"])
+        exact = replace(exact, version=pinned_version("trl", path, read_text(path)))
+        return _report(path, exact, world_sizes, framework_version)
     try:
         launch = read_launch(path)
     except UserError as error:

@@ -155,7 +155,8 @@ def dropped(cases: list[tuple[dict[str, Any], Launch]]) -> list[str]:
         listed = " ".join(converted[1].get("Not needed", ())).replace(",", " ").split()
         for key, said in launch.settings.items():
             others = [{**launch.settings, key: replace(said, value=value)} for value in others_than(said.value)]
-            others = others or [{name: value for name, value in launch.settings.items() if name != key}]
+            if not others and str(said.value).lower() not in ("none", "null", ""):  # which say that it is not set
+                others = [{name: value for name, value in launch.settings.items() if name != key}]
             if key not in listed and any(convert(settings) == converted for settings in others):
                 found.append(f"{case['origin']}: {key}={said.value!r}")
     return found

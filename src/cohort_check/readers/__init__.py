@@ -32,12 +32,12 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
     """
     text = read_text(path)
     try:
-        text = notebook_code(text) if path.suffix == ".ipynb" else text
+        code = notebook_code(text) if path.suffix == ".ipynb" else text
         commands = parse_shell(launched_with, "--launch") if launched_with else ()
         if launched_with and len(commands) != 1:
             raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
         command = commands[0] if commands else None
-        launches = list(islice(_read(path, text, command), _MOST_RUNS + 1))
+        launches = list(islice(_read(path, code, command), _MOST_RUNS + 1))
     except UserError:
         raise
     except ValueError as error:
@@ -52,6 +52,21 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         launches = [_launched(launch, command) for launch in launches]
     launches = [replace(one, version=one.version or pinned_version(one.framework, path, text)) for one in launches]
     return replace(launches[0], others=tuple(launches[1:]))
+
+
+def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
+    """Read the processes that a launch command starts, and the arguments that it gives a script.
+
+    Raises:
+        UserError: it does not start the script, or its words are only known when it runs.
+    """
+    for command in parse_shell(launched_with, "--launch"):
+        names = [word.name for word in command.words]
+        if script.name in names and not any(word.missing for word in command.words):
+            launched = read_command(command, "trl", Path.cwd())
+            arguments = [word.text for word in command.words[names.index(script.name) + 1 :]]
+            return int(launched.processes.value) if launched.processes else 1, arguments
+    raise UserError(f"--launch {launched_with!r}: must start {script.name}, such as 'python {script.name} --lr 1e-6'")
 
 
 def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:

@@ -24,6 +24,7 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
+_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
 _IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
@@ -41,6 +42,8 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
             tree = ast.parse(text, path.name)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not valid Python: {error}") from error
+    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & _classes_of(tree):
+        return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
@@ -60,6 +63,7 @@ def _commands_in(docstring: str, path: Path) -> list[Command]:
 def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
     made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
+    made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     for call in made:
         kind = name_of(call)
@@ -83,6 +87,10 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         run = _Run(script, call)
         run.unread.append(Unread("(recipe)", script.where(call), "the configuration is made elsewhere"))
         yield run.launch(launch)
+
+
+def _classes_of(tree: ast.Module) -> set[str]:
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _classes(call: ast.Call) -> set[str]:
@@ -130,7 +138,7 @@ class _Run:
         for trainer in (mine or trainers)[:1]:
             for key, node, certain in self.script.changes(name_of(keyword_of(trainer, "args"))):
                 self.add(key, node, certain=certain)
-                if key in self.settings:  # an attribute is never refused
+                if key is not None and key in self.settings:  # an attribute is never refused
                     self.settings[key] = replace(self.settings[key], added=True)
             self._model(trainer, parsed=parsed)
             self._rewards(trainer)
@@ -157,7 +165,7 @@ class _Run:
 
     def _is_loaded(self, tokenizer: ast.expr) -> bool:
         """Whether a tokenizer is one as it was loaded, with its own chat template."""
-        changed = [key for key, _ in self.script.parts.get(name_of(tokenizer), ())]
+        changed = [key for key, *_ in self.script.parts.get(name_of(tokenizer), ())]
         loaded = any(name_of(call) == "from_pretrained" for call in self.script.reached(tokenizer))
         return loaded and "chat_template" not in changed
 
