@@ -1,21 +1,32 @@
 """Check one file: read it, apply its framework's rules, and report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cohort.errors import UserError
 from cohort_check.findings import Finding
-from cohort_check.launch import ANY_SETTING, Launch, Unread
+from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
 from cohort_check.readers import read_launch
+from cohort_check.readers.files import read_text
+from cohort_check.readers.pins import pinned_version
 from cohort_check.rules import run_rules
 from cohort_check.rules.cohort import missing_file_findings
-from cohort_check.rules.common import EVALUATION, GPUS, BatchSizes, RunRules, Start, counted, nearest_starts, refused
+from cohort_check.rules.common import (
+    EVALUATION,
+    FRAMEWORK_NAMES,
+    GPUS,
+    BatchSizes,
+    RunRules,
+    Start,
+    counted,
+    nearest_starts,
+    refused,
+)
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
-_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
 # keys of the number of processes; if only known at run time, larger numbers are tried too
 _COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
 _MOST_PROCESSES = 64
@@ -63,6 +74,7 @@ def check_file(
     world_sizes: Sequence[int] = WORLD_SIZES,
     framework_version: str | None = None,
     launched_with: str | None = None,
+    ran: Mapping[str, Any] | None = None,
 ) -> FileReport:
     """Read and check one file. An unreadable file is a finding too.
 
@@ -71,10 +83,19 @@ def check_file(
         world_sizes: numbers of training processes to check if the file names none.
         framework_version: version of the framework whose rules apply (for Open-R1: of TRL).
         launched_with: the launch command, if the file does not contain it.
+        ran: what the script would train, by running it: `arguments`, parts of the `trainer` and `where` it is.
 
     Raises:
         UserError: `launched_with` cannot be read.
     """
+    if ran is not None:
+        settings = {key: Setting(value, ran["where"]) for key, value in {**ran["arguments"], **ran["trainer"]}.items()}
+        reason = f"the GRPOTrainer at {ran['where']}, by running the script"
+        exact = Launch(framework="trl", form="python", reason=reason, settings=settings)
+        if ran["processes"] > 1:
+            exact = replace(exact, processes=Setting(ran["processes"], "--launch"), processes_per_node=ran["processes"])
+        exact = replace(exact, version=pinned_version("trl", path, read_text(path)))
+        return _report(path, exact, world_sizes, framework_version)
     try:
         launch = read_launch(path)
     except UserError as error:
@@ -101,7 +122,7 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
         found += missing_file_findings(launch, path.parent)
     unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in found if f.code == "CHK010"}
     lacking = sorted(unknown & (rules.decides | ANY_SETTING))
-    name = f"{_NAMES.get(launch.framework, launch.framework)} {rules.version}"
+    name = f"{FRAMEWORK_NAMES.get(launch.framework, launch.framework)} {rules.version}"
     name += f" with {counted(int(launch.processes.value))}" if launch.processes else ""
     starts: dict[int, Start] = {}
     outcome: Outcome = "not checked"

@@ -161,7 +161,7 @@ def test_why_quantized_weights_have_no_equivalent(more: str, processes: int, why
     (tmp_path / "r.yaml").write_text(base + "load_in_4bit: true\n" + more)
     text = convert_file(tmp_path / "r.yaml", launched_with=f"accelerate launch --num_processes {processes}")
     line = next(line for line in text.splitlines() if "4-bit weights" in line)
-    assert line.startswith("# - no equivalent") and why in line
+    assert line.startswith("- 'no equivalent") and why in line
     assert config_from_dict(yaml.safe_load(text)).model.quantization is None
 
 

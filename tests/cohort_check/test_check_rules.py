@@ -318,10 +318,12 @@ def test_what_verl_refuses_whatever_the_gpus(tmp_path: Path, override: str, says
 def test_verls_keys_and_rules_are_those_of_its_version(tmp_path: Path) -> None:
     text = "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.mode=sync\n"
     assert "CHK006" not in by_code(report(tmp_path, text, framework_version="0.5.0"))
-    unnamed = by_code(report(tmp_path, text.replace("mode=sync", "n=5")))["CHK006"]
+    unnamed = by_code(report(tmp_path, text.replace("mode=sync", "n=5"), framework_version="0.9"))["CHK006"]
     assert unnamed.says == "Missing mandatory value: actor_rollout_ref.rollout.name"
     unknown = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 actor_rollout_ref.rollout.name=vllm\n"
-    found = by_code(report(tmp_path, text.replace("actor_rollout_ref.rollout.mode=sync\n", unknown)))["CHK006"]
+    found = by_code(
+        report(tmp_path, text.replace("actor_rollout_ref.rollout.mode=sync\n", unknown), framework_version="0.9")
+    )["CHK006"]
     assert found.message.endswith("which is there from 0.5.0 to 0.7.0")
     text, _ = unknown_key("verl", (0, 9), "actor_rollout_ref.profiler._target_", {})
     assert text.endswith("which is there from 0.5.0 to 0.5.0")  # the only version that has it

@@ -81,7 +81,7 @@ def test_trls_names(tmp_path):
         {"use": "trl.think_format", "weight": 1.0},
         {"use": "trl.reasoning_accuracy", "weight": 1.0},
         {"use": "trl.soft_overlong", "args": {"max_completion_len": 1280, "soft_punish_cache": 256}, "weight": 1.0},
-        {"use": "rewards.py:accuracy", "weight": 1.0},
+        {"use": "rewards.py:accuracy_reward", "weight": 1.0},
     ]
 
 
@@ -115,11 +115,11 @@ def test_functions_of_a_script_by_the_module_that_they_are_from(tmp_path):
         ("trl.accuracy", None),
         ("trl.cosine", {"max_len": 100, "max_value_correct": 2.0}),
         ("open_r1.tag_count", None),
-        ("rewards.py:think_format", None),
+        ("rewards.py:think_format_reward", None),
         ("trl.repetition_penalty", None),
         ("trl.soft_overlong", None),
     ]
-    assert "# - rewards: the arguments of trl.soft_overlong" in output
+    assert "- 'rewards: the arguments of trl.soft_overlong" in output
     assert "no equivalent" not in output.split("\nmodel:")[0]
 
 

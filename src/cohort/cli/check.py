@@ -32,6 +32,14 @@ LaunchedWith = Annotated[
         "'sbatch --nodes=2 slurm/train.slurm'.",
     ),
 ]
+Run = Annotated[
+    bool,
+    typer.Option(
+        "--run",
+        help="Run the Python script, with the arguments of --launch, up to trainer.train(): exact, where reading it "
+        "is a guess. No weights are loaded.",
+    ),
+]
 
 
 def check(
@@ -43,6 +51,7 @@ def check(
     launch: LaunchedWith = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
     fix: Annotated[bool, typer.Option(help="Write the nearest valid values into the files.")] = False,
+    run: Run = False,
     debug: Debug = False,
 ) -> None:
     """Check configurations before launch: whether they start, on how many GPUs, and what works instead."""
@@ -51,10 +60,15 @@ def check(
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
     version = _version(framework_version)
     options: dict[str, Any] = {"framework_version": version, "launched_with": launch}
-    reports = [check_file(file, world_sizes=sizes, **options) for file in files]
+    if run and fix:
+        raise UserError("--run: judges the arguments that a script has when it runs, which --fix cannot write; use one")
+    ran = [_ran(file, launch) if run else None for file in files]
+    pairs = zip(files, ran, strict=True)
+    reports = [check_file(file, world_sizes=sizes, ran=found, **options) for file, found in pairs]
     if fix:
-        pairs = zip(reports, files, strict=True)
-        reports = [_fixed(report, file, world_sizes=sizes, **options) for report, file in pairs]
+        reports = [
+            _fixed(report, file, world_sizes=sizes, **options) for report, file in zip(reports, files, strict=True)
+        ]
     if json_:
         typer.echo(json.dumps([report.as_json() for report in reports], indent=2))
     else:
@@ -71,12 +85,35 @@ def convert(
     file: Annotated[Path, typer.Argument(help="Configuration of TRL, Open-R1, ms-swift or verl.")],
     framework_version: FrameworkVersion = None,
     launch: LaunchedWith = None,
+    run: Run = False,
     debug: Debug = False,
 ) -> None:
-    """Convert to an equivalent Cohort configuration; settings without an equivalent become comments."""
+    """Convert to an equivalent Cohort configuration. Exit code 1 if it leaves decisions open (`decide_first`)."""
+    import yaml
+
     from cohort_check import convert_file
 
-    typer.echo(convert_file(file, framework_version=_version(framework_version), launched_with=launch), nl=False)
+    if run:
+        from cohort.trl.scripts import as_yaml
+
+        text = as_yaml(file, _ran(file, launch))
+    else:
+        text = convert_file(file, framework_version=_version(framework_version), launched_with=launch)
+    typer.echo(text, nl=False)
+    if decisions := yaml.safe_load(text).get("decide_first"):
+        typer.echo(f"decide_first: {len(decisions)} open; cohort train refuses until they are settled", err=True)
+        raise typer.Exit(1)
+
+
+def _ran(file: Path, launch: str | None) -> dict[str, Any]:
+    """Run a script of TRL with the arguments of its launch command, and return what it would train."""
+    from cohort.trl.scripts import run_script
+    from cohort_check.readers import read_arguments
+
+    if file.suffix != ".py" or not file.is_file():
+        raise UserError(f"--run: {file}: must be a Python script; without --run other files are read")
+    processes, arguments = (1, []) if launch is None else read_arguments(launch, file)
+    return run_script(file, arguments, processes=processes)
 
 
 def _fixed(report: "FileReport", file: Path, **options: Any) -> "FileReport":

@@ -16,6 +16,7 @@ from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.rewards import RewardConfig
 from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
 from cohort.config.section import Section, Size, expand_home, must_be, number_or
+from cohort.errors import UserError
 
 
 def check_sections(config: "Config") -> None:
@@ -451,6 +452,22 @@ class Config(Section):
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+    decide_first: tuple[str, ...] = Field(
+        (),
+        description="Decisions that `cohort convert` leaves open. `cohort train` refuses until the list is empty.",
+    )
+
+    def check_settled(self) -> None:
+        """Refuse a converted configuration whose decisions are open.
+
+        Raises:
+            UserError: names the first one.
+        """
+        if self.decide_first:
+            raise UserError(
+                f"decide_first: {len(self.decide_first)} open, such as {self.decide_first[0]!r:.300}; settle each of "
+                f"them in this configuration, then remove it from the list"
+            )
 
     @property
     def eval_max_new_tokens(self) -> int:

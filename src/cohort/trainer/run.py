@@ -94,6 +94,7 @@ def open_training(
         TrainingError: the rollout engine cannot be started.
     """
     config, others = run.config, others or OtherRanks()
+    config.check_settled()
     with others.busy():
         device = rank_device(config, ranks)
     inputs, schedule = run.inputs, run.inputs.schedule

@@ -11,11 +11,12 @@ from cohort_check.convert.draft import Draft
 from cohort_check.convert.swift import from_swift
 from cohort_check.convert.trl import TrlDraft, from_trl
 from cohort_check.convert.verl import from_verl
-from cohort_check.launch import ANY_SETTING, Launch
+from cohort_check.launch import ANY_SETTING, Launch, Setting, Settings
 from cohort_check.readers import read_launch
+from cohort_check.readers.trl_python import UNSLOTH
 from cohort_check.rules import run_rules
 from cohort_check.rules.cohort import nested
-from cohort_check.rules.common import EVALUATION, RunRules, Start, counted, parse_version
+from cohort_check.rules.common import EVALUATION, FRAMEWORK_NAMES, RunRules, Start, counted, parse_version
 from cohort_check.rules.verl import BATCH_KEYS
 
 __all__ = ["convert_file"]
@@ -25,7 +26,8 @@ def convert_file(path: Path, *, framework_version: str | None = None, launched_w
     """Convert the first run of a file to the YAML of a Cohort configuration that does the same, as far as Cohort can.
 
     Comments at the top list what is left to do, with the source's file and line, what Cohort does differently, and
-    which settings are not needed and why. No setting of the source is dropped silently.
+    which settings are not needed and why. What changes the training and could not be carried over is listed in
+    `decide_first`, a key with which `cohort train` refuses. No setting of the source is dropped silently.
 
     Args:
         path: the file.
@@ -43,7 +45,7 @@ def convert_file(path: Path, *, framework_version: str | None = None, launched_w
     for heading, entries in comments.items():
         lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
     head = "\n".join("# " + " ".join(line.split()) for line in lines)
-    return f"{head}\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}"
+    return f"{head}\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=10_000)}"
 
 
 def convert_launch(
@@ -58,22 +60,27 @@ def convert_launch(
         UserError: the framework is only recognized.
     """
     if launch.framework == "cohort":
-        config, comments = nested(launch), {"Differences": ["none: this is a configuration of Cohort"]}
+        config, comments = nested(launch), {"Different here": ["nothing: this is a configuration of Cohort"]}
     elif launch.not_checked and not launch.settings:
         raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
     else:
-        draft = _draft(launch, folder, framework_version)
+        launch, raised = _raised_by_unsloth(launch)
+        rules = run_rules(launch, framework_version=framework_version)
+        draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
+        draft.differences += raised
+        comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
         config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
-        comments = draft.comments()
     try:
         config_from_dict(config)
     except UserError as error:
-        comments.setdefault("To do", []).insert(0, f"change this, which is not valid here: {error}")
+        first = f"change this, which is not valid here: {error}"
+        config = {**config, "decide_first": [first, *config.get("decide_first", ())]}
+    if "decide_first" in config:
+        config = {"decide_first": config["decide_first"], **config}
     return config, comments
 
 
-def _draft(launch: Launch, folder: Path, framework_version: str | None) -> Draft:
-    rules = run_rules(launch, framework_version=framework_version)
+def _draft(launch: Launch, folder: Path, rules: RunRules) -> Draft:
     version = parse_version(rules.version)
     draft: Draft
     if launch.framework == "verl":
@@ -86,6 +93,17 @@ def _draft(launch: Launch, folder: Path, framework_version: str | None) -> Draft
     if launch.others:
         draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft
+
+
+def _raised_by_unsloth(launch: Launch) -> tuple[Launch, list[str]]:
+    """The launch with the batch that Unsloth makes of one that holds no whole groups, and what to say about it."""
+    key, said = "per_device_train_batch_size", Settings(launch)
+    own, generations = said.whole(key, 8), said.whole("num_generations", 8)
+    if launch.not_checked != UNSLOTH or own * said.whole("gradient_accumulation_steps", 1) % generations == 0:
+        return launch, []
+    given = launch.settings.get(key, Setting(own, ""))
+    text = f"{key}: {own} as written, which Unsloth raises to num_generations {generations}"
+    return replace(launch, settings={**launch.settings, key: replace(given, value=generations)}), [text]
 
 
 def _flat(launch: Launch) -> Launch:
@@ -118,5 +136,5 @@ def _start(draft: Draft, rules: RunRules) -> Start | None:
                     processes = counted(size, "training process")
                     draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
                 return start
-    draft.todo.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
+    draft.decide.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
     return None

@@ -66,7 +66,7 @@ def of_mixture(draft: Draft, entries: Sequence[Any]) -> list[dict[str, Any]]:
         if isinstance(weight, int | float) and 0 < weight < 1:
             source["rows"] = float(weight)
         elif weight is not None and weight != 1:
-            draft.differs(
+            draft.decide.append(
                 f"no equivalent: weight {weight!r:.40} of {source.get('path')!r}, the share of its rows to use"
             )
         if isinstance(files := source.get("path"), list):

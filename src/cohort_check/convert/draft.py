@@ -76,6 +76,17 @@ Rows = Mapping[str, Any]  # of `config/other_trainers.yaml`, by Cohort's key: se
 _USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
+_OUTPUT = ("output_dir", "trainer.default_local_dir", "report_to")  # say where to write, and change no training
+_BESIDES = ("callbacks=",)  # code to carry over that changes no training
+_COUNTS = (
+    "train.steps",
+    "train.warmup_steps",
+    "run.checkpoint_every",
+    "eval.every",
+    "reference.refresh_every",
+    "critic.warmup_steps",
+)
+_VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
 
 
 class Draft:
@@ -91,7 +102,8 @@ class Draft:
         self.per_node = launch.processes_per_node or self.processes
         self.settings = Settings(launch)
         self.config: dict[str, Any] = {}
-        self.todo: list[str] = []  # what a person has to do
+        self.decide: list[str] = []  # what changes the training and could not be carried over
+        self.todo: list[str] = []  # what a person has to do besides
         self.differences: list[str] = []  # what Cohort does otherwise
         self.unneeded: dict[str, str] = {}  # settings (* stands for anything) without need of an equivalent, and why
         self._origins: dict[str, str] = {}  # the setting that each key is from
@@ -185,16 +197,22 @@ class Draft:
         """Our name for a value; the first one, and a difference, if there is none."""
         first, name = next(iter(names)), str(value).lower()
         if name not in names:
-            self.differs(f"no equivalent: {key.rpartition('.')[2]} {value}; {first} stands in its place")
+            self.decide.append(f"no equivalent: {key.rpartition('.')[2]} {value}; {first} stands in its place")
         return names.get(name, names[first])
+
+    def model(self, named: Any) -> None:
+        """Set the model, and note if it has a vision encoder."""
+        self.path("model.path", named=named, missing="MODEL")
+        if _VISION.search(self.config["model"]["path"].rpartition("/")[2]):
+            self.decide.append(f"images: {self.config['model']['path']} reads images there; here only text is trained")
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
         """Set a path or an id, or leave a placeholder."""
         if isinstance(named, list) and len(named) > 1:
-            self.todo.append(f"{key}: several in the source ({named!r:.80}); the first one is used")
+            self.decide.append(f"{key}: several in the source ({named!r:.80}); the first one is used")
         named = named[0] if isinstance(named, list) and named else named
         if not isinstance(named, str) or not named:
-            self.todo.append(f"{key}: fill it in")
+            (self.todo if key.startswith("eval.") else self.decide).append(f"{key}: fill it in")
             named = missing
         self.put(key, named)
 
@@ -211,13 +229,10 @@ class Draft:
         """Set the steps of the warmup from their number (below 1: their part of all steps) or their part."""
         count = self.settings.number(count_key, 0)
         ratio = count if count > 0 else self.settings.number(ratio_key, 0)
-        steps = self.get("train.steps")
         if count >= 1:
             self.put("train.warmup_steps", int(count))
-        elif ratio and steps:
-            self.put("train.warmup_steps", round(ratio * steps))
-        elif ratio:
-            self.todo.append(f"train.warmup_steps: {ratio:g} of all steps")
+        elif ratio > 0:
+            self.put("train.warmup_ratio", ratio)
 
     def gpus(self, *, shared: bool, tensor_parallel: int) -> None:
         """Set how training and vLLM share the GPUs. A server cannot span machines."""
@@ -235,20 +250,21 @@ class Draft:
         weights = weights if isinstance(weights, list) else [weights] if weights is not None else []
         entries: list[dict[str, Any]] = []
         for i, name in enumerate(names):
-            short, known = short_name(str(name)), built_in(str(name), self.launch, self.settings)
+            known = built_in(str(name), self.launch, self.settings)
             weight = parse_number(weights[i]) if i < len(weights) else 1.0
-            entries.append({**(known or {"use": f"rewards.py:{short}"}), "weight": weight})
+            function = re.sub(r"\W", "_", str(name).rpartition(".")[2]) or "reward"
+            entries.append({**(known or {"use": f"rewards.py:{function}"}), "weight": weight})
             if known is None:
                 place = self.settings.said(f"trainer.reward_funcs.{name}")
                 origin = f", from {place}" if place else ""
-                self.todo.append(f"rewards.py: reward {name!r} as the function {short} (TRL's signature){origin}")
+                self.todo.append(f"rewards.py: reward {name!r} as the function {function} (TRL's signature){origin}")
         if not entries:
             entries = [{"use": "math"}]
-            self.todo.append("rewards: fill them in")
+            self.decide.append("rewards: fill them in; math stands in their place")
         if any(entry["use"] == "math" for entry in entries):
             self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
         unread = [entry["use"] for entry in entries if entry["use"] in NEEDS_ARGUMENTS and "args" not in entry]
-        self.todo += [f"rewards: the arguments of {use} (docs/rewards.md)" for use in unread]
+        self.decide += [f"rewards: the arguments of {use} (docs/rewards.md)" for use in unread]
         self.config["rewards"] = entries
 
     def batch(self, start: Start | None) -> None:
@@ -280,7 +296,7 @@ class Draft:
         if not said:
             self.differs(f"target_modules is not set; using {' and '.join(names)}, peft's default for most models")
         elif "all-linear" not in names and not all(re.fullmatch(r"[\w.]+", name) for name in names):
-            self.differs(f"no equivalent: target_modules {said!r:.80} is a pattern; all linear layers are taken")
+            self.decide.append(f"no equivalent: target_modules {said!r:.80} is a pattern; all linear layers are taken")
             names = ["all-linear"]
         self.put("model.adapter.targets", "all-linear" if "all-linear" in names else names)
 
@@ -296,7 +312,7 @@ class Draft:
                 "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
             )
         except ValueError as why:
-            self.differs(f"no equivalent: {weights}; here the model's weights keep their dtype: {why}")
+            self.decide.append(f"no equivalent: {weights}; here the model's weights keep their dtype: {why}")
             return
         self.put("model.quantization", kind)
         if kind == "int8":
@@ -331,25 +347,46 @@ class Draft:
     def no_dual_clip(self) -> None:
         """Take back the bound of ratios where the advantage is negative."""
         value, key = self.config["algorithm"].pop("delta"), self._origins["algorithm.delta"]
-        self.differs(f"no equivalent: {key} {value:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
+        self.decide.append(f"no equivalent: {key} {value:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
+
+    def rescale(self, times: int, per: int, unit: str) -> None:
+        """Turn counts of another unit into Cohort's steps, of which `times` are as many as `per` of that unit."""
+        for key in _COUNTS if times != per else ():
+            section, name = key.split(".")
+            if theirs := self.config.get(section, {}).get(name):
+                ours = math.ceil(theirs * times / per)
+                self.put(key, ours)
+                arithmetic = f"{theirs} {unit}" + (f" x {times // math.gcd(times, per)}" if times % per == 0 else "")
+                arithmetic += f" x {times} / {per}" if times % per and times > 1 else f" / {per}" if times % per else ""
+                self.differs(f"{key}: {arithmetic} = {ours} steps here")
 
     def comments(self) -> dict[str, list[str]]:
-        """The comments by heading. Every setting that was not used is to do, or in `not_needed/` with the reason."""
+        """The comments by heading. Every setting is used, or in `not_needed/` with the reason, or to decide."""
         table = load_table(f"convert/not_needed/{self.framework}.yaml")
         not_needed = {key: reason for reason, keys in table.items() for key in keys.split()}
         fields = grpo_config_fields() if self.framework == "trl" else {}
         not_needed |= fields.get("no_effect", {})
-        todo = [finding.message for finding in self.settings.findings] + self.todo
-        todo += [f"{unread.key.strip('()')} ({unread.where}): {unread.reason}" for unread in self.launch.unread]
-        todo += [f"{entry.where}: {entry.value}" for entry in self.launch.todo]
         unneeded: dict[str, list[str]] = {}
+
+        def reason_for(key: str, *, used: bool) -> str | None:
+            reasons = self.unneeded if used else {**self.unneeded, **not_needed}
+            return next((reason for name, reason in reasons.items() if fnmatchcase(key, name)), None)
+
+        decide = [finding.message for finding in self.settings.findings] + self.decide
+        for unread in self.launch.unread:
+            reason = reason_for(unread.key, used=False)
+            if reason or unread.key in _OUTPUT:
+                unneeded.setdefault(reason or "only known when the source runs", []).append(unread.key)
+            else:
+                decide.append(f"{unread.key.strip('()')} ({unread.where}): {unread.reason}")
+        for entry in self.launch.todo:
+            (self.todo if str(entry.value).startswith(_BESIDES) else decide).append(f"{entry.where}: {entry.value}")
         for key, said in self.launch.settings.items():
             value, default = str(said.value).lower(), str(self.known.get(key, {}).get("default", ...)).lower()
             used = key in self.settings.used
             if value == default and self.launch.framework == "verl" and self.launch.form == "yaml":
                 continue  # Hydra has written it
-            reasons = self.unneeded if used else {**self.unneeded, **not_needed}
-            reason = next((reason for name, reason in reasons.items() if fnmatchcase(key, name)), None)
+            reason = reason_for(key, used=used)
             if value == default and not used:
                 reason = "its default there"
             if reason:
@@ -357,9 +394,10 @@ class Draft:
             elif not used:
                 shown = "..." if _SECRET.search(key) else f"{said.value!r:.60}"
                 advice = f": {fields['refused'][key]}" if key in fields.get("refused", {}) else ""
-                todo.append(f"{key}: {shown} ({said.where}) has no equivalent{advice}")
+                decide.append(f"{key}: {shown} ({said.where}) has no equivalent{advice}")
+        self.config["decide_first"] = list(dict.fromkeys(" ".join(text.split()) for text in decide))
         return {
-            "To do": todo,
-            "Differences": self.differences,
+            "To do": self.todo,
+            "Different here": self.differences,
             "Not needed": [f"{reason}: {', '.join(keys)}" for reason, keys in unneeded.items()],
         }

@@ -6,7 +6,7 @@ from typing import Any
 from cohort.errors import UserError
 from cohort_check.convert.data_sources import of_swift, put_sources
 from cohort_check.convert.trl import TABLES, TrlDraft
-from cohort_check.readers.files import read_text
+from cohort_check.readers.files import find_text
 from cohort_check.rules.common import Start, Version
 from cohort_check.rules.swift import sampling_mode
 
@@ -18,7 +18,7 @@ _ESTIMATORS = {"rloo": ("none", "leave_one_out"), "reinforce_plus_plus": ("batch
 def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of ms-swift."""
     settings = draft.settings
-    draft.path("model.path", named=settings.said("model") or settings.said("ckpt_dir"), missing="MODEL")
+    draft.model(settings.said("model") or settings.said("ckpt_dir"))
     put_sources(draft, of_swift(settings.said("dataset")))
     draft.put("data.prompt", "messages")
     draft.put("data.system_prompt", _system_prompt(draft))
@@ -34,7 +34,7 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     draft.copy(TABLES["ms-swift"])
     if draft.get("rollout.num_generations") == 1:
         draft.put("rollout.num_generations", 2)
-        draft.differs("no equivalent: one completion per prompt, with a teacher; 2 are compared here")
+        draft.decide.append("no equivalent: one completion per prompt, with a teacher; 2 are compared here")
     draft.batch(start)
     _engine(draft, sampling_mode(settings, draft.launch, version))
     _algorithm(draft)
@@ -47,13 +47,14 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
 
 def _system_prompt(draft: TrlDraft) -> str | None:
     """The system prompt; a path of a text file is replaced by its text."""
-    said: str | None = draft.settings.text("system")
+    given = draft.settings.said("system")  # several words where it stands without quotation marks
+    said: str | None = " ".join(map(str, given)) if isinstance(given, list) else draft.settings.text("system")
     if said is None or not said.endswith((".txt", ".md")):
         return said
     try:
-        return read_text(draft.folder / said).rstrip("\n")
+        return find_text(said, draft.folder)[1].rstrip("\n")
     except UserError as error:
-        draft.todo.append(f"data.system_prompt: the text of {said} ({error})")
+        draft.decide.append(f"data.system_prompt: the text of {said} ({error})")
         return None
 
 
@@ -64,7 +65,9 @@ def _names(draft: TrlDraft, key: str) -> list[Any]:
     for name in said if isinstance(said, list) else [said] if said else []:
         match = re.fullmatch(r"(.+)#(\d+)", name) if isinstance(name, str) else None
         if match:
-            draft.differs(f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken")
+            draft.decide.append(
+                f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken"
+            )
         names.append(match[1] if match else name)
     return names
 
@@ -103,7 +106,7 @@ def _algorithm(draft: TrlDraft) -> None:
     if name and advantage == scales[usual]:
         advantage = name
     elif estimator != "grpo" and advantage != scales["gdpo"]:
-        draft.differs(f"no equivalent: advantage_estimator {estimator} with scale_rewards {said}")
+        draft.decide.append(f"no equivalent: advantage_estimator {estimator} with scale_rewards {said}")
     given["advantage"] = advantage
     if given["beta"] > 0 and settings.flag("kl_in_reward", estimator != "grpo"):
         given |= {"kl_in": "reward", "kl_estimator": "k1"}

@@ -73,7 +73,9 @@ class TrlDraft(Draft):
                 given["policy_loss"] = "gspo_token"
                 self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
         elif level != "token" and loss != "vespo":  # which is of whole completions anyway
-            self.differs(f"no equivalent: importance_sampling_level {level} with loss_type {loss}; ratios are tokens'")
+            self.decide.append(
+                f"no equivalent: importance_sampling_level {level} with loss_type {loss}; ratios are tokens'"
+            )
         if "delta" in given and given["policy_loss"].startswith("gspo"):
             self.no_dual_clip()
         if loss == "cispo":
@@ -87,10 +89,13 @@ class TrlDraft(Draft):
                 )
         self.copy(TABLES["reference"])
         if not given["beta"]:
+            self.skip("there is no KL term", "sync_ref_model")
             self.drop("there is no KL term", ["algorithm.kl_unbiased", "reference.refresh_every", "reference.mix"])
         super().algorithm(loss)
+        self.rescale(1, self.get("train.updates_per_rollout") or 1, "optimizer steps there")
 
 
+_LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
 _BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
 
 
@@ -98,7 +103,7 @@ def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of TRL."""
     settings = draft.settings
     model = settings.text("model_name_or_path") or settings.said("trainer.model")
-    draft.path("model.path", named=model, missing="MODEL")
+    draft.model(model)
     if not _dataset(draft, "data", "trainer.train_dataset"):
         put_sources(draft, _data(draft))
     _evaluation(draft)
@@ -119,6 +124,8 @@ def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
         draft.adapter(TABLES["peft_adapter"])
     elif settings.flag("use_peft"):
         draft.adapter(TABLES["trl_adapter"])
+    elif lora := [key for key in _LORA if key in settings and "use_peft" not in settings]:
+        draft.decide.append(f"adapter: {', '.join(lora)} without use_peft, which a loader of the source's own may read")
     for bits in (4, 8):
         if settings.flag(f"load_in_{bits}bit") or settings.flag(f"trainer.load_in_{bits}bit"):
             draft.quantized(bits)
@@ -148,13 +155,14 @@ def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
         files = files.get(split) or next(iter(files.values()), None)
     if not any(loaded.values()):
         return False
-    draft.path(f"{section}.path", named=files or loaded["path"], missing="train.jsonl")
-    if files and loaded["path"] not in (None, *_BUILDERS):
-        draft.todo.append(f"{section}.path: {loaded['path']} with data_files; only the files are used")
+    path = None if loaded["path"] in _BUILDERS else loaded["path"]
+    draft.path(f"{section}.path", named=files or path, missing="train.jsonl")
+    if files and path:
+        draft.decide.append(f"{section}.path: {path} with data_files; only the files are used")
     draft.put(f"{section}.name", loaded["name"])
     match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
     if split and (match is None or match[2]):
-        draft.todo.append(f"{section}.split: {split} is a part of a split; save that part as a file")
+        draft.decide.append(f"{section}.split: {split} is a part of a split; save that part as a file")
     if match and not files:
         draft.put(f"{section}.split", match[1])
     return True

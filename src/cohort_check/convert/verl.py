@@ -1,5 +1,7 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
+import re
+
 from cohort.config.other_trainers import equivalents
 from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
@@ -10,6 +12,7 @@ _FILTER = "algorithm.filter_groups"
 _CUSTOM = "custom_reward_function", "reward.custom_reward_function"
 _KWARGS = "reward_kwargs.overlong_buffer_cfg"
 _OVERLONG = "reward_model.overlong_buffer", f"reward_model.{_KWARGS}", f"reward.{_KWARGS}"
+_MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
 _LARGEST_SHARE = 0.5  # of a GPU, for vLLM beside training
 _TABLES: dict[str, Rows] = equivalents()["verl"]
 
@@ -19,7 +22,7 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     settings = draft.settings
     draft.per_node, nodes = settings.whole("trainer.n_gpus_per_node", 8), settings.whole("trainer.nnodes", 1)
     draft.processes = draft.per_node * nodes if draft.processes else 0
-    draft.path("model.path", named=settings.said(f"{_MODEL}.path"), missing="MODEL")
+    draft.model(settings.said(f"{_MODEL}.path"))
     put_sources(draft, files_of(settings.said("data.train_files")))
     draft.path("eval.path", named=settings.said("data.val_files"), missing="eval.jsonl")
     if settings.whole(f"{_MODEL}.lora_rank", 0, minimum=0):
@@ -34,6 +37,11 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.batch(start)
     for convert in (_data, _rewards, _kl, _algorithm, _sampling):
         convert(draft)
+    if start and start.generation_batch_size and start.global_batch_size:
+        draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
+    if re.search("one_step_off|fully_async", draft.launch.program or ""):
+        draft.put("rollout.max_staleness", 1)
+        draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")
 
 
 def _data(draft: Draft) -> None:
@@ -49,6 +57,11 @@ def _rewards(draft: Draft) -> None:
     names, paths = ([settings.said(f"{section}.{key}") for section in _CUSTOM] for key in ("name", "path"))
     draft.rewards(names[0] or names[1], None)
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
+    manager = [settings.text(key, "naive") for key in _MANAGERS if key in settings]
+    draft.decide += [f"rewards: those of the reward manager {name}" for name in {*manager} - {"naive", "dapo"}]
+    if "dapo" not in manager and (manager or draft.launch.program == "verl.trainer.main_ppo"):
+        draft.skip("the reward manager naive does not read it", "*.overlong_buffer.* *.overlong_buffer_cfg.*")
+        return
     for section in _OVERLONG:
         size = settings.whole(f"{section}.len", None) if settings.flag(f"{section}.enable") else None
         if size:
@@ -87,7 +100,7 @@ def _kl(draft: Draft) -> None:
     in_loss, in_reward = settings.flag(f"{_ACTOR}.use_kl_loss"), settings.flag("algorithm.use_kl_in_reward")
     given["beta"] = 0.0
     if in_loss and in_reward:
-        draft.differs("no equivalent: KL in the reward and in the loss at once; the one in the loss is kept")
+        draft.decide.append("no equivalent: KL in the reward and in the loss at once; the one in the loss is kept")
     if in_loss:
         draft.copy(_TABLES["kl_in_loss"], defaults=True)
     elif in_reward:
@@ -116,7 +129,9 @@ def _algorithm(draft: Draft) -> None:
         draft.skip("this policy loss sums in a way of its own", f"{_ACTOR}.loss_agg_mode")
     if given["policy_loss"] == "cispo":
         low = given.pop("clip_low")
-        draft.differs(f"no equivalent: clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here")
+        draft.decide.append(
+            f"no equivalent: clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here"
+        )
     if given["sampling_correction"] == "none":
         draft.drop("rollout_is is off", ["algorithm.sampling_correction_cap"])
     draft.algorithm(_TABLES["names"].get(estimator, given["policy_loss"]))

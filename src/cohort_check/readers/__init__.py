@@ -10,6 +10,7 @@ from cohort_check.launch import Launch
 from cohort_check.readers import others, swift, trl, trl_python, verl
 from cohort_check.readers.files import notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
+from cohort_check.readers.pins import pinned_version
 from cohort_check.readers.shell import Command, parse_shell
 
 __all__ = ["FORMATS", "read_launch"]
@@ -31,12 +32,12 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
     """
     text = read_text(path)
     try:
-        text = notebook_code(text) if path.suffix == ".ipynb" else text
+        code = notebook_code(text) if path.suffix == ".ipynb" else text
         commands = parse_shell(launched_with, "--launch") if launched_with else ()
         if launched_with and len(commands) != 1:
             raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
         command = commands[0] if commands else None
-        launches = list(islice(_read(path, text, command), _MOST_RUNS + 1))
+        launches = list(islice(_read(path, code, command), _MOST_RUNS + 1))
     except UserError:
         raise
     except ValueError as error:
@@ -49,7 +50,23 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
     if command is not None and path.suffix not in (".py", ".ipynb"):
         launches = [_launched(launch, command) for launch in launches]
+    launches = [replace(one, version=one.version or pinned_version(one.framework, path, text)) for one in launches]
     return replace(launches[0], others=tuple(launches[1:]))
+
+
+def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
+    """Read the processes that a launch command starts, and the arguments that it gives a script.
+
+    Raises:
+        UserError: it does not start the script, or its words are only known when it runs.
+    """
+    for command in parse_shell(launched_with, "--launch"):
+        names = [word.name for word in command.words]
+        if script.name in names and not any(word.missing for word in command.words):
+            launched = read_command(command, "trl", Path.cwd())
+            arguments = [word.text for word in command.words[names.index(script.name) + 1 :]]
+            return int(launched.processes.value) if launched.processes else 1, arguments
+    raise UserError(f"--launch {launched_with!r}: must start {script.name}, such as 'python {script.name} --lr 1e-6'")
 
 
 def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:

@@ -1,6 +1,7 @@
 """Read untrusted text files, and YAML as dotted keys with line numbers."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cohort_check.findings import Finding
 from cohort_check.launch import Setting
 
 MAX_BYTES = 500_000
+MAX_NOTEBOOK_BYTES = 20_000_000  # with the output of its cells
 _LEVELS_UP = 2  # from a script to where it is started
 
 
@@ -24,8 +26,9 @@ def read_text(path: Path) -> str:
     """
     try:
         problem = _no_file(path)
-        if problem is None and path.stat().st_size > MAX_BYTES:
-            problem = f"larger than {MAX_BYTES:,} bytes, which no configuration is"
+        most = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_BYTES
+        if problem is None and path.stat().st_size > most:
+            problem = f"larger than {most:,} bytes, which no configuration is"
         text = path.read_text(encoding="utf-8-sig") if problem is None else ""
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start})"
@@ -54,8 +57,21 @@ def notebook_code(text: str) -> str:
     book = json.loads(text)
     cells = book.get("cells", []) if isinstance(book, dict) else []
     found = [cell.get("source", "") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines = "\n".join("".join(map(str, part)) for part in found).splitlines()
-    return "\n".join("pass" if line.startswith(("!", "%")) else line for line in lines)
+    return "\n".join(_as_python("".join(map(str, part))) for part in found)
+
+
+def _as_python(cell: str) -> str:
+    """A cell with `pass` in the place of magics and shell commands, which IPython runs."""
+    if cell.lstrip().startswith("%%"):  # another language, or text
+        return "pass\n" * (cell.count("\n") + 1)
+    lines: list[str] = []
+    continues = False
+    for line in cell.splitlines():
+        magic = re.match(r"(\s*)(?:[\w, ]+=\s*)?(?:!|%\w)", line)
+        is_help = re.fullmatch(r"\s*\?{0,2}[\w.]+\?{1,2}", line.rstrip())
+        lines.append("" if continues else f"{magic[1] if magic else ''}pass" if magic or is_help else line)
+        continues = (continues or magic is not None) and line.rstrip().endswith("\\")
+    return "\n".join(lines)
 
 
 def find_text(name: str, folder: Path) -> tuple[Path, str]:

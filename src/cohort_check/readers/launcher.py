@@ -131,12 +131,6 @@ def with_recipe(launch: Launch, folder: Path) -> Launch:
     return replace(launch, settings=settings, unread=tuple(unread))
 
 
-def pinned_version(path: Path, text: str) -> Setting | None:
-    """The version of the first `trl==0.18.0` in the text."""
-    match = re.search(r"\btrl(?:\[[^\]\n]*\])?\s*==\s*(\d+(?:\.\d+)+)", text)
-    return Setting(match[1], f"{path.name}:{text.count(chr(10), 0, match.start()) + 1}") if match else None
-
-
 def find_server(commands: Sequence[Command]) -> Command | None:
     """The first command that starts a sampling server."""
     return next((command for command in commands for name in _SERVERS if command.has(*name)), None)

@@ -37,6 +37,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+_BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.Match)
 _LONGEST = 1_000  # characters of text that is put together
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
@@ -66,15 +67,23 @@ class Script:
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
-        self.parts: dict[str, list[tuple[str, Any]]] = defaultdict(list)  # of NAME.key = x and NAME["key"] = x
+        # by NAME, of `NAME.key = x`, `NAME["key"] = x` and `NAME.update(...)`: key, value and the statement
+        self.parts: dict[str, list[tuple[str | None, ast.expr, ast.AST]]] = defaultdict(list)
+        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
             for target in _targets(node):
                 self._assign(target, node)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and name_of(node.value) == "update":
+                self._update(node.value, node)
+        # in what may not run, or may run several times
+        branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
+        self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
         lines = _straight_lines(tree, list(self.functions.values()))
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        self.stored = {*names, *(node.arg for node in nodes if isinstance(node, ast.arg))}
         stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
         # assigned once, outside of branches and loops
@@ -91,9 +100,26 @@ class Script:
         elif isinstance(target, ast.Name):
             self.values[target.id].append(node.value)
         elif isinstance(target, ast.Attribute):
-            self.parts[name_of(target.value)].append((target.attr, node))
+            self.parts[name_of(target.value)].append((target.attr, node.value, node))
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            self.parts[name_of(target.value)].append((str(target.slice.value), node))
+            self.parts[name_of(target.value)].append((str(target.slice.value), node.value, node))
+
+    def _update(self, call: ast.Call, line: ast.AST) -> None:
+        """Note the keys of `NAME.update({...}, key=value)`; a mapping that is made elsewhere may have any."""
+        name = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        for given in [*(ast.keyword(None, arg) for arg in call.args), *call.keywords]:
+            pairs = (
+                [(given.arg, given.value)]
+                if given.arg
+                else list(_pairs(self.resolved(given.value)) or [(None, given.value)])
+            )
+            self.parts[name] += [(key, value, line) for key, value in pairs]
+
+    def frozen(self) -> list[Any]:
+        """Where parameters are set not to require gradients."""
+        changes = [change for changed in self.parts.values() for change in changed]
+        found = [line for key, value, line in changes if key == "requires_grad" and ast.unparse(value) == "False"]
+        return found + [call for call in self.calls if ast.unparse(call).endswith(".requires_grad_(False)")]
 
     def where(self, node: ast.AST) -> str:
         """NAME:LINE of a node."""
@@ -193,19 +219,23 @@ class Script:
 
     def named(self, key: str | None, node: ast.expr) -> Iterator[tuple[str | None, ast.expr, bool]]:
         """Yield (key, value, certain) of an argument. `**more` is expanded into its keys."""
-        found = self.resolved(node) if key is None else None
-        pairs: list[tuple[str | None, ast.expr]] = []
-        if isinstance(found, ast.Dict):
-            pairs = [(constant(key), value) for key, value in zip(found.keys, found.values, strict=True)]
-        elif isinstance(found, ast.Call) and name_of(found) == "dict" and not found.args:
-            pairs = [(keyword.arg, keyword.value) for keyword in found.keywords]
+        pairs = _pairs(self.resolved(node)) if key is None else []
         yield from ((name, value, name is not None) for name, value in pairs or [(key, node)])
         yield from self.changes(name_of(node)) if pairs else ()
 
-    def changes(self, name: str) -> Iterator[tuple[str, ast.expr, bool]]:
-        """Yield (key, value, certain) of `NAME.key = value` and `NAME["key"] = value`."""
-        for key, line in self.parts.get(name, []):
-            yield key, line.value, id(line) in self._straight
+    def changes(self, name: str) -> Iterator[tuple[str | None, ast.expr, bool]]:
+        """Yield (key, value, certain) of what is set on a name after it is made."""
+        for key, value, line in self.parts.get(name, []):
+            yield key, value, id(line) in self._straight
+
+
+def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
+    """Keys and values of `{...}` and `dict(...)`."""
+    if isinstance(node, ast.Dict):
+        return [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
+    if isinstance(node, ast.Call) and name_of(node) == "dict" and not node.args:
+        return [(keyword.arg, keyword.value) for keyword in node.keywords]
+    return []
 
 
 def constant(node: ast.AST | None) -> str | None:

@@ -209,7 +209,8 @@ class _Walker:
             words = _concatenated(parts)
             vanishes = node.type == "concatenation" or any("@" in _text(child) for child in node.named_children)
             return words or ([] if vanishes else [Word("")])
-        if node.type == "arithmetic_expansion":
+        # in a default, the grammar takes $((...)) for a command
+        if node.type == "arithmetic_expansion" or (text.startswith("$((") and text.endswith("))")):
             return [self._arithmetic(text)]
         if node.type in ("command_substitution", "process_substitution"):
             return [Word("", missing=(f"{text:.80} is the output of a command, and nothing is run",))]
@@ -225,13 +226,20 @@ class _Walker:
         name, operator = match[1], match[3]
         value = self.variables.get(name)
         if value is not None and not (operator.startswith(":") and value == [Word("")]):
+            if operator.startswith(":-") and len(value) == 1 and "is nothing or " in "".join(value[0].missing):
+                default = self._default(node, operator)[0].text  # stands in the place of nothing
+                reasons = [reason.replace("nothing", default, 1) for reason in value[0].missing]
+                return [replace(value[0], missing=tuple(reasons))]
             return value
         if operator.endswith(("-", "=")):
-            at = next((i for i, child in enumerate(node.children) if child.type == operator), len(node.children))
-            default = [child for child in node.children[at + 1 :] if child.is_named]
-            return _concatenated([self._pieces(child, quoted=True) for child in default]) or [Word("")]
+            return self._default(node, operator)
         shown = "$@" if name in "@*" else f"${name}"
         return [Word(shown if name in "@*" else "", missing=(f"{shown} is set outside of this file",))]
+
+    def _default(self, node: tree_sitter.Node, operator: str) -> list[Word]:
+        at = next((i for i, child in enumerate(node.children) if child.type == operator), len(node.children))
+        default = [child for child in node.children[at + 1 :] if child.is_named]
+        return _concatenated([self._pieces(child, quoted=True) for child in default]) or [Word("")]
 
     def _arithmetic(self, text: str) -> Word:
         """Evaluate `$((a * b))` of whole numbers."""

@@ -10,7 +10,7 @@ from cohort_check.findings import Finding
 from cohort_check.launch import Framework, Launch, Setting, Unread
 from cohort_check.readers import trl_python
 from cohort_check.readers.files import YamlTree, find_text
-from cohort_check.readers.launcher import parse_options, pinned_version, read_command, with_recipe
+from cohort_check.readers.launcher import parse_options, read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
 from cohort_check.rules.common import known_keys
 
@@ -37,7 +37,6 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
         form="yaml",
         reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
         settings=tree.top,
-        version=pinned_version(path, text),
         findings=tuple(tree.findings),
     )
 
@@ -52,13 +51,14 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
     serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
     own = command.has("trl", "grpo")
-    if not own and not (launched and (script or outside or serves or SIGNS & options)):
+    beside = launched and bool(scripts) and _trains_beside(scripts[0], path.parent)
+    if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
     of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
     if not of_trl:  # with options of its own
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
-    if scripts and not (of_trl or launch.settings):
+    if scripts and not of_trl and (beside or not launch.settings):
         launch = _with_script(launch, scripts[0], command, path.parent)
     if outside:  # such as Open-R1's slurm/train.slurm
         reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
@@ -67,13 +67,21 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     processes = launch.processes or (own_processes(launch.settings) if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
     framework: Framework = "open-r1" if special else "trl"
-    return replace(launch, framework=framework, processes=processes, version=pinned_version(path, text))
+    return replace(launch, framework=framework, processes=processes)
+
+
+def _trains_beside(script: Word, folder: Path) -> bool:
+    """Whether a script that a command starts is there and trains with GRPO."""
+    try:
+        return "GRPOTrainer" in find_text(script.text, folder)[1]
+    except (UserError, ValueError):
+        return False
 
 
 def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
     """Add the settings of the Python script that the command starts, if it is found and makes one configuration."""
     try:
-        place, text = find_text(script.name, folder)
+        place, text = find_text(script.text, folder)
         (run,) = trl_python.read(place, text, command)
     except (UserError, ValueError):
         reason = f"{script.name} sets what it trains; check that file"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort_check.launch import Launch, Setting, Unread
-from cohort_check.readers.launcher import pinned_version, read_command, with_recipe
+from cohort_check.readers.launcher import read_command, with_recipe
 from cohort_check.readers.python_values import UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
 
@@ -22,8 +22,11 @@ _DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
 )
 _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
 
+_IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
+_SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
+_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
 _IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
-_UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
+UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 
 def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
@@ -39,13 +42,15 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
             tree = ast.parse(text, path.name)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not valid Python: {error}") from error
+    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & _classes_of(tree):
+        return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
         script = Script(tree, path, launch.settings)
-        launch = replace(launch, form="python", version=pinned_version(path, text))
+        launch = replace(launch, form="python")
         for run in _runs(script, launch, by_command=bool(started)):
-            yield replace(run, not_checked=_UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
+            yield replace(run, not_checked=UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
@@ -58,6 +63,7 @@ def _commands_in(docstring: str, path: Path) -> list[Command]:
 def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
     made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
+    made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     for call in made:
         kind = name_of(call)
@@ -81,6 +87,10 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         run = _Run(script, call)
         run.unread.append(Unread("(recipe)", script.where(call), "the configuration is made elsewhere"))
         yield run.launch(launch)
+
+
+def _classes_of(tree: ast.Module) -> set[str]:
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _classes(call: ast.Call) -> set[str]:
@@ -128,15 +138,16 @@ class _Run:
         for trainer in (mine or trainers)[:1]:
             for key, node, certain in self.script.changes(name_of(keyword_of(trainer, "args"))):
                 self.add(key, node, certain=certain)
-                if key in self.settings:  # an attribute is never refused
+                if key is not None and key in self.settings:  # an attribute is never refused
                     self.settings[key] = replace(self.settings[key], added=True)
-            self._model(trainer)
-            self._adapter(trainer, parsed=parsed)
+            self._model(trainer, parsed=parsed)
             self._rewards(trainer)
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
             for keyword in trainer.keywords:
-                if keyword.arg not in _CONVERTED:
+                if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
+                    self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
+                elif keyword.arg not in _CONVERTED:
                     self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
         return replace(
             started,
@@ -152,14 +163,35 @@ class _Run:
     def _leave(self, text: str, node: ast.AST) -> None:
         self.todo.append(Setting(f"{text:.80}", self.script.where(node)))
 
+    def _is_loaded(self, tokenizer: ast.expr) -> bool:
+        """Whether a tokenizer is one as it was loaded, with its own chat template."""
+        changed = [key for key, *_ in self.script.parts.get(name_of(tokenizer), ())]
+        loaded = any(name_of(call) == "from_pretrained" for call in self.script.reached(tokenizer))
+        return loaded and "chat_template" not in changed
+
     def _rewards(self, trainer: ast.Call) -> None:
         """Add the names of the reward functions, and where they are defined."""
-        given = self.script.resolved(keyword_of(trainer, "reward_funcs"))
+        said = keyword_of(trainer, "reward_funcs") or (trainer.args[1] if len(trainer.args) > 1 else None)
+        given = self.script.resolved(said)
         if given is None:
             return
+        if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
+            given = self.script.resolved(given.args[0]) or given
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
+        unclear = [
+            n
+            for n in nodes
+            if isinstance(n, ast.Name) and n.id not in self.script.defined and n.id in self.script.stored
+        ]
+        grown = name_of(said) in {
+            name_of(call.func.value) for call in self.script.calls if isinstance(call.func, ast.Attribute)
+        }
+        if unclear or grown or not all(names):
+            reason = f"a list that the script puts together: {ast.unparse(given):.60}"
+            self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
+            return
         self._set("trainer.reward_funcs", [name for name in names if name], given)
         for name in names:
             if name in self.script.defined:
@@ -188,37 +220,59 @@ class _Run:
                         self._leave(f"{key}={ast.unparse(value)}", call)
             elif name_of(call) in _DATASET_CODE.split():
                 self._leave(f"{ast.unparse(call.func):.60}(...)", call)
+        if isinstance(given, ast.Subscript) and (split := constant(given.slice)):
+            self.settings.setdefault(f"trainer.{which}.split", Setting(split, self.script.where(given)))
         if not loaded and len(self.todo) == before:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
-    def _model(self, trainer: ast.Call) -> None:
-        """Add the trainer's model, from `X.from_pretrained("id", dtype=...)` or a name, and its quantization."""
+    def _model(self, trainer: ast.Call, *, parsed: bool) -> None:
+        """Add the trainer's model, its quantization and its adapter, whichever call of its making has them."""
         given = keyword_of(trainer, "model") or (trainer.args[0] if trainer.args else None)
-        loaded = self.script.resolved(given)
-        quantized = [keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs")]
-        if isinstance(loaded, ast.Call) and name_of(loaded) == "from_pretrained":
-            quantized.append(loaded)
-            given = loaded.args[0] if loaded.args else None
+        adapter = keyword_of(trainer, "peft_config")
+        parts = (keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs"))
+        calls = list(self.script.reached(given, *parts))
+        named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
+        loads = [call for name, call in named if not _IS_OTHER.search(name)]
+        for loaded in loads[:1]:
+            names = (keyword_of(loaded, name) for name in ("pretrained_model_name_or_path", "model_name"))
+            given = next(filter(None, (*loaded.args[:1], *names)), None)
             dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
-            if dtype is not None:
+            if dtype is not None and ast.unparse(dtype) != "None":
                 self._set("trainer.dtype", ast.unparse(dtype).strip("'\"").removeprefix("torch."), loaded)
+            if _SEES.search(ast.unparse(loaded.func)):
+                self._leave(f"images: {ast.unparse(loaded.func)} loads a model that reads images", loaded)
         if given is not None:
-            with contextlib.suppress(*UNREADABLE):
-                self._set("trainer.model", self.script.value(given), given)
-        for call in self.script.reached(*quantized):
+            self.add("model", given, prefix="trainer.")
+        for call in calls:
             for key in ("load_in_4bit", "load_in_8bit"):
-                switch = keyword_of(call, key)
-                if isinstance(switch, ast.Constant) and switch.value is True:
-                    self._set(f"trainer.{key}", True, call)
-
-    def _adapter(self, trainer: ast.Call, *, parsed: bool) -> None:
-        """Add the arguments of `peft_config=LoraConfig(...)`, inline or by name."""
-        given = keyword_of(trainer, "peft_config")
-        node = self.script.resolved(given)
-        if given is None or (isinstance(node, ast.Constant) and node.value is None):
-            return
-        if isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
-            self._set("trainer.peft_config", "LoraConfig", given)
-            self.arguments(node, "trainer.peft_config.")
+                if keyword_of(call, key) is not None:
+                    self.add(key, keyword_of(call, key) or call, prefix="trainer.")
+            if name_of(call) in ("get_peft_model", "PeftModel") or "PeftModel" in ast.unparse(call.func):
+                self._wrapped(call)
+        node = self.script.resolved(adapter)
+        if adapter is None or (isinstance(node, ast.Constant) and node.value is None):
+            pass
+        elif isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
+            self._lora(node, adapter)
         elif not (parsed and name_of(node) == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
-            self.unread.append(Unread("peft_config", self.script.where(given), f"computed: {ast.unparse(given):.60}"))
+            self.unread.append(
+                Unread("peft_config", self.script.where(adapter), f"computed: {ast.unparse(adapter):.60}")
+            )
+        for place in self.script.frozen():
+            self._leave("frozen: some parameters do not require gradients", place)
+
+    def _wrapped(self, call: ast.Call) -> None:
+        """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
+        config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
+        if id(call) in self.script.branched:
+            self._leave(f"adapter, in a branch: {ast.unparse(call)}", call)
+        elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
+            self._lora(config, call)
+        elif name_of(call) == "get_peft_model" and config is None and keyword_of(call, "r") is not None:
+            self._lora(call, call)
+        else:
+            self._leave(f"adapter: {ast.unparse(call)}", call)
+
+    def _lora(self, config: ast.Call, place: ast.AST) -> None:
+        self._set("trainer.peft_config", "LoraConfig", place)
+        self.arguments(config, "trainer.peft_config.")

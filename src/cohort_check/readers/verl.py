@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from cohort_check.launch import Launch, Setting, Unread
-from cohort_check.readers.files import YamlTree
+from cohort_check.readers.files import YamlTree, read_text
 from cohort_check.readers.launcher import gpus_of, unknown_word
 from cohort_check.readers.shell import Command, Word
 from cohort_check.readers.swift import MEGATRON
@@ -18,6 +18,7 @@ from cohort_check.readers.swift import MEGATRON
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
 _SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
 _GPUS = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}  # with verl's defaults
+_LEVELS_UP, _MOST_FILES = 4, 200
 _OWN_CONFIG = "ppo_trainer"  # of which verl's defaults are known
 
 
@@ -46,6 +47,11 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
             unread[word.where] = unknown_word(word)
+    own = _own_keys(path.parent) if any(not said.added for said in settings.values()) else set()
+    settings = {
+        key: replace(said, added=said.added or (key.rpartition(".")[2] in own and "fork"))
+        for key, said in settings.items()
+    }
     resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
     for key, entry in [*unread.items()][:1]:
         unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")
@@ -60,6 +66,15 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         processes=_processes(settings, unread, "" if "(config)" in unread else command.where),
         training_gpus=gpus_of(command),
     )
+
+
+def _own_keys(folder: Path) -> set[str]:
+    """Names of the keys in the configuration folder of a copy of verl around a script."""
+    for place in (folder, *folder.resolve().parents[:_LEVELS_UP]):
+        files = sorted((place / "verl" / "trainer" / "config").rglob("*.yaml"))[:_MOST_FILES]
+        if files:
+            return {name for file in files for name in re.findall(r"(?m)^\s*(\w+):", read_text(file))}
+    return set()
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:

@@ -22,6 +22,7 @@ def cohort_rules(launch: Launch) -> RunRules:
     findings: tuple[Finding, ...] = ()
     try:
         config = config_from_dict(nested(launch))
+        config.check_settled()
     except UserError as error:
         start, findings = refused(str(error)), (_refusal(launch, str(error)),)
     else:

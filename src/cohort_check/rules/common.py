@@ -131,6 +131,7 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
     return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
 
 
+FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "ms-swift": "4.6", "verl": "0.9.1"}  # Open-R1: the TRL that it pins
 _KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
     "trl": ("TRL", (0, 15), (1, 16)),
@@ -140,14 +141,47 @@ _KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and 
 
 
 def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
-    """Return the given version, the file's own or the default, and the reason for it."""
+    """Return a version and the reason for it.
+
+    It is the given one, the one that the file or its surroundings pin, or the default: the newest or, if that does not
+    know all keys, the newest that does. A minor version (0.7) stands for its newest release.
+    """
+    framework = "trl" if launch.framework == "open-r1" else launch.framework
     if version is not None:
-        return version, "--framework-version"
+        return _newest_release(framework, version), "--framework-version"
     if launch.version is not None:
-        return str(launch.version.value), launch.version.where
+        return _newest_release(framework, str(launch.version.value)), launch.version.where
+    default = DEFAULTS[launch.framework]
+    reason = "the default; --framework-version chooses another one"
     if launch.framework == "open-r1":
-        return DEFAULTS["open-r1"], "what Open-R1 pins"
-    return DEFAULTS[launch.framework], "the default; --framework-version chooses another one"
+        reason = "what Open-R1 pins"
+    tables = key_tables(framework)
+    own = set().union(*key_tables("open-r1").values()) if launch.framework == "open-r1" else set()
+    keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
+    has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
+    known = set().union(*has.values())  # what no version knows says nothing about versions
+    number = parse_version(_newest_release(framework, default))
+    newer = sorted(known - {key for key in keys if _is_in(key, known_keys(framework, number))})
+    fitting = [number for number, found in has.items() if found == known]
+    if not newer or not fitting:
+        return default, reason
+    name = _KNOWN[framework][0]
+    first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
+    span = first if first == last else f"{first} to {last}"
+    who = "the version that knows" if first == last else "the versions that know"
+    shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
+    return last, f"judged as {name} {span}, {who} {shown}; {name} {default} does not"
+
+
+def _is_in(key: str, table: Keys) -> bool:
+    return key in table or any(name.startswith(f"{key}.") for name in table)
+
+
+def _newest_release(framework: str, version: str) -> str:
+    """The newest release of a minor version, such as 0.7.1 for 0.7; any other version as it is."""
+    number = parse_version(version)
+    found = [table for table in key_tables(framework) if table[:2] == number]
+    return ".".join(map(str, found[-1])) if found else version
 
 
 def nearest_version(framework: str, version: Version) -> Version:

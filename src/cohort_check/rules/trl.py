@@ -208,7 +208,8 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         settings,
         TrlBatch(),
         known=known,
-        evaluates=settings.text("eval_strategy", settings.text("evaluation_strategy", "no")) != "no",
+        evaluates=settings.text("eval_strategy", "no") != "no"
+        or ("evaluation_strategy" in known and settings.text("evaluation_strategy", "no") != "no"),
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)

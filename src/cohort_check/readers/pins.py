@@ -1,0 +1,66 @@
+"""The version of a framework that a launch file, or a file beside it, pins."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from cohort.errors import UserError
+from cohort_check.launch import Setting
+from cohort_check.readers.files import read_text
+from cohort_check.rules.common import key_tables, parse_version
+
+_FILES = ("requirements*.txt", "requirements/*.txt", "pyproject.toml", "environment*.y*ml", "setup.py", "*.lock")
+_IN_REPOSITORY = {  # name of the package, and where a copy of the framework has its version
+    "trl": ("trl", ("trl/VERSION", "trl/__init__.py", "src/trl/__init__.py")),
+    "ms-swift": (r"ms[-_]swift", ("swift/version.py",)),
+    "verl": ("verl", ("verl/version/version",)),
+}
+_LEVELS_UP = 4
+_NUMBER = r"v?(\d+(?:\.\d+)+)"
+
+
+def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
+    """The version that a file installs itself, else that of the files beside it or in the folders above it."""
+    framework = "trl" if framework == "open-r1" else framework
+    if framework not in _IN_REPOSITORY:
+        return None
+    package, copies = _IN_REPOSITORY[framework]
+    if found := _pin(text, framework, package, path.name):
+        return found
+    folder = path.resolve().parent
+    for place in (folder, *folder.parents[:_LEVELS_UP]):
+        for file in (file for name in _FILES for file in sorted(place.glob(name))[:20]):
+            with suppress(UserError):
+                if found := _pin(read_text(file), framework, package, file.name):
+                    return found
+        for name in copies:
+            with suppress(UserError):
+                if match := re.search(rf"(?:^|__version__\s*=\s*[\"']){_NUMBER}", read_text(place / name).strip()):
+                    return Setting(match[1], name)
+        if (place / ".git").exists():
+            break
+    return None
+
+
+def _pin(text: str, framework: str, package: str, name: str) -> Setting | None:
+    """`trl==0.18.0`, `trl~=0.18.1`, `trl<0.19`, `trl @ git+...@v0.18.0`, or the entry of a lock file."""
+    comments = "" if name.endswith((".py", ".ipynb")) else "#"  # which install nothing, except in scripts of uv
+    start = rf"(?mi)^[^{comments}\n]*?(?<![\w./-]){package}(?![\w-])(?:\[[^\]\n]*\])?[\"']?\s*"
+    exact = re.search(rf"{start}(?:={{2,3}}|=|@[^\n]*@)\s*{_NUMBER}(?![.\d]*\*)", text)
+    exact = exact or re.search(rf"(?mi)^name = \"{package}\"\nversion = \"{_NUMBER}\"", text)
+    if exact:
+        return Setting(exact[1], _place(text, name, exact))
+    bound = re.search(rf"{start}(?:[<>=!]+\s*[\d.]+,\s*)*(~=|<=?|==)\s*{_NUMBER}", text)
+    if bound is None:
+        return None
+    number, tables = parse_version(bound[2]), list(key_tables(framework))
+    if bound[1] == "<":
+        below = [table for table in tables if table < number]
+    else:
+        size = len(number) - (bound[1] == "~=")
+        below = [table for table in tables if table[:size] <= number[:size]]
+    return Setting(".".join(map(str, below[-1])), _place(text, name, bound)) if below else None
+
+
+def _place(text: str, name: str, match: re.Match[str]) -> str:
+    return f"{name}:{text.count(chr(10), 0, match.start(1)) + 1}"

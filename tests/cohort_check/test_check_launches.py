@@ -1,0 +1,110 @@
+"""What `cohort check` follows of a launch: modules, scripts beside, forks, `kwargs.update`, notebooks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checks import by_code, read, report
+
+OWN = """
+import argparse
+from trl import GRPOConfig, GRPOTrainer
+p = argparse.ArgumentParser()
+p.add_argument("--batch", type=int, default=1)
+p.add_argument("--grad_accum_steps", type=int, default=1)
+a = p.parse_args()
+config = GRPOConfig("o", per_device_train_batch_size=a.batch, gradient_accumulation_steps=a.grad_accum_steps)
+GRPOTrainer("m", args=config, reward_funcs=f, train_dataset=load_dataset("d"))
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "torchrun --nproc_per_node 4 -m swift.cli.rlhf",
+        "python -m swift.cli.rlhf",
+        "accelerate launch -m swift.cli.rlhf",
+    ],
+)
+def test_modules_of_ms_swift_are_ms_swift(tmp_path: Path, start: str) -> None:
+    launch = read(tmp_path, f"{start} --rlhf_type grpo --model m --dataset d --num_infer_workers 1\n", "run.sh")
+    assert launch.framework == "ms-swift" and launch.settings["model"].value == "m"
+    if "torchrun" in start:
+        assert launch.processes and launch.processes.value == 4
+
+
+def test_a_script_beside_is_judged_with_the_launchers_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN)
+    text = "accelerate launch --num_processes 3 train.py --batch 16 --grad_accum_steps 4\n"
+    found = report(tmp_path, text)
+    assert "192 completions per optimizer step" in found.verdict
+    assert found.launch and found.launch.settings["gradient_accumulation_steps"].value == 4
+
+
+def test_keys_of_a_forks_own_configuration_are_known(tmp_path: Path) -> None:
+    text = (
+        "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.actor.my_key=1\n"
+    )
+    assert "CHK006" in by_code(report(tmp_path, text))
+    (tmp_path / "verl/trainer/config/actor").mkdir(parents=True)
+    (tmp_path / "verl/trainer/config/actor/dp.yaml").write_text("my_key: null\n")
+    assert "CHK006" not in by_code(report(tmp_path, text))
+
+
+def test_updates_of_keyword_arguments_are_read(tmp_path: Path) -> None:
+    text = (
+        "from trl import GRPOConfig, GRPOTrainer\nkwargs = dict(per_device_train_batch_size=8)\n"
+        'kwargs.update({"num_generations": 3}, loss_type="dr_grpo")\n'
+        'GRPOTrainer("m", args=GRPOConfig("o", **kwargs), reward_funcs=f)\n'
+    )
+    launch = read(tmp_path, text, "a.py")
+    assert (launch.settings["num_generations"].value, launch.settings["loss_type"].value) == (3, "dr_grpo")
+    assert report(tmp_path, text, "a.py").outcome == "depends"
+    unknown = read(tmp_path, text.replace('{"num_generations": 3}', "other()"), "a.py")
+    assert [entry.key for entry in unknown.unread] == ["(**arguments)"]
+
+
+def test_a_class_that_only_has_the_name_is_not_trls(tmp_path: Path) -> None:
+    text = "class GRPOConfig:\n    clip = 0.2\nconfig = GRPOConfig(clip=0.1, group=3)\n"
+    assert report(tmp_path, text, "a.py").outcome == "unreadable"
+    assert report(tmp_path, "from trl import GRPOTrainer\n" + text, "a.py").outcome != "unreadable"
+
+
+def test_a_fallback_is_no_second_run(tmp_path: Path) -> None:
+    text = (
+        "from trl import GRPOConfig, GRPOTrainer\ntry:\n    c = GRPOConfig('o', num_generations=4)\n"
+        "except TypeError:\n    c = GRPOConfig('o')\nGRPOTrainer('m', args=c, reward_funcs=f)\n"
+    )
+    found = report(tmp_path, text, "a.py")
+    assert not found.others and found.launch and found.launch.settings["num_generations"].value == 4
+
+
+def test_notebooks_are_read_as_ipython_does(tmp_path: Path) -> None:
+    cells = [
+        "%%capture\n!pip install trl==0.19.0\nnot python",
+        "import os\nif 'COLAB' not in os.environ:\n    !pip install trl \\\n      peft\nelse:\n    pass",
+        "%pip install a \\\n  b\nfiles = !ls\nGRPOConfig?",
+        "from trl import GRPOConfig, GRPOTrainer\nc = GRPOConfig('o', num_generations=8)\nGRPOTrainer('m', args=c)",
+    ]
+    book = {"cells": [{"cell_type": "code", "source": cell, "outputs": ["x" * 200_000]} for cell in cells]}
+    found = report(tmp_path, json.dumps(book), "a.ipynb")
+    assert found.launch and found.launch.settings["num_generations"].value == 8
+    assert found.rules and found.rules.version == "0.19.0"
+
+
+@pytest.mark.parametrize(
+    ("assigned", "value"),
+    [
+        ("N=${B:-$((4 * 2))}", 8),
+        ("G=${G:-}\nif [ -z $G ]; then G=2; fi\nN=${G:-8}", None),
+        ("A=4; N=$((A*2))", 8),
+    ],
+)
+def test_shell_values(tmp_path: Path, assigned: str, value: int | None) -> None:
+    launch = read(tmp_path, f"{assigned}\nswift rlhf --rlhf_type grpo --model m --num_generations $N\n", "run.sh")
+    found = launch.settings.get("num_generations")
+    assert (int(found.value) if found else None) == value
+    if value is None:
+        assert any("2 or 8" in entry.reason or "8 or 2" in entry.reason for entry in launch.unread)
