@@ -19,6 +19,7 @@ from cohort.config.load import to_yaml
 from cohort.data import PromptRenderer, PromptSet, PromptStream, TrainingRows, build_prompts, read_training_rows
 from cohort.data.cache import cache_folder
 from cohort.errors import UserError
+from cohort.rollout.environments.tool_loop import ToolLoop
 from configs import MINIMAL, message
 from test_data import make_tokenizer, words
 from tiny import write_jsonl
@@ -212,6 +213,13 @@ def test_each_source_may_have_its_own_system_prompt(folder):
         "<s> [system] be brief ["
     ] * 3
     assert prompts.sources == (("a", 4), ("twos", 7))
+
+
+def test_tools_chat_with_the_system_prompt_of_the_source():
+    loop = ToolLoop([], executor=None, prompt_column="prompt", system_prompt="be", system_prompts={"b": "be brief"})
+    for source, expected in (("a", "be"), ("b", "be brief"), (None, "be")):
+        messages = loop._messages({"prompt": "one", "source": source}, "")
+        assert [message["content"] for message in messages] == [expected, "one"]
 
 
 def test_errors_in_rows_of_sources_count_them_in_their_file(folder):
