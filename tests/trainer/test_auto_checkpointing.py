@@ -1,12 +1,16 @@
-"""A resumed run keeps the checkpointing that it began with, unless the key is set."""
+"""What a run plans at its start; a resumed one keeps the checkpointing that it began with, unless the key is set."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import cohort
 from cohort.config import load_config
 from cohort.models import activation_checkpointing
+from cohort.ranks.collectives import Ranks
+from cohort.trainer import preflight
 from runs import assert_same_weights, changed, make_inputs, stop_after, train
 
 
@@ -39,3 +43,14 @@ def test_a_resumed_run_checkpoints_as_it_began_unless_the_key_is_set(
     resumed = train(changed(config, model={"gradient_checkpointing": True}), resume=True)
     assert (kind(), used) == (True, [True, True, False])
     assert_same_weights(resumed.final_dir, whole.final_dir)
+
+
+@pytest.mark.parametrize(("per_node", "found"), [(8, (8, 2)), (None, (16, 1)), (7, (16, 1))])
+def test_a_run_plans_for_the_nodes_that_its_launcher_started(
+    monkeypatch: pytest.MonkeyPatch, per_node: int | None, found: tuple[int, int]
+):
+    """Nodes with different numbers of processes are planned as one."""
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    planned = preflight._hardware(torch.device("cuda", 0), Ranks(world_size=16, ranks_per_node=per_node))
+    assert (planned.gpus_per_node, planned.nodes) == found

@@ -238,20 +238,22 @@ class Sharding:
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
-        """Add up the gradients of all replicas. Every rank calls this after the last pass of a step."""
+        """Add up the gradients of all replicas, layer by layer. Every rank calls this after a step's last pass."""
         assert self._reduces, "the last pass of a step reduces gradients"
         if self._replicas is None:
             return
-        for parameter in self.model.parameters():
-            if not parameter.requires_grad:
+        for group in self._groups():
+            shards = []
+            for parameter in (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad):
+                if parameter.grad is None:  # no token of this replica used it, but perhaps some of another
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                shards.append(parameter.grad.to_local())
+            if not sum(shard.numel() for shard in shards):  # on every replica, as all have the same shards
                 continue
-            if parameter.grad is None:  # no token of this replica used it, but perhaps some of another
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            own = parameter.grad.to_local()
-            reduced = own.to(self._device)
-            dist.all_reduce(reduced, group=self._replicas)
-            if reduced is not own:
-                own.copy_(reduced)
+            flat = torch.cat([shard.flatten() for shard in shards]).to(self._device)
+            dist.all_reduce(flat, group=self._replicas)
+            for shard, reduced in zip(shards, flat.split([shard.numel() for shard in shards]), strict=True):
+                shard.copy_(reduced.view_as(shard))
 
     def allocate(self) -> None:
         """Allocate the shards of a model on the meta device. Buffers keep their values."""
