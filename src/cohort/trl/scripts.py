@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -183,17 +184,13 @@ def _front(answer: Callable[[dict[str, Any]], None], notes: list[str], processes
             answer(told.answer())
             os._exit(0)  # nothing after it runs
 
-    try:
-        import trl
-    except ImportError:
-        trl = ModuleType("trl")
-        sys.modules["trl"] = trl
-    for module in ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config"):
-        try:
-            __import__(module)
-        except ImportError:
-            sys.modules[module] = ModuleType(module)
-        vars(sys.modules[module]).update(GRPOConfig=GRPOConfig, GRPOTrainer=Trainer)
+    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": Trainer}
+    for module in ("trl.trainer.grpo_trainer", "trl.trainer.grpo_config"):  # from which TRL itself takes them
+        sys.modules[module] = ModuleType(module)
+        vars(sys.modules[module]).update(names)
+    if find_spec("trl") is None:
+        sys.modules["trl"] = ModuleType("trl")
+        vars(sys.modules["trl"]).update(names, __path__=[])
     vars(sys.modules["cohort.trl"]).update(GRPOTrainer=Trainer)
 
 
