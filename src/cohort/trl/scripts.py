@@ -130,7 +130,7 @@ def _stand_in_for_models(notes: list[str]) -> None:
         loader.from_pretrained = classmethod(load)
     peft.get_peft_model = lambda model, peft_config, *_, **__: model.with_adapter(peft_config)
     peft.prepare_model_for_kbit_training = lambda model, *_, **__: model
-    peft.PeftModel.from_pretrained = classmethod(load_adapter)
+    peft.PeftModel.from_pretrained = classmethod(load_adapter)  # type: ignore[assignment, method-assign]
     unsloth = _Anything("unsloth")
     fast = MagicMock(from_pretrained=unsloth_load, get_peft_model=unsloth_adapter)
     vars(unsloth).update(FastLanguageModel=fast, FastModel=fast, FastVisionModel=fast, __path__=[])
