@@ -40,7 +40,15 @@ def test_a_config_file_of_ms_swift_is_to_be_checked_itself(arguments: str, tmp_p
     (tmp_path / "run.sh").write_text(f"NPROC_PER_NODE=4 swift rlhf {arguments}\n")
     report = check_file(tmp_path / "run.sh")
     assert (report.outcome, report.failed) == ("not checked", False)
-    assert "check the configuration file that it names" in report.findings[0].message
+    assert any("check the configuration file that it names" in finding.message for finding in report.findings)
+
+
+def test_the_configuration_file_of_ms_swift_is_read(tmp_path: Path):
+    (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: m\nnum_generations: 3\n")
+    (tmp_path / "run.sh").write_text("NPROC_PER_NODE=4 swift rlhf --config grpo.yaml --beta 0.1\n")
+    report = check_file(tmp_path / "run.sh")
+    assert report.outcome == "refused" and report.launch is not None
+    assert report.launch.settings["num_generations"].where == "grpo.yaml:3"
 
 
 def test_the_last_value_of_an_option_counts(tmp_path: Path):

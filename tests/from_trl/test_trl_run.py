@@ -78,5 +78,5 @@ def test_a_script_that_trains_nothing_is_an_error(tmp_path: Path, text: str, sai
 
 
 def test_a_launch_that_does_not_start_the_script_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must start train.py"):
+    with pytest.raises(UserError, match="must start train"):
         read_arguments("torchrun other.py", tmp_path / "train.py")

@@ -23,6 +23,9 @@ working directory.
 
 `cohort.train` takes the path of such a file, or the same sections as a mapping, in which functions, classes and rows
 may stand where the file has paths. [python.md](python.md) has more.
+
+A configuration that `cohort convert` wrote may begin with the list `decide_first`; `cohort train` refuses until it is
+empty ([check.md](check.md#conversion)).
 """
 
 

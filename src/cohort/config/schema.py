@@ -5,7 +5,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import critic_algorithms, single_completion_algorithms, suggest_instead
@@ -456,6 +463,13 @@ class Config(Section):
         (),
         description="Decisions that `cohort convert` leaves open. `cohort train` refuses until the list is empty.",
     )
+
+    @model_serializer(mode="wrap")
+    def _without_empty_decisions(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        if not self.decide_first:
+            found.pop("decide_first", None)
+        return found
 
     def check_settled(self) -> None:
         """Refuse a converted configuration whose decisions are open.

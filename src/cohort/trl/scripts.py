@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,7 +130,7 @@ def _stand_in_for_models(notes: list[str]) -> None:
         loader.from_pretrained = classmethod(load)
     peft.get_peft_model = lambda model, peft_config, *_, **__: model.with_adapter(peft_config)
     peft.prepare_model_for_kbit_training = lambda model, *_, **__: model
-    peft.PeftModel.from_pretrained = classmethod(load_adapter)
+    peft.PeftModel.from_pretrained = classmethod(load_adapter)  # type: ignore[assignment, method-assign]
     unsloth = _Anything("unsloth")
     fast = MagicMock(from_pretrained=unsloth_load, get_peft_model=unsloth_adapter)
     vars(unsloth).update(FastLanguageModel=fast, FastModel=fast, FastVisionModel=fast, __path__=[])
@@ -183,17 +184,13 @@ def _front(answer: Callable[[dict[str, Any]], None], notes: list[str], processes
             answer(told.answer())
             os._exit(0)  # nothing after it runs
 
-    try:
-        import trl
-    except ImportError:
-        trl = ModuleType("trl")
-        sys.modules["trl"] = trl
-    for module in ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config"):
-        try:
-            __import__(module)
-        except ImportError:
-            sys.modules[module] = ModuleType(module)
-        vars(sys.modules[module]).update(GRPOConfig=GRPOConfig, GRPOTrainer=Trainer)
+    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": Trainer}
+    for module in ("trl.trainer.grpo_trainer", "trl.trainer.grpo_config"):  # from which TRL itself takes them
+        sys.modules[module] = ModuleType(module)
+        vars(sys.modules[module]).update(names)
+    if find_spec("trl") is None:
+        sys.modules["trl"] = ModuleType("trl")
+        vars(sys.modules["trl"]).update(names, __path__=[])
     vars(sys.modules["cohort.trl"]).update(GRPOTrainer=Trainer)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cohort_check.launch import Launch, Unread
 from cohort_check.readers.files import YamlTree
-from cohort_check.readers.launcher import read_command
+from cohort_check.readers.launcher import read_command, with_recipe
 from cohort_check.readers.shell import Command
 
 MEGATRON = "Megatron"
@@ -19,7 +19,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     module = any(word.name in ("rlhf.py", "swift.cli.rlhf") for word in command.words)
     if not (on_megatron or command.has("swift", "rlhf") or module):
         return None
-    launch = read_command(command, "ms-swift", path.parent, server)
+    launch = with_recipe(read_command(command, "ms-swift", path.parent, server), path.parent)
     kind = launch.settings.get("rlhf_type")
     if kind is None:
         launch = replace(launch, unread=(*launch.unread, replace(_ELSEWHERE, where=command.where)))

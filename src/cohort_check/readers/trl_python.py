@@ -24,6 +24,7 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
+_MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
 _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
 _IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
@@ -70,8 +71,13 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         run = _Run(script, call)
         run.arguments(call)
         if kind != "RLHFArguments":
-            other = f"{kind}, whose defaults are not known here"  # such as AsyncGRPOConfig
-            yield replace(run.launch(launch), not_checked=None if kind in _CONFIGS else other)
+            module = script.defined.get(kind, "trl")
+            other = (
+                None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"
+            )  # such as AsyncGRPOConfig
+            if kind in _CONFIGS and ":" not in module and not _MODULES.match(module):
+                other = f"{kind} of {module}, which is not TRL's"
+            yield replace(run.launch(launch), not_checked=other)
         elif "rlhf_type" in run.settings and run.settings["rlhf_type"].value == "grpo":
             yield replace(run.launch(launch), framework="ms-swift")
     for call in [] if made else parsers:
@@ -175,7 +181,8 @@ class _Run:
         given = self.script.resolved(said)
         if given is None:
             return
-        if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
+        made = isinstance(given, ast.Call) and name_of(given) in ("list", "tuple")
+        if isinstance(given, ast.Call) and made and len(given.args) == 1:
             given = self.script.resolved(given.args[0]) or given
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         nodes = [self.script.resolved(node) for node in listed]
@@ -188,7 +195,7 @@ class _Run:
         grown = name_of(said) in {
             name_of(call.func.value) for call in self.script.calls if isinstance(call.func, ast.Attribute)
         }
-        if unclear or grown or not all(names):
+        if unclear or grown or not all(names) or (made and not isinstance(given, ast.List | ast.Tuple)):
             reason = f"a list that the script puts together: {ast.unparse(given):.60}"
             self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
             return

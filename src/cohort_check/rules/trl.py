@@ -190,6 +190,7 @@ _NEW_NAMES = {  # of keys whose help does not say it while they are there
     "vllm_max_model_len": "vllm_max_model_length",
 }
 _OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
+_OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
 _PURELY_QUANTIZED = (
     "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
     "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
@@ -270,6 +271,10 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
         elif deprecated and key.startswith("vllm_") and said.value is not None:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
+    every = {*_OF_THE_TRAINER, *_OF_THE_COMMAND}.union(*common.key_tables("trl").values())
+    for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
+        if unread.key.isidentifier() and unread.key not in every:
+            yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
     for entry in launch.todo:  # arguments of GRPOTrainer(...) that it does not have
         key = str(entry.value).partition("=")[0]
         if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):

@@ -226,12 +226,13 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     """
     sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
     loss = f"{_ACTOR}.policy_loss."
+    has_own = any(unread.key == "(config)" for unread in launch.unread)  # configuration, whose keys are not known
     for key, said in launch.settings.items():
         known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != _TRAINER or "." not in key or {"@", "/"} & {*key}:
+        elif launch.program != _TRAINER or has_own or "." not in key or {"@", "/"} & {*key}:
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
