@@ -4,7 +4,8 @@
 
 Eight prompts per rank with 16 completions each of about 1,800 tokens (6,000 characters with a LaTeX answer), as in
 docs/scaling.md. A stub engine has the completions at once; everything else is what a run does, with the vocabulary of a
-tokenizer trained here. Seconds are of this process; "children" are those of the processes that grade answers.
+tokenizer trained here. Ranks decode and score their shares, here one after another in this process: that is "all other
+ranks". Seconds are of this process; "children" are those of the processes that grade answers.
 """
 
 import argparse
@@ -12,9 +13,10 @@ import pickle
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,11 @@ from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
 from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt
-from cohort.rewards import RewardRunner, build_rewards
+from cohort.rewards import RewardRunner, TrainerProgress, build_rewards
+from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import RolloutCollector, SampledCompletion, SamplingParams, StepKey
+from cohort.rollout.engines.base import PackedCompletions
+from cohort.rollout.stop_strings import decode_text
 from cohort.run.completions import write_completions_file
 from harness import machine, markdown
 
@@ -59,6 +64,29 @@ class _StubEngine:
     def release_gpus(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class OtherRanks:
+    """Scores each rank's share here, and counts the seconds of all but the first."""
+
+    def __init__(self, count: int, scorer: GroupScorer):
+        self.count = count
+        self.seconds = 0.0
+        self._scorer = scorer
+
+    def __call__(self, shares: Sequence[Sequence[GroupCalls]], progress: TrainerProgress) -> list[list[GroupValues]]:
+        """See `OnRanks`: what is sent and received is pickled."""
+        answers = [pickle.dumps(self._scorer.score(shares[0], progress))]
+        for sent in [pickle.dumps((share, progress)) for share in shares[1:]]:
+            start = time.process_time()
+            answers.append(pickle.dumps(self._scorer.score(*pickle.loads(sent))))
+            self.seconds += time.process_time() - start
+        return [pickle.loads(answer) for answer in answers]
+
+
+def packed(tokenizer: PreTrainedTokenizerFast, completions: Sequence[SampledCompletion]) -> PackedCompletions:
+    """A rank's completions with their texts."""
+    return PackedCompletions.of([replace(c, text=decode_text(tokenizer, c.token_ids)) for c in completions])
 
 
 def main() -> None:
@@ -91,21 +119,28 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
         for n, answer in enumerate(answers)
     ]
     sampled = [sample(tokenizer, text(rng, answer)) for answer in answers for _ in range(GENERATIONS)]
-    shares = [pickle.dumps(sampled[rank::ranks]) for rank in range(ranks)]
+    bounds = [len(sampled) * rank // ranks for rank in range(ranks + 1)]
+    seconds: dict[str, float] = {}
+    own, *others_own = [sampled[start:end] for start, end in pairwise(bounds)]
+    with timed(seconds, "decode and pack its share"):
+        shares = [pickle.dumps(packed(tokenizer, own))]
+    with timed(seconds, "all other ranks, decode and pack"):
+        shares += [pickle.dumps(packed(tokenizer, share)) for share in others_own]
     functions = build_rewards(REWARDS, columns=["prompt", "answer"], max_completion_tokens=MAX_TOKENS)
     rewards = RewardRunner(functions, columns=["prompt", "answer"], prompt_column="prompt")
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=MAX_TOKENS)
-    seconds: dict[str, float] = {}
+    rewards.on_ranks = others = OtherRanks(ranks, rewards.scorer)
     with timed(seconds, "unpickle completions"):
-        received = [pickle.loads(share) for share in shares]
-    completions = [received[n % ranks][n // ranks] for n in range(len(sampled))]
+        completions = [completion for share in shares for completion in pickle.loads(share).unpack()]
     params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
     collector = RolloutCollector(_StubEngine(completions), tokenizer)
-    with timed(seconds, "collect groups, decode"):
+    with timed(seconds, "collect groups"):
         groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
     collector.close()
     with timed(seconds, "rewards"):
         scored = rewards.score(groups)
+    seconds["all other ranks, rewards"] = others.seconds
+    seconds["rewards"] -= others.seconds
     seconds["rewards, children"] = sum(
         sum(psutil.Process(child.pid).cpu_times()[:2]) for child in psutil.Process().children(recursive=True)
     )
@@ -130,8 +165,8 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
         write_completions_file(Path(folder) / "first.parquet", step=1, groups=scored[:1])
     with timed(seconds, "write completions"), tempfile.TemporaryDirectory() as folder:
         write_completions_file(Path(folder) / "step.parquet", step=1, groups=scored, sequences=sequences)
-    own = {stage: value for stage, value in seconds.items() if not stage.endswith("children")}
-    return {**seconds, "rank 0": sum(own.values())}
+    own_s = [s for stage, s in seconds.items() if not stage.endswith("children") and "other" not in stage]
+    return {**seconds, "rank 0": sum(own_s)}
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class ModelCall:
     finish_reason: FinishReason  # "stop": an end-of-sequence token; "length": the token limit
     policy_version: int  # optimizer steps done when the oldest token was sampled
     trained: bool = True  # False for a simulated user or an opponent
+    text: str | None = None  # of `token_ids`, without special tokens, if the process that sampled them has decoded it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 from cohort.records import ModelCall, Prompt, Trajectory
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SampleRequest, SamplingParams, StepKey
+from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.stop_strings import cut_at_stop
 from playing import play, turns_tokenizer
 from tiny import make_policy
@@ -118,6 +119,18 @@ def test_the_local_engine_stops_there_itself(sampler):
     for completion, _ in stopped:
         assert completion.finish_reason == "stop"
         assert not any(s in TOKENIZER.decode(completion.token_ids[:-1]) for s in stop)
+    # what other ranks send is what they sampled, with its text
+    single = [
+        replace(c, sampling_logprobs=c.sampling_logprobs.astype(np.float32).astype(np.float64)) for c in completions
+    ]
+    double = [replace(c, sampling_logprobs=c.sampling_logprobs + 1e-9) for c in completions]
+    for sampled, dtype in ((single, np.float32), (double, np.float64), ([], np.float32)):
+        packed = PackedCompletions.of(sampled)
+        assert packed.sampling_logprobs.dtype == dtype
+        for before, after in zip(sampled, packed.unpack(), strict=True):
+            assert after.text == TOKENIZER.decode(before.token_ids, skip_special_tokens=True)
+            assert (after.finish_reason, after.token_ids.tolist()) == (before.finish_reason, before.token_ids.tolist())
+            assert after.sampling_logprobs.tolist() == before.sampling_logprobs.tolist()
 
 
 def test_environments_get_the_text_with_the_stop_string_and_their_own_without(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a completion.
+"""Texts of sampled tokens, and stop strings: texts that end a completion.
 
 A completion ends with the first token with which its text, special tokens included, contains one of them. Engines end
 it about there; `cut_at_stop` is what decides, so the result does not depend on the engine. C sampled tokens of a call.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cohort.records import ModelCall
+from cohort.records import IntArray, ModelCall
 
 _MARGIN = 4  # tokens before the last ones that may begin inside a character
 
@@ -30,7 +30,18 @@ def cut(call: ModelCall, length: int) -> ModelCall:
         token_ids=call.token_ids[:length],
         sampling_logprobs=call.sampling_logprobs[:length],
         finish_reason="stop",
+        text=None,
     )
+
+
+def decode_text(tokenizer: Any, token_ids: IntArray) -> str:
+    """Return the text of sampled tokens, without special tokens."""
+    return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+
+def text_of(call: ModelCall, tokenizer: Any) -> str:
+    """Return the text of a call's sampled tokens, without special tokens."""
+    return decode_text(tokenizer, call.token_ids) if call.text is None else call.text
 
 
 def truncate_at_stop(text: str, stop: Sequence[str]) -> str:

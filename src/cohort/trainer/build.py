@@ -1,6 +1,8 @@
 """Build the worker of each rank: models, optimizers and sampler."""
 
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     ends = ranks.run_on_rank0(lambda: end_token_ids(policy, tokenizer))
     engine = _engine(config, algorithm, policy, reference, spec, ranks)
     ranks.run_on_rank0(lambda: _check_schedule(config, engine))
+    decoder = tokenizer if rollout.uses_servers else _share_tokenizer(tokenizer, ranks)
     worker = Worker(
         ranks=ranks,
         policy=policy,
@@ -101,7 +104,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         engine=engine,
         critic=None if critic is None else _critic_engine(config, critic_config, critic, spec, engine),
         sampler=Sampler(
-            policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs, tokenizer=tokenizer, stop=ranks.stop
+            policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs, tokenizer=decoder, stop=ranks.stop
         ),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
@@ -120,6 +123,25 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         load_engine_state(spec.checkpoint, engine_state, ranks)
         worker.load_engine_state(engine_state)
     return worker
+
+
+def _share_tokenizer(tokenizer: Any, ranks: Ranks) -> Any:
+    """Return rank 0's tokenizer, with which each rank decodes what it samples; None where it cannot be unpickled.
+
+    Rank 0 decodes the completions of such ranks, for example if the tokenizer has code of its own.
+    """
+
+    def pickled() -> bytes:
+        with suppress(Exception):
+            return pickle.dumps(tokenizer)
+        return b""
+
+    if ranks.world_size == 1:
+        return tokenizer
+    content = ranks.run_on_rank0(pickled)
+    with suppress(Exception):
+        return tokenizer if ranks.is_rank0 else pickle.loads(content)
+    return None
 
 
 def _load_critic(critic_config: CriticConfig, policy: Policy, spec: WorkerSpec, request: LoadRequest) -> Critic:

@@ -37,6 +37,7 @@ from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, Tra
 from cohort.rewards import TrainerProgress
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
+from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle
 from cohort.rollout.engines.servers.server_side.cohort_weight_group import gpu_uuid
 from cohort.rollout.engines.setup import SendWeights
@@ -66,7 +67,7 @@ class Worker:
         """Engines of all trained models."""
         return {"policy": self.engine} if self.critic is None else {"policy": self.engine, "critic": self.critic}
 
-    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[SampledCompletion]:
+    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> PackedCompletions:
         """Sample this rank's share of the completions."""
         # evaluations are not part of a step
         phase = self.memory.phase("rollout") if purpose == "train" else nullcontext()
@@ -78,7 +79,7 @@ class Worker:
                 "max_trajectory_tokens)"
             ),
         ):
-            return self.sampler.sample(requests)
+            return PackedCompletions.of(self.sampler.sample(requests))
 
     def score_groups(self, calls: Sequence[GroupCalls], progress: TrainerProgress) -> list[GroupValues]:
         """Call rewards that score each group by itself, for this rank's share of the groups.
@@ -300,7 +301,7 @@ def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> l
     """Sample completions in equal shares on all ranks. All requests have the same purpose."""
     shares = split_requests(requests, workers.ranks.dp_size)
     sampled = workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose)
-    return [completion for share in sampled for completion in share]
+    return [completion for share in sampled for completion in share.unpack()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""The rollout engine protocol, its request types, and the queue of calls that wait for an engine.
+"""The rollout engine protocol, its request and result types, and the queue of calls that wait for an engine.
 
 K context tokens and C sampled tokens of one model call.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from itertools import pairwise
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cohort.config import SamplingConfig
 from cohort.records import FinishReason, FloatArray, IntArray, ModelCall, Prompt
@@ -112,6 +114,7 @@ class SampledCompletion:
     token_ids: IntArray  # [C] includes the end-of-sequence token, if any
     sampling_logprobs: FloatArray  # [C]
     finish_reason: FinishReason
+    text: str | None = None  # without special tokens; None: not decoded
 
     def model_call(self, context_ids: IntArray, *, policy_version: int) -> ModelCall:
         """Return the model call with this completion."""
@@ -121,7 +124,43 @@ class SampledCompletion:
             sampling_logprobs=self.sampling_logprobs,
             finish_reason=self.finish_reason,
             policy_version=policy_version,
+            text=self.text,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCompletions:
+    """A rank's completions as few arrays, for a message: N completions of T tokens in all."""
+
+    token_ids: NDArray[np.int32]  # [T]
+    sampling_logprobs: NDArray[np.floating[Any]]  # [T] float32, if that is exact
+    lengths: NDArray[np.int64]  # [N]
+    finish_reasons: tuple[FinishReason, ...]  # [N]
+    texts: tuple[str | None, ...]  # [N]
+
+    @classmethod
+    def of(cls, completions: Sequence[SampledCompletion]) -> Self:
+        """Pack completions."""
+        logprobs = np.concatenate([np.zeros(0), *(c.sampling_logprobs for c in completions)])
+        single = logprobs.astype(np.float32)
+        return cls(
+            token_ids=np.concatenate([np.zeros(0, np.int64), *(c.token_ids for c in completions)]).astype(np.int32),
+            sampling_logprobs=single if np.array_equal(single, logprobs) else logprobs,
+            lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int64),
+            finish_reasons=tuple(c.finish_reason for c in completions),
+            texts=tuple(c.text for c in completions),
+        )
+
+    def unpack(self) -> list[SampledCompletion]:
+        """Return the completions, whose arrays are views of those of all."""
+        token_ids, logprobs = self.token_ids.astype(np.int64), self.sampling_logprobs.astype(np.float64)
+        bounds = pairwise([0, *np.cumsum(self.lengths).tolist()])
+        return [
+            SampledCompletion(
+                token_ids=token_ids[start:end], sampling_logprobs=logprobs[start:end], finish_reason=reason, text=text
+            )
+            for (start, end), reason, text in zip(bounds, self.finish_reasons, self.texts, strict=True)
+        ]
 
 
 # Type of `RolloutEngine.generate`, the only method that rollout functions call.

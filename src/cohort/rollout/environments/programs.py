@@ -12,7 +12,7 @@ from cohort.rollout.environments.environment_class import group_fraction, reset_
 from cohort.rollout.environments.handle import close_instance, with_deadline
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel
 from cohort.rollout.environments.trajectory import Outcome, Program, Row, read_outcome
-from cohort.rollout.stop_strings import cut_at_stop
+from cohort.rollout.stop_strings import cut_at_stop, text_of
 
 
 async def answer_prompt(
@@ -20,7 +20,7 @@ async def answer_prompt(
 ) -> Trajectory:
     """Sample one completion of a prompt with a single model call."""
     call = cut_at_stop(await generate(prompt.token_ids, sampling, key), sampling.stop, tokenizer)
-    return Trajectory.single_turn(call, text=tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True))
+    return Trajectory.single_turn(call, text=text_of(call, tokenizer))
 
 
 Run = Callable[[Row, RolloutModel], Awaitable[Any]]

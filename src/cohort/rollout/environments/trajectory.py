@@ -14,6 +14,7 @@ from cohort.errors import describe_error
 from cohort.records import EndReason, Prompt, Trajectory, TurnStats
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
+from cohort.rollout.stop_strings import text_of
 
 Row = Mapping[str, Any]  # one row of the dataset
 
@@ -174,7 +175,7 @@ def _trajectory(
 ) -> Trajectory:
     trained = [call for call in model.calls if call.trained]
     cut = bool(trained) and trained[-1].finish_reason == "length"
-    texts = [tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True) for call in trained]
+    texts = [text_of(call, tokenizer) for call in trained]
     messages = model.transcript or [{"role": "assistant", "content": text} for text in texts]  # without a chat
     scores = [score for score in (outcome.reward, *model.step_rewards) if score is not None]
     return Trajectory(

@@ -23,7 +23,7 @@ from cohort.models.kv_cache import cache_argument
 from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 from cohort.rollout.engines.base import CallKey, SampledCompletion, SampleRequest
 from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
-from cohort.rollout.stop_strings import StopWatch
+from cohort.rollout.stop_strings import StopWatch, decode_text
 
 _PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
@@ -227,6 +227,7 @@ class Sampler:
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
                 finish_reason="stop" if stopped or int(tokens[length - 1]) in ends else "length",
+                text=None if self._tokenizer is None else decode_text(self._tokenizer, tokens[:length]),
             )
 
     def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:

@@ -106,7 +106,8 @@ class ObjectEngine:
                 f"policy_version {call.policy_version!r}",
                 f"must be that of weights it was given, the last of which had {self._policy_version}",
             )
-        return replace(call, context_ids=token_ids, token_ids=tokens.astype(np.int64), sampling_logprobs=logprobs)
+        tokens = tokens.astype(np.int64)
+        return replace(call, context_ids=token_ids, token_ids=tokens, sampling_logprobs=logprobs, text=None)
 
     def advance(self) -> bool:
         """Let the object work on waiting calls, if it collects them."""
