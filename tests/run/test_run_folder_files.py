@@ -39,7 +39,7 @@ from samples import answer
         (["data.shuffle=false"], ["data.shuffle"]),
         (
             ["rewards=[{use: math}, {use: exact}]"],
-            [f"rewards.1.{key}" for key in ("args", "gate", "scale", "use", "weight", "where")],
+            [f"rewards.1.{key}" for key in ("args", "gate", "per_group", "scale", "use", "weight", "where")],
         ),
         (["rewards=[{use: code}]", "sandbox.memory=1GB"], ["rewards.0.use", "sandbox.memory"]),
         (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
