@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.models.forward import PrefixState
+from cohort.models.forward import PrefixState, find_body
 from cohort.models.lm_head.logprobs import TokenLoss
 from cohort.models.loading.meta_device import VALUE_HEAD
 from cohort.models.policy import Policy
@@ -64,4 +64,4 @@ class Critic(Policy):
         raise AssertionError("gradients in forward save nothing for a value head")
 
     def _module(self) -> tuple[Any, Any]:
-        return self.model.base_model, lambda out: out.last_hidden_state
+        return find_body(self.model), lambda out: out.last_hidden_state

@@ -243,6 +243,13 @@ class Head:
         return operands._replace(lora_hidden=lora_hidden_TR, lora_b=up.weight)
 
 
+def find_body(model: Any) -> Any:
+    """Return a model without its head, or the model if that is not a module of its own."""
+    body = getattr(model, "base_model", model)
+    # the prefix of Llama 4's text model is that of the multimodal one
+    return getattr(model, "model", model) if body is model else body
+
+
 def find_head(model: Any) -> Head | None:
     """Find the linear head of a model, or return None if it is not supported.
 
@@ -250,8 +257,8 @@ def find_head(model: Any) -> Head | None:
     computes full logits), never correctness.
     """
     module = model.get_output_embeddings()
-    body = getattr(model, "base_model", None)
-    if not (isinstance(module, nn.Linear) or _is_plain_lora(module)) or body is None or body is model:
+    body = find_body(model)
+    if not (isinstance(module, nn.Linear) or _is_plain_lora(module)) or body is model:
         return None
     head = build_head(model)
     weight = head.linear.weight

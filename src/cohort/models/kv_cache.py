@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cohort.errors import describe_error
 from cohort.models.attention.decoding import resized
+from cohort.models.forward import find_body
 from cohort.records import IntArray
 
 _ROOM = 64  # positions added when the buffer is full
@@ -110,7 +111,7 @@ class CacheDecoder:
         self._pad_token_id = pad_token_id
         self._device = next(model.parameters()).device
         self._config = model.config
-        self._cache_argument = cache_argument(model.base_model) or "cache"
+        self._cache_argument = cache_argument(find_body(model)) or "cache"
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Start `counts` completions of each prompt; return the outputs [N, V] that predict their first tokens.
@@ -162,7 +163,7 @@ def choose_decoding(
     Returns:
         the way, and if it is not "padded", the reason, as words that follow "because"; None if the model has no cache.
     """
-    if cache_argument(model.base_model) is None:
+    if cache_argument(find_body(model)) is None:
         return "none", None
     others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PADDABLE
     reason = f"padding would move the tokens of its {', '.join(sorted(others))}" if others else None

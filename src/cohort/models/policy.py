@@ -23,6 +23,7 @@ from cohort.models.forward import (
     PrefixState,
     SharedPrefix,
     build_head,
+    find_body,
     find_head,
     forward,
     packed_inputs,
@@ -379,7 +380,7 @@ class Policy:
         """Return the module to call, and a function that selects its hidden states (logits without a plain head)."""
         if self._head is None:
             return self.model, lambda out: out.logits
-        return self.model.base_model, lambda out: out.last_hidden_state
+        return find_body(self.model), lambda out: out.last_hidden_state
 
     def next_token_logits(self, **model_inputs: Any) -> Tensor:
         """Return next-token logits [B, V] in float32 or wider. Takes the inputs of the model's forward."""
@@ -387,7 +388,7 @@ class Policy:
             if self._head is None:
                 logits = self.model(**model_inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
                 return upcast(logits)
-            hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
+            hidden = find_body(self.model)(**model_inputs, use_cache=True).last_hidden_state
             return self._head.logits(self._narrow(hidden[:, -1]))
 
     def cache_decoder(self) -> CacheDecoder:
@@ -401,7 +402,7 @@ class Policy:
             if self._head is None:
                 logits = self.model(**inputs, logits_to_keep=logit_positions).logits[0]
                 return upcast(logits)
-            hidden = self.model.base_model(**inputs).last_hidden_state[0]
+            hidden = find_body(self.model)(**inputs).last_hidden_state[0]
             return self._head.logits(self._narrow(hidden.index_select(0, logit_positions)))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cohort.errors import UserError
 from cohort.models import Policy
+from cohort.models.forward import find_body
 from cohort.models.kv_cache import cache_argument
 from cohort.ranks.stopping import NEVER_STOPPED, StopSignals
 from cohort.rollout.engines.base import CallKey, SampledCompletion, SampleRequest
@@ -173,7 +174,7 @@ class Sampler:
         Raises:
             UserError: the model has no KV cache.
         """
-        if cache_argument(policy.model.base_model) is None:
+        if cache_argument(find_body(policy.model)) is None:
             raise UserError(
                 f"rollout.engine: 'local' needs a model with a key/value cache; {type(policy.model).__name__} has none"
             )
