@@ -188,6 +188,14 @@ BORROWED = {**GEMMA, "num_kv_shared_layers": 2, "layer_types": ["sliding_attenti
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 MIXED_MODELS = [
+    {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 8192,
+        "intermediate_size_mlp": 512,
+        "moe_layers": [1, 3],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    },
     {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8192},
     {"model_type": "gemma4_text", "global_head_dim": 128, **BORROWED},
     {
