@@ -437,8 +437,11 @@ def _llama(config: Config) -> Layers:
         *(hidden, config["num_attention_heads"], config["num_key_value_heads"], config.get("head_dim") or 128),
         bias=bool(config.get("attention_bias")),
     )
-    numbers = config.get("num_local_experts") or 16, config.get("num_experts_per_tok") or 1
-    sparse = parts.mlp(hidden, expert, at="feed_forward.shared_expert") + parts.experts(hidden, expert, *numbers)
+    num_experts = config.get("num_local_experts") or 16
+    experts = parts.experts(hidden, expert, num_experts, config.get("num_experts_per_tok") or 1)
+    # transformers computes all experts with all tokens, and saves that; servers compute only those that are chosen
+    experts = replace(experts, chosen=num_experts)
+    sparse = parts.mlp(hidden, expert, at="feed_forward.shared_expert") + experts
     plain = parts.mlp(hidden, dense, at="feed_forward")
     return Layers(layers=tuple(common + (sparse if i in routed else plain) for i in range(number)))
 
