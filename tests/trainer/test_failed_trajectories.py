@@ -122,5 +122,6 @@ def test_failures_are_counted_over_all_rounds_of_a_step():
 
 def test_a_step_without_a_group_to_compare_says_why():
     half = ("answer", "environment_error")
-    with pytest.raises(TrainingError, match=r"fewer than two trajectories are intact; the first errors:\n\nerror 1$"):
+    with pytest.raises(TrainingError) as caught:
         collect(Rounds([half] * 4), max_rounds=0)
+    assert str(caught.value).endswith("fewer than two trajectories are intact; the first errors:\n\nerror 1")

@@ -29,7 +29,8 @@ def mixture(folder: Path, *, weights: tuple[float, float] | None, **sections: An
         source["weight"] = weight
     config["rewards"][1]["where"] = {"source": "train"}
     config["eval"] = {"rows": 6, "every": 2, "success_threshold": 0.5}
-    return changed({**config, "data": [first, second]}, **sections)
+    of_both = {"seed": 3}  # with which rows of both sources are held out
+    return changed(changed({**config, "data": [first, second]}, train=of_both), **sections)
 
 
 def prompts_of(run: Path, steps: int) -> list[tuple[int, ...]]:

@@ -62,6 +62,7 @@ def test_truncated_trajectories_are_masked_in_all_turns_and_those_without_turns_
     prompt = Prompt(id=0, epoch=0, content="q", token_ids=np.array([7, 8]), columns={})
     first = answer(prompt, [5, 6]).calls[0]
     second = replace(first, context_ids=np.array([7, 8, 5, 6, 9]), token_ids=np.array([4]), finish_reason="length")
+    second = replace(second, sampling_logprobs=np.zeros(1))
     rewritten = replace(second, context_ids=np.array([7, 9]))
     trajectories = (
         Trajectory(calls=(first, second), messages=(), text="", end="length"),

@@ -333,9 +333,9 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """Run the script of the one message."""
+    """Run the script of the one call."""
     connection = connect()
-    script, arguments, processes = connection.recv()
+    ((script, arguments, processes),) = connection.recv()
     notes: list[str] = []
 
     def answer(found: dict[str, Any]) -> None:
