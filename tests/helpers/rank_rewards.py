@@ -1,10 +1,14 @@
 """What ranks do together in the tests of rewards that score each group by itself."""
 
+import time
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from builtin_rewards import configured
 from cohort.errors import UserError
@@ -110,4 +114,44 @@ def scores_of_one_process(folder: str, num_groups: int) -> dict[str, Any]:
     return scores(SINGLE_PROCESS, folder, str(num_groups))
 
 
-JOBS = {"scores": scores}
+NAMESAKES = """
+class Told:
+    def __init__(self, text):
+        self.__name__, self.text = "told", text
+
+    def __call__(self, completions):
+        self.last_details = [self.text] * len(completions)
+        return [1.0] * len(completions)
+
+a, b = Told("a"), Told("b")
+"""
+
+
+def namesakes(ranks: Ranks, folder: str) -> dict[str, Any]:
+    """What two rewards of one name tell of each completion."""
+    file = Path(folder) / "namesakes.py"
+    configs = configured(*({"use": f"{file}:{name}", "per_group": True} for name in "ab"))
+    scorer = GroupScorer(partial(load_per_group, configs, max_completion_tokens=2, num_workers=1))
+    workers: WorkerGroup[Any] = WorkerGroup(Scoring(ranks, scorer), ranks)
+
+    def command() -> dict[str, Any]:
+        functions = build_rewards(configs, columns=["answer", "level", "prompt"], max_completion_tokens=2)
+        runner = RewardRunner(functions, columns=["answer", "level"], prompt_column="prompt")
+        workers.local.scorer, runner.on_ranks = runner.scorer, RewardRanks(workers)
+        return {"details": [dict(group.reward_details) for group in runner.score(groups(2))]}
+
+    return commanded(workers, command)
+
+
+def slow_rank(ranks: Ranks) -> dict[str, Any]:
+    """Whether rank 0 waits for one that scores longer than the deadline of other collectives."""
+    deadline_s = 1 if ranks.is_rank0 else 60
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+    waiting = replace(ranks, command_group=group, command_timeout_s=60)
+    start = time.monotonic()
+    time.sleep(0 if ranks.is_rank0 else 2)
+    waiting.wait_for_all()
+    return {"seconds": time.monotonic() - start}
+
+
+JOBS = {"scores": scores, "namesakes": namesakes, "slow rank": slow_rank}

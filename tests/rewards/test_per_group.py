@@ -8,8 +8,9 @@ import pytest
 from builtin_rewards import configured
 from cohort.errors import UserError
 from cohort.rewards import build_rewards
+from cohort.rewards.load_rewards import load_per_group
 from cohort.rewards.math_workers import workers_per_process
-from rank_rewards import FUNCTIONS, scores_of_one_process
+from rank_rewards import FUNCTIONS, NAMESAKES, scores_of_one_process
 from ranks import run_ranks
 from selection import mostly_slow
 
@@ -51,6 +52,19 @@ def test_rewards_do_not_depend_on_the_number_of_ranks(
     (several,) = run_ranks(world_size, tmp_path, ("scores", str(folder), "5"))
     assert several.pop("cause").splitlines()[-1] == one["cause"].splitlines()[-1] == "RuntimeError: unlucky"
     assert several == {name: value for name, value in one.items() if name != "cause"}
+
+
+def test_ranks_agree_on_names_and_wait_for_the_slowest(tmp_path: Path):
+    (tmp_path / "namesakes.py").write_text(NAMESAKES)
+    named, slow = run_ranks(2, tmp_path, ("namesakes", str(tmp_path)), ("slow rank",))
+    assert named["details"] == [{"told": ("a",) * 3, "told_2": ("b",) * 3}] * 2
+    assert slow["seconds"] > 1.5
+
+
+def test_other_ranks_make_no_rewards_of_rank_0(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cohort.sandbox.SharedSandbox.open", lambda _: pytest.fail("starts a sandbox"))
+    configs = configured({"use": "code"}, {"use": "open_r1.len"}, {"use": "open_r1.format"}, {"use": "math"})
+    assert [*load_per_group(configs, max_completion_tokens=2, num_workers=1)] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     timeout_s: float = 0.0  # deadline of collectives
+    command_timeout_s: float = 0.0  # deadline of waits in which a rank may be scoring rewards
     control_group: Any = None  # gloo process group of all collectives but `command`
     command_group: Any = None  # with a longer deadline, because rank 0 may be waiting for rewards
     store: Any = None  # key-value store of the rendezvous
@@ -137,10 +139,11 @@ class Ranks:
         return received
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this, with the longer deadline of `command_group`."""
+        """Wait until every rank has called this, with the longer deadline on rank 0, too."""
         if self.world_size > 1:
-            with self._explain_failure("a wait for all ranks"):
-                dist.barrier(group=self.command_group)
+            with self._explain_failure("a wait for all ranks", self.command_timeout_s):
+                deadline = timedelta(seconds=self.command_timeout_s)
+                dist.monitored_barrier(self.command_group, timeout=deadline)  # rank 0's group has the shorter one
 
     def all_reduce_max(self, value: float) -> float:
         """Return the maximum over all ranks, on every rank."""
@@ -180,16 +183,16 @@ class Ranks:
         return tensor.tolist()
 
     @contextmanager
-    def _explain_failure(self, what: str) -> Iterator[None]:
+    def _explain_failure(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
         """Context that turns a failed collective into an error that names the missing ranks."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             if isinstance(error, TrainingError | torch.OutOfMemoryError):
                 raise
-            raise self.explain(error, what) from error
+            raise self.explain(error, what, deadline_s) from error
 
-    def explain(self, error: Exception, what: str) -> PeerError:
+    def explain(self, error: Exception, what: str, deadline_s: float | None = None) -> PeerError:
         """Return an error that names the ranks that do not answer.
 
         Each rank that gives up records this in the store and looks for the others. Ranks that hang never do. Ranks that
@@ -197,9 +200,8 @@ class Ranks:
         """
         silent = self._find_silent_ranks()
         who = f"ranks {silent} did not answer" if silent else "a connection broke"
-        return PeerError(
-            f"rank {self.rank} gave up in {what} (deadline {self.timeout_s:g} s): {who}. {first_line(error)}"
-        )
+        limit_s = self.timeout_s if deadline_s is None else deadline_s
+        return PeerError(f"rank {self.rank} gave up in {what} (deadline {limit_s:g} s): {who}. {first_line(error)}")
 
     def _find_silent_ranks(self) -> list[int]:
         """Wait a few seconds, and return the ranks that have not given up as well."""

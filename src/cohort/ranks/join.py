@@ -30,7 +30,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop
     Args:
         backend: "gloo", or "cpu:gloo,cuda:nccl".
         timeout_s: deadline of every collective, and of each part of this rendezvous.
-        command_timeout_s: deadline of the wait for rank 0's next command.
+        command_timeout_s: deadline of the waits for rank 0's next command and for ranks that score rewards.
         stop: shared by the ranks from now on: a signal to one of them stops all.
 
     Raises:
@@ -62,6 +62,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float, stop
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
+            command_timeout_s=command_timeout_s,
             ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             sibling_pids=sibling_pids,
             control_group=control_group,

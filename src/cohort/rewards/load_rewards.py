@@ -34,7 +34,6 @@ from cohort.rewards.math import AccuracyReward, MathReward, ReasoningAccuracyRew
 from cohort.rewards.math_workers import MathWorkers
 from cohort.rewards.model import ModelReward
 from cohort.rewards.number import NumberReward
-from cohort.rewards.per_group import is_per_group
 from cohort.rewards.reasoning_gym import ReasoningGymReward
 from cohort.rewards.text import (
     CodeFormatReward,
@@ -233,7 +232,7 @@ def load_per_group(
 ) -> dict[int, RewardFunction]:
     """Load the rewards that score each group by itself, by index, on a rank that scores groups for rank 0.
 
-    Rank 0 has checked them.
+    Rank 0 has checked them, and sends their names with each call.
 
     Args:
         configs: the `rewards` section.
@@ -250,13 +249,16 @@ def load_per_group(
     )
     rewards = {}
     for i, config in enumerate(configs):
-        if config.per_group or config.use in BUILTINS:
+        if config.per_group or _is_built_in_per_group(config.use):
             own = load_reward(config, field=f"rewards[{i}].use")
-            name = config.name or (config.use if own is None else name_of(own))
-            reward = _with_settings(own, config, context, name=name)
-            if is_per_group(reward):
-                rewards[i] = reward
+            rewards[i] = _with_settings(own, config, context, name=config.name or config.use)
     return rewards
+
+
+def _is_built_in_per_group(use: str) -> bool:
+    """Whether a built-in reward scores each group by itself, without making it: that may start a sandbox."""
+    kind: Any = BUILTINS.get(use)
+    return bool(getattr(getattr(kind, "func", kind), "per_group", False))
 
 
 @contextmanager

@@ -32,6 +32,7 @@ class GroupCalls:
     """Calls of a reward on one rank: one for each group, or one for all of them if it is built in."""
 
     index: int  # of the reward in the run
+    name: str  # of the reward in the run, where no two have the same
     arguments: Sequence[Mapping[str, Any]]  # of each call, without TRL's and the reward's own
     counts: Sequence[int]  # completions of each call
 
@@ -73,7 +74,8 @@ class GroupScorer:
         for call in calls:
             returned.append(GroupValues())
             try:
-                self._score(self._functions[call.index], call, progress, stop, returned[-1])
+                reward = replace(self._functions[call.index], name=call.name)
+                self._score(reward, call, progress, stop, returned[-1])
             except UserError as error:
                 returned[-1].error = str(error)
                 if error.__cause__ is not None and not isinstance(error.__cause__, UserError):

@@ -433,7 +433,8 @@ class RewardRunner:
             for share, of_rank in zip(shares, calls, strict=True):
                 arguments = [self._rollout_arguments(f, samples) for samples in of_rank]
                 counts = [len(samples) for samples in of_rank]
-                share.append(GroupCalls(index=self._index[f.name], arguments=arguments, counts=counts))
+                index = self._index[f.name]
+                share.append(GroupCalls(index=index, name=f.name, arguments=arguments, counts=counts))
             together[f.name] = [samples for of_rank in calls for samples in of_rank]
         with self._calling(functions, chosen):
             is_told = any(f.per_group and self._parameters[f.name].accepts("trainer_state") for f in functions)
