@@ -110,7 +110,7 @@ class Child:
         """Send a message and return the answer.
 
         Raises:
-            ChildLate: no complete answer came within the deadline.
+            ChildLate: the answer did not begin within the deadline, or stopped for as long in the middle.
             ChildFailed: the process ended, or the answer is invalid.
         """
         return next(self.call_each([message], [deadline_s]))
