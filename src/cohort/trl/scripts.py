@@ -335,7 +335,7 @@ def _plain(value: Any) -> Any:
 def main() -> None:
     """Run the script of the one message."""
     connection = connect()
-    script, arguments, processes = connection.recv()
+    ((script, arguments, processes),) = connection.recv()
     notes: list[str] = []
 
     def answer(found: dict[str, Any]) -> None:
