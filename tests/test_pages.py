@@ -58,8 +58,11 @@ def test_blocks_of_configuration_load():
         try:
             if isinstance(loaded, dict) and loaded.keys() <= Config.model_fields.keys():
                 rewards = [{"use": "code" if "sandbox" in loaded else "math"}]
-                sections = [key for key in ("data", "model", "train") if isinstance(loaded.get(key), dict)]
-                partial = {key: BASE[key] | loaded[key] for key in sections}
+                partial = {
+                    key: BASE[key] | loaded[key] if isinstance(loaded[key], dict) else loaded[key]
+                    for key in ("data", "model", "train")
+                    if key in loaded
+                }
                 config_from_dict({**BASE, "rewards": rewards, **loaded, **partial})
             elif isinstance(loaded, list) and "use" in loaded[0]:
                 config_from_dict({**BASE, "rewards": loaded})

@@ -179,3 +179,37 @@ def test_a_minor_version_is_its_newest_release(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
     rules = check_file(tmp_path / "r.yaml", framework_version="0.19").rules
     assert rules is not None and rules.version == "0.19.1"
+
+
+def test_methods_of_text_change_no_list_of_rewards(tmp_path: Path) -> None:
+    config, _ = converted(tmp_path, script(before='x = "a b".split()[0].strip()', rewards="[mixed_reward]"))
+    assert config["rewards"] == [{"use": "rewards.py:mixed_reward", "weight": 1.0}] and "decide_first" not in config
+
+
+def test_rewards_that_a_call_makes_are_to_decide(tmp_path: Path) -> None:
+    for rewards in ("build_rewards()", "[mixed_reward, make(10)]"):
+        config, _ = converted(tmp_path, script(rewards=rewards))
+        assert any("build_rewards()" in said or "make(10)" in said for said in config["decide_first"])
+
+
+def test_a_trainer_of_the_scripts_own_and_what_is_set_on_its_arguments(tmp_path: Path) -> None:
+    text = """
+from trl import GRPOConfig, GRPOTrainer
+class Mine(GRPOTrainer):
+    def compute_loss(self, *args): ...
+def right(completions, **columns): ...
+args = GRPOConfig("out")
+args.num_generations = 4
+setattr(args, "beta", 0.04)
+Mine("org/m", right, args, train_dataset=load_dataset("org/d", split="train"))
+"""
+    config, _ = converted(tmp_path, text)
+    assert config["model"]["path"] == "org/m" and config["rewards"][0]["use"] == "rewards.py:right"
+    assert config["rollout"]["num_generations"] == 4 and config["algorithm"]["beta"] == 0.04
+    assert config["decide_first"] == ["a.py:9: trainer: Mine changes compute_loss"]
+
+
+def test_a_quantized_model_may_have_an_adapter_that_is_not_read(tmp_path: Path) -> None:
+    before = LOADED.format("load_in_4bit=True") + 'model = PeftModel.from_pretrained(model, "org/a")'
+    (tmp_path / "a.py").write_text(script(before=before, model="model"))
+    assert not [finding for finding in check_file(tmp_path / "a.py").findings if finding.severity == "error"]

@@ -421,9 +421,9 @@ def _print_plan(
 def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], arguments: str) -> Iterator[str]:
     peak = f"{_gb(plan.memory.peak_bytes)} in {PHASES[plan.memory.peak_phase]}"
     if plan.fits:
-        told = [f"{digits(plan.timing['step_s'].value, 3)} s per step"] if plan.timing else []
+        told = [f"{_rounded(plan.timing['step_s'].value)} s per step"] if plan.timing else []
         if "run_hours" in plan.timing:
-            hours, gpu_hours = (digits(plan.timing[key].value, 3) for key in ("run_hours", "gpu_hours"))
+            hours, gpu_hours = (_rounded(plan.timing[key].value) for key in ("run_hours", "gpu_hours"))
             told.append(f"{hours} h in all ({gpu_hours} GPU hours)")
         told += [f"costs {answer['cost']:.2f}"] if "cost" in answer else []
         yield f"[green]fits[/green]{_checkpointed(plan)}: {', '.join(told) or f'peak {peak}'}"
@@ -443,6 +443,11 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], argum
         f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
         f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each\n"
     )
+
+
+def _rounded(value: float) -> str:
+    """A time with three digits. Below 0.01 it is mostly overhead, which is not predicted."""
+    return digits(value, 3) if value >= 0.01 else "less than 0.01"
 
 
 def _checkpointed(plan: Plan) -> str:
@@ -468,7 +473,7 @@ def _way_out(plan: Plan, advice: Advice, arguments: str) -> str:
 
 
 def _line(advice: Advice) -> str:
-    time = "time not predicted" if advice.step_s is None else f"{digits(advice.step_s, 3)} s"
+    time = "time not predicted" if advice.step_s is None else f"{_rounded(advice.step_s)} s"
     gpus = f"{advice.layout} GPU{'s' * (advice.num_gpus > 1)}"
     return escape(f"  {time} on {gpus}: {advice.as_arguments()}  # {advice.costs}")
 

@@ -17,7 +17,7 @@ _STARTER = Path(__file__).parent / "starter"
 _TASK_OF = {"math": "words", "tools": "tools", "code": "code"}
 _NUM_ROWS = 20
 _NEXT = "Then, one at a time: your rows into `train.jsonl`, your reward into `rewards.py`, your model into `run.yaml`."
-_NEXT_CONVERTED = "First settle what `run.yaml` lists under `To do`, and read what it says is different."
+_NEXT_CONVERTED = "First settle what `run.yaml` lists under `decide_first` and `To do`, and read `Different here`."
 _WHAT = {
     "run.yaml": "the configuration",
     "rewards.py": "the reward",

@@ -399,5 +399,5 @@ class Draft:
         return {
             "To do": self.todo,
             "Different here": self.differences,
-            "Not needed": [f"{reason}: {', '.join(keys)}" for reason, keys in unneeded.items()],
+            "Not needed": [f"{reason}: {', '.join(dict.fromkeys(keys))}" for reason, keys in unneeded.items()],
         }

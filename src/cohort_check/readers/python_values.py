@@ -37,6 +37,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.Match)
 _LONGEST = 1_000  # characters of text that is put together
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
@@ -54,6 +55,10 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
+def _functions(body: Sequence[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
 class Script:
     """A script and the values of its command line."""
 
@@ -65,6 +70,11 @@ class Script:
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
+        trainers = {
+            name: node for name, node in classes.items() if any(base.endswith(TRAINERS) for base in bases[name])
+        }
+        # by class derived from TRL's trainer: what it defines anew
+        self.trainers = {name: [f.name for f in _functions(node.body)] for name, node in trainers.items()}
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
         # by NAME, of `NAME.key = x`, `NAME["key"] = x` and `NAME.update(...)`: key, value and the statement
@@ -75,8 +85,8 @@ class Script:
                 self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
             for target in _targets(node):
                 self._assign(target, node)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and name_of(node.value) == "update":
-                self._update(node.value, node)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                self._change(node.value, node)
         # in what may not run, or may run several times
         branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
         self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
@@ -104,8 +114,15 @@ class Script:
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
             self.parts[name_of(target.value)].append((str(target.slice.value), node.value, node))
 
-    def _update(self, call: ast.Call, line: ast.AST) -> None:
-        """Note the keys of `NAME.update({...}, key=value)`; a mapping that is made elsewhere may have any."""
+    def _change(self, call: ast.Call, line: ast.AST) -> None:
+        """Note `setattr(NAME, key, value)`, and the keys of `NAME.update({...}, key=value)`.
+
+        A mapping that is made elsewhere, or a key that is, may be any.
+        """
+        if ast.unparse(call.func) == "setattr" and len(call.args) == 3:
+            self.parts[name_of(call.args[0])].append((constant(call.args[1]), call.args[2], line))
+        if name_of(call) != "update":
+            return
         name = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         for given in [*(ast.keyword(None, arg) for arg in call.args), *call.keywords]:
             pairs = (

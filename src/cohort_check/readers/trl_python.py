@@ -11,7 +11,7 @@ from typing import Any
 
 from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers.launcher import read_command, with_recipe
-from cohort_check.readers.python_values import UNREADABLE, Script, constant, keyword_of, name_of
+from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
 
 _CONFIGS = ("GRPOConfig", "RLOOConfig", "RLHFArguments")  # classes of settings; the last one is ms-swift's
@@ -20,10 +20,13 @@ _DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
     "map filter select shuffle train_test_split remove_columns rename_column rename_columns cast_column from_list "
     "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
 )
+_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # of GRPOTrainer
+_HARMLESS = {"log", "evaluate", "save_model", "create_model_card"}  # methods that change no training
 _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
+_TRAINER_MODULES = re.compile(r"(trl|swift|unsloth|cohort)\b")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
 _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
 _IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
@@ -95,6 +98,13 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         yield run.launch(launch)
 
 
+def _part(trainer: ast.Call, name: str) -> ast.expr | None:
+    """The argument of a trainer, by name or by position."""
+    if name in _POSITIONS and _POSITIONS.index(name) < len(trainer.args):
+        return trainer.args[_POSITIONS.index(name)]
+    return keyword_of(trainer, name)
+
+
 def _classes_of(tree: ast.Module) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
@@ -139,15 +149,18 @@ class _Run:
 
     def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
         """Build the launch, including the trainer's arguments. `parsed`: a parser makes the configuration."""
-        trainers = [c for c in self.script.calls if name_of(c).endswith(("GRPOTrainer", "RLOOTrainer"))]
-        mine = [call for call in trainers if self.script.resolved(keyword_of(call, "args")) is self.config]
+        trainers = [call for call in self.script.calls if self._trains(call)]
+        mine = [call for call in trainers if self.script.resolved(_part(call, "args")) is self.config]
+        names = [name for name, values in self.script.values.items() if any(value is self.config for value in values)]
+        names += [name_of(_part(trainer, "args")) for trainer in (mine or trainers)[:1]]
+        for key, node, certain in (change for name in dict.fromkeys(names) for change in self.script.changes(name)):
+            self.add(key, node, certain=certain)
+            if key is not None and key in self.settings:  # an attribute is never refused
+                self.settings[key] = replace(self.settings[key], added=True)
         for trainer in (mine or trainers)[:1]:
-            for key, node, certain in self.script.changes(name_of(keyword_of(trainer, "args"))):
-                self.add(key, node, certain=certain)
-                if key is not None and key in self.settings:  # an attribute is never refused
-                    self.settings[key] = replace(self.settings[key], added=True)
+            self._class(trainer)
             self._model(trainer, parsed=parsed)
-            self._rewards(trainer)
+            self._rewards(trainer, parsed=parsed)
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
             for keyword in trainer.keywords:
@@ -163,6 +176,23 @@ class _Run:
             todo=tuple(dict.fromkeys(self.todo)),
         )
 
+    def _trains(self, call: ast.Call) -> bool:
+        name = name_of(call)
+        own = (
+            name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
+        )  # of another module, or by another name
+        return name.endswith(TRAINERS) or name in self.script.trainers or own
+
+    def _class(self, trainer: ast.Call) -> None:
+        """Note a trainer that may train otherwise than TRL's."""
+        name = name_of(trainer)
+        changed = [each for each in self.script.trainers.get(name, ()) if each not in _HARMLESS]
+        module = self.script.defined.get(name, "trl")
+        if name in self.script.trainers and changed:
+            self._leave(f"trainer: {name} changes {', '.join(changed)}", trainer)
+        elif name not in self.script.trainers and not _TRAINER_MODULES.match(module):
+            self._leave(f"trainer: {name} of {module} is not TRL's", trainer)
+
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
         self.settings[key] = Setting(value, self.script.where(node))
 
@@ -175,9 +205,9 @@ class _Run:
         loaded = any(name_of(call) == "from_pretrained" for call in self.script.reached(tokenizer))
         return loaded and "chat_template" not in changed
 
-    def _rewards(self, trainer: ast.Call) -> None:
+    def _rewards(self, trainer: ast.Call, *, parsed: bool) -> None:
         """Add the names of the reward functions, and where they are defined."""
-        said = keyword_of(trainer, "reward_funcs") or (trainer.args[1] if len(trainer.args) > 1 else None)
+        said = _part(trainer, "reward_funcs")
         given = self.script.resolved(said)
         if given is None:
             return
@@ -192,9 +222,12 @@ class _Run:
             for n in nodes
             if isinstance(n, ast.Name) and n.id not in self.script.defined and n.id in self.script.stored
         ]
-        grown = name_of(said) in {
-            name_of(call.func.value) for call in self.script.calls if isinstance(call.func, ast.Attribute)
-        }
+        methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
+        grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
+        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
+        if isinstance(given, ast.Call) and not (made or own):
+            self.unread.append(Unread("reward_funcs", self.script.where(given), f"made by {ast.unparse(given):.60}"))
+            return
         if unclear or grown or not all(names) or (made and not isinstance(given, ast.List | ast.Tuple)):
             reason = f"a list that the script puts together: {ast.unparse(given):.60}"
             self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
@@ -206,13 +239,15 @@ class _Run:
         for name, node in zip(names, nodes, strict=True):
             if not isinstance(node, ast.Call):
                 continue
+            if not own and (node.args or not node.keywords):
+                self._leave(f"rewards: {ast.unparse(node)} returns one", node)
             for keyword in node.keywords:
                 with contextlib.suppress(*UNREADABLE):
                     self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
         """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
-        given = self.script.resolved(keyword_of(trainer, which))
+        given = self.script.resolved(_part(trainer, which))
         if given is None or (isinstance(given, ast.Constant) and given.value is None):
             return
         before, loaded = len(self.todo), False
@@ -234,7 +269,7 @@ class _Run:
 
     def _model(self, trainer: ast.Call, *, parsed: bool) -> None:
         """Add the trainer's model, its quantization and its adapter, whichever call of its making has them."""
-        given = keyword_of(trainer, "model") or (trainer.args[0] if trainer.args else None)
+        given = _part(trainer, "model")
         adapter = keyword_of(trainer, "peft_config")
         parts = (keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs"))
         calls = list(self.script.reached(given, *parts))
@@ -262,9 +297,7 @@ class _Run:
         elif isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
             self._lora(node, adapter)
         elif not (parsed and name_of(node) == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
-            self.unread.append(
-                Unread("peft_config", self.script.where(adapter), f"computed: {ast.unparse(adapter):.60}")
-            )
+            self._unclear(f"computed: {ast.unparse(adapter):.60}", adapter)
         for place in self.script.frozen():
             self._leave("frozen: some parameters do not require gradients", place)
 
@@ -272,13 +305,16 @@ class _Run:
         """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
         config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
         if id(call) in self.script.branched:
-            self._leave(f"adapter, in a branch: {ast.unparse(call)}", call)
+            self._unclear(f"adapter, in a branch: {ast.unparse(call):.60}", call)
         elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
             self._lora(config, call)
         elif name_of(call) == "get_peft_model" and config is None and keyword_of(call, "r") is not None:
             self._lora(call, call)
         else:
-            self._leave(f"adapter: {ast.unparse(call)}", call)
+            self._unclear(f"adapter: {ast.unparse(call):.60}", call)
+
+    def _unclear(self, text: str, node: ast.AST) -> None:
+        self.unread.append(Unread("peft_config", self.script.where(node), text))
 
     def _lora(self, config: ast.Call, place: ast.AST) -> None:
         self._set("trainer.peft_config", "LoraConfig", place)
