@@ -151,6 +151,27 @@ def test_the_result_of_a_function_is_kept_for_the_same_rows_and_code_only(folder
     assert {row["n"] for row in rows_of(folder, function)} == {4}
 
 
+def test_a_function_from_elsewhere_is_called_anew_when_its_file_changes(folder, monkeypatch):
+    monkeypatch.setattr("cohort.data.files._IN_MEMORY_BYTES", 0)
+    code = "from functools import partial\ndef f(row, n): return {**row, 'n': n}\nto_row = partial(f, n=%d)\n"
+    for n in (1, 2):
+        (folder / f"v{n}").mkdir()
+        (folder / f"v{n}" / "f.py").write_text(code % n)
+        assert {row["n"] for row in rows_of(folder, {"path": "a.jsonl", "map": f"v{n}/f.py:to_row"})} == {n}
+
+
+def test_a_run_resumes_with_the_same_rows_of_changed_code(folder):
+    for name in ("one", "two"):
+        (folder / f"{name}.py").write_text(f"{TO_ROW}\n# {name}\n")
+    one, two, other = (
+        PromptStream(prompts_of(folder, {"path": "a.jsonl", "map": use}), seed=1)
+        for use in ("one.py:to_row", "two.py:to_row", None)
+    )
+    two.restore(one.state())
+    with pytest.raises(UserError, match="different order of prompts"):
+        other.restore(one.state())
+
+
 @pytest.mark.parametrize(
     ("body", "part"),
     [

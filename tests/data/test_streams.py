@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config.objects import name_rows
-from cohort.data import RowStream, StreamedPrompts, open_stream
+from cohort.data import RowStream, StreamedPrompts, first_rows, open_stream
 from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt
 from selection import examples
@@ -162,6 +162,19 @@ def test_a_stream_that_fails_says_where():
     stream = make_stream(datasets.IterableDataset.from_generator(rows))
     with pytest.raises(TrainingError, match=r"data.path: the stream failed after row 5, .* the server is gone"):
         stream.take(9)
+
+
+def test_the_first_rows_are_those_of_the_beginning_and_failures_are_named():
+    stream = Numbers(9)
+    stream.load_state_dict(5)
+    assert first_rows(stream, 3) == first_rows(Numbers(9), 3)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        raise ConnectionError("the server is gone")
+        yield {}
+
+    with pytest.raises(TrainingError, match=r"after row 0, .* the server is gone"):
+        first_rows(datasets.IterableDataset.from_generator(rows), 3)
 
 
 def test_values_of_csv_stay_text(tmp_path: Path):

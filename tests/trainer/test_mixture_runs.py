@@ -8,9 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import cohort
+from cohort.cli.evaluate import eval_config
 from cohort.cli.rescore import rescore
 from cohort.config import config_from_dict
-from cohort.trainer.without_training import sample_rows
+from cohort.errors import UserError
+from cohort.trainer.without_training import evaluate_model, sample_rows
 from runs import assert_in_catalogue, assert_same_weights, changed, make_inputs, metric, train
 from selection import slow
 from tiny import copy_task_rows, write_jsonl
@@ -78,3 +80,14 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(tmp_path, weights):
         values = [metric(tmp_path / f"{processes}", name) for processes in (1, 2, 3)]
         assert values[0] and values[1:] == [pytest.approx(values[0])] * 2
     assert prompts_of(tmp_path / "1", 3) == prompts_of(tmp_path / "2", 3) == prompts_of(tmp_path / "3", 3)
+
+
+def test_held_out_rows_of_a_run_are_evaluated_again(tmp_path):
+    run = train(mixture(tmp_path, weights=None, train={"steps": 1})).run_dir
+    result = evaluate_model(eval_config(str(run), {}))
+    assert result.accuracy == metric(run, "eval/accuracy")[-1]
+    assert result.metrics["eval/sources/other/num_groups"] == metric(run, "eval/sources/other/num_groups")[-1]
+    with pytest.raises(UserError, match="--seed: chooses which rows"):
+        eval_config(str(run), {"seed": 1})
+    other = eval_config(str(run), {"data": str(tmp_path / "heldout.jsonl"), "prompt": "question", "seed": 1})
+    assert other.eval is not None and other.eval.rows is None and not other.data.sources

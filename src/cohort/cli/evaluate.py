@@ -19,6 +19,7 @@ from cohort.processes.this_process import print_loading_notice
 from cohort.run.files import checkpoints, is_run_folder
 
 _DATA = {"prompt": "prompt", "system_prompt": "system_prompt", "chat_template": "apply_chat_template"}
+_ROWS = ("path", "split", "name", "columns", "where", "map", "rows", "sources")  # of which `eval.rows` are held out
 _ROLLOUT = ("max_prompt_tokens", "max_completion_tokens", "stop")
 _EVAL = ("split", "max_prompts", "num_samples", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -81,8 +82,8 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
         UserError: the run has no final model, or an option is missing or invalid.
     """
     is_run = is_run_folder(Path(model))
-    raw: dict[str, Any] = _of_run(Path(model)) if is_run else _of_model(model)
     options = {name: value for name, value in given.items() if value is not None}
+    raw: dict[str, Any] = _of_run(Path(model), options) if is_run else _of_model(model)
     raw["data"] |= {key: options[name] for name, key in _DATA.items() if name in options}
     raw["rollout"] |= {name: options[name] for name in _ROLLOUT if name in options}
     raw["eval"] |= {name: options[name] for name in _EVAL if name in options}
@@ -91,12 +92,13 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     if "prompt" in options:
         raw["eval"]["prompt"] = None
     if "data" in options:
-        raw["eval"] |= {"path": options["data"], "name": None}
+        raw["eval"] |= {"path": options["data"], "name": None, "rows": None}
         raw["eval"].setdefault("split", "test")
     brings_its_own = any(raw["rollout"].get(key) for key in ("environment", "agent"))
-    if raw["eval"].get("path") is None and not (brings_its_own and raw["eval"].get("max_prompts")):
-        raise UserError(f"--data is missing; give held-out data{' (the run has none)' if is_run else ''}")
-    raw["data"]["path"] = raw["eval"].get("path")
+    if raw["eval"].get("rows") is None:
+        if raw["eval"].get("path") is None and not (brings_its_own and raw["eval"].get("max_prompts")):
+            raise UserError(f"--data is missing; give held-out data{' (the run has none)' if is_run else ''}")
+        raw["data"]["path"] = raw["eval"].get("path")
     if "num_samples" in options and "temperature" not in options:
         raw["eval"]["temperature"] = 0.0 if options["num_samples"] == 1 else 0.6
     if "reward" in options:
@@ -116,8 +118,12 @@ def _of_model(model: str) -> dict[str, Any]:
     return {"model": {"path": model}, "data": {}, "rewards": [], "rollout": lengths, "eval": {}, "train": {"seed": 0}}
 
 
-def _of_run(run: Path) -> dict[str, Any]:
-    """Return the final model and the evaluation settings of a run."""
+def _of_run(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the final model and the evaluation settings of a run; with `eval.rows`, also where it has its rows from.
+
+    Raises:
+        UserError: there is no final model, or `eval.rows` would be other rows with these options.
+    """
     config = load_config(run / "config.yaml")
     final = run / "final"
     if not final.is_dir():
@@ -129,9 +135,15 @@ def _of_run(run: Path) -> dict[str, Any]:
             f"MODEL: {str(run)!r} is an adapter run; merge it with `cohort merge {run} OUT` and evaluate OUT"
         )
     raw = config.model_dump(mode="json")
+    holds_out = config.eval is not None and config.eval.rows is not None and "data" not in options
+    if holds_out and "seed" in options:
+        raise UserError(
+            "--seed: chooses which rows of the training data the run holds out (eval.rows), so that another one would "
+            "evaluate rows that it was trained on; leave it out, or give --data"
+        )
     return {
         "model": {**raw["model"], "path": str(final)},
-        "data": {key: raw["data"][key] for key in (*_DATA.values(),)},
+        "data": {key: raw["data"][key] for key in (*_DATA.values(), *(_ROWS if holds_out else ()))},
         "rewards": raw["rewards"],
         "rollout": {key: raw["rollout"][key] for key in (*_ROLLOUT, *TurnsConfig.model_fields)},
         "eval": dict(raw["eval"] or {}),

@@ -14,7 +14,7 @@ from cohort.data.prompts import (
 )
 from cohort.data.rows import columns_of, describe_row, values_of
 from cohort.data.sources import TrainingRows, read_training_rows
-from cohort.data.stream import RowStream, StreamedPrompts, open_stream
+from cohort.data.stream import RowStream, StreamedPrompts, first_rows, open_stream
 from cohort.data.successes import Successes
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "columns_of",
     "describe_lost_text",
     "describe_row",
+    "first_rows",
     "longest_tokens",
     "open_stream",
     "read_content",

@@ -17,7 +17,7 @@ from cohort.config import Config
 from cohort.config.data import SOURCE, DataConfig, SourceConfig
 from cohort.config.objects import NamedObject
 from cohort.config.user_code import error_location, is_user_code, load_function
-from cohort.data.cache import cached_numbers, content_key
+from cohort.data.cache import cached_numbers, content_key, recall, remember
 from cohort.data.files import Rows, read_rows
 from cohort.data.rows import ConvertedRows, JoinedRows, ListedRows, Row, SelectedRows, StoredRows
 from cohort.errors import UserError, describe_error, did_you_mean, excerpt, suggest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NUMBER = "#row"  # hidden column of mapped rows: the number of the row that each was made of
 _BATCH = 16384  # rows that a condition is evaluated for at a time
-_HELD_OUT, _DRAWN = (0, 0, 1), (0, 0, 2)  # random streams, besides those of epochs
+_HELD_OUT, _DRAWN = (0, 0, 3), (0, 0, 2)  # random streams, besides those of epochs (`order.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +274,11 @@ def _as(kind: str, value: Any) -> Any:
 class MappedRows(StoredRows):
     """What a function has made of rows."""
 
-    def __init__(self, rows: StoredRows, made: StoredRows):
+    def __init__(self, rows: StoredRows, made: StoredRows, *, digest: str | None):
         """`made` are the results for `rows`, each with the number of its row."""
         self._rows, self._made = rows, made
         self.columns = tuple(column for column in made.columns if column != _NUMBER)
-        self.digest = made.digest
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self._made)
@@ -303,23 +303,43 @@ def _map(rows: StoredRows, use: str, *, field: str) -> StoredRows:
         UserError: it cannot be loaded, fails for a row, returns neither a row nor None, or drops all rows.
     """
     function = load_function(use, field=field)
-    code = [] if isinstance(use, NamedObject) else _code_of(function)  # an object's results may depend on anything
+    code = [] if isinstance(use, NamedObject) else _code_of(use, function)  # an object may depend on anything
     key = content_key("map", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
     made = ConvertedRows(key, partial(_results, rows, function, f"{field}={use!r}"))
     if not len(made):
         raise UserError(f"{field}={use!r} returns None for each of {len(rows)} rows; at least one row is needed")
-    return MappedRows(rows, made)
+    return MappedRows(rows, made, digest=key and _digest(made, key))
 
 
-def _code_of(function: Callable[..., Any]) -> list[Path]:
-    """Return the file of a function, and the files beside it that have been imported; none if they cannot be known."""
+def _code_of(use: str, function: Callable[..., Any]) -> list[Path]:
+    """Return the file that `use` names, that of the function, which may come from elsewhere, and the files beside them
+    that have been imported; none if they cannot be known.
+    """
+    where = use.rpartition(":")[0]
     module = getattr(function, "__module__", None) or type(function).__module__
-    own = getattr(sys.modules.get(module), "__file__", None)
-    if own is None or not Path(own).is_file():
+    named = str(Path(where).resolve()) if where.endswith(".py") else _file_of(where)
+    own = [file for file in dict.fromkeys((named, _file_of(module))) if file is not None and Path(file).is_file()]
+    if named not in own:
         return []
-    others = {str(file) for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)) is not None}
-    folder = str(Path(own).parent) + "/"
-    return [Path(own), *(Path(f) for f in sorted(others - {own}) if f.startswith(folder) and is_user_code(f))]
+    folders = tuple(str(Path(file).parent) + "/" for file in own if is_user_code(file))
+    others = {file for name in list(sys.modules) if (file := _file_of(name)) is not None and file not in own}
+    return [*map(Path, own), *(Path(f) for f in sorted(others) if f.startswith(folders) and is_user_code(f))]
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _digest(made: StoredRows, key: str) -> str:
+    """Identify results by their content: a run resumes with the same rows, whatever has changed in the code."""
+    kept = content_key("digest of results", key)
+    if (known := recall(kept)) is None:
+        digest = xxhash.xxh3_128()
+        for row in made:
+            digest.update(json.dumps(row, sort_keys=True).encode())
+        known = digest.hexdigest()
+        remember(kept, known)
+    return str(known)
 
 
 def _results(rows: StoredRows, function: Callable[[Row], Any], field: str) -> Iterator[Row]:

@@ -107,6 +107,30 @@ def open_stream(path: str, *, field: str, split: str, name: str | None) -> RowSt
     return opened
 
 
+def first_rows(stream: RowStream, count: int) -> list[Row]:
+    """Return the first rows of a stream, which may have been read before.
+
+    Raises:
+        UserError: one of them is broken.
+        TrainingError: the stream failed, or yields something that is no row.
+    """
+    stream.set_epoch(0)
+    stream.load_state_dict(None)
+    return _read(iter(stream), count, first=0)
+
+
+def _read(rows: Iterator[Row], count: int, *, first: int) -> list[Row]:
+    try:
+        return [dict(row) for row in islice(rows, count)]
+    except UserError:
+        raise
+    except Exception as error:  # of the network, or of a generator of the user's
+        raise TrainingError(
+            f"data.path: the stream failed after row {first}, in the rows of the next buffer: "
+            f"{describe_error(error, 300)}"
+        ) from error
+
+
 class StreamedPrompts:
     """An endless stream of the prompts of a stream of rows: `PromptStream` for data whose rows are not known.
 
@@ -256,15 +280,7 @@ class StreamedPrompts:
 
     def _fill(self, beginning: Mapping[str, Any]) -> None:
         """Read a buffer from the iterator."""
-        try:
-            self._buffer = [dict(row) for row in islice(self._iterator, self._buffer_size)]
-        except UserError:
-            raise
-        except Exception as error:  # of the network, or of a generator of the user's
-            raise TrainingError(
-                f"data.path: the stream failed after row {beginning['row']}, in the rows of the next buffer: "
-                f"{describe_error(error, 300)}"
-            ) from error
+        self._buffer = _read(self._iterator, self._buffer_size, first=beginning["row"])
         if not self._buffer and beginning["row"] == 0:
             raise UserError("data.path: the stream has no rows; at least one prompt is needed")
         entropy = np.random.SeedSequence((self._seed, beginning["epoch"], beginning["row"]))

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.config import Config
 from cohort.config.algorithm import CustomFunction
 from cohort.config.user_code import is_user_code
-from cohort.data import RowStream, TrainingRows, open_stream, read_rows, read_training_rows
+from cohort.data import RowStream, TrainingRows, first_rows, open_stream, read_rows, read_training_rows
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.rewards import LoadedReward, load_rewards, read_trajectories
@@ -106,7 +105,7 @@ class Parts:
         """
         config = self._config
         if self.stream is not None:
-            return [dict(row) for row in islice(self.stream, config.data.buffer_size)]
+            return first_rows(self.stream, config.data.buffer_size)
         if config.data.is_given:
             return self.training_rows.train
         assert self.environments is not None, "checked in the configuration"
