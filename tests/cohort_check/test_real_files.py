@@ -155,7 +155,8 @@ def dropped(cases: list[tuple[dict[str, Any], Launch]]) -> list[str]:
         listed = " ".join(converted[1].get("Not needed", ())).replace(",", " ").split()
         for key, said in launch.settings.items():
             others = [{**launch.settings, key: replace(said, value=value)} for value in others_than(said.value)]
-            if not others and str(said.value).lower() not in ("none", "null", ""):  # which say that it is not set
+            # of an unknown value, and of one that says that it is not set, nothing is lost
+            if not others and said.value is not ... and str(said.value).lower() not in ("none", "null", ""):
                 others = [{name: value for name, value in launch.settings.items() if name != key}]
             if key not in listed and any(convert(settings) == converted for settings in others):
                 found.append(f"{case['origin']}: {key}={said.value!r}")
@@ -167,7 +168,8 @@ def others_than(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, list) and value:
-        return [[*map(another, value)]]
+        changed = [*map(another, value)]
+        return [changed] if changed != value else []
     if not isinstance(value, int | float | str) or str(value).lower() in ("none", "null", ""):
         return []
     if str(value).lower() in ("true", "false", "yes", "no"):

@@ -136,6 +136,8 @@ def _data(draft: TrlDraft) -> list[dict[str, Any]]:
     settings = draft.settings
     mixture = settings.said("dataset_mixture")
     mixed = mixture.get("datasets") if isinstance(mixture, dict) else settings.said("datasets")
+    if mixed and not isinstance(mixed, list):
+        draft.decide.append(f"data: datasets is no list of data sets: {mixed!r:.200}")
     if not isinstance(mixed, list) or not mixed:
         return files_of(settings.text("dataset_name"))
     size = mixture.get("test_split_size") if isinstance(mixture, dict) else None
