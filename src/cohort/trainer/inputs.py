@@ -227,7 +227,7 @@ def _read_pass_rates(rows: Rows, column: str | None) -> FloatArray | None:
             rates[row] = float(value)
         except (TypeError, ValueError):
             rates[row] = -1
-        if not 0 <= rates[row] <= 1:
+        if not (0 <= rates[row] <= 1 or np.isnan(rates[row])):
             at = f"{where}: {describe_row(rows, row)}"
             raise UserError(f"{at}: must be a share of right answers, 0 to 1, not {excerpt(value)}")
     return rates
@@ -391,7 +391,8 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         seed=config.train.seed,
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
         success_threshold=settings.success_threshold,
-        source_column=SOURCE if config.data.sources else None,
+        # other files may have a column of this name, with anything in it
+        source_column=SOURCE if config.data.sources and settings.rows is not None else None,
         # servers queue requests themselves
         prompts_at_a_time=len(prompts.prompts)
         if config.rollout.uses_servers

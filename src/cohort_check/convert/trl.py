@@ -51,7 +51,8 @@ class TrlDraft(Draft):
         """Set where completions are sampled: none (in the training processes), colocate, or servers of their own."""
         if mode == "none":
             self.put("rollout.engine", "local")
-            self.skip("use_vllm is false", "vllm_*")
+            # Unsloth samples with vLLM all the same, and with its `vllm_sampling_params`
+            self.skip("use_vllm is false", "vllm_[!s]* vllm_s[!a]*")
             return
         self.skip("hardware.rollout_gpus reserves the servers' GPUs", "vllm_device")
         self.gpus(shared=mode == "colocate", tensor_parallel=tensor_parallel)
