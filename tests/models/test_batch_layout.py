@@ -105,7 +105,10 @@ def test_routers_choose_the_same_experts_while_layouts_are_compared_in_16_bits(m
         return out
 
     for seed in (1, 7):
-        policy = make_law_policy(make_model(FAMILIES["Granite-MoE"], dtype=torch.bfloat16, seed=seed))
+        model = make_model(FAMILIES["Granite-MoE"], dtype=torch.bfloat16, seed=seed)
+        if not find_routers(model):
+            pytest.skip("routers of Granite-MoE in this version of transformers are not known")
+        policy = make_law_policy(model)
         assert (policy.layout, policy.traits.reason) == ("shared", None)
     assert len(choices) == 16 and all(len(rows) == 1 for rows in choices)
 
