@@ -1,5 +1,6 @@
 """Load a dataset as prompts: files, cache, chat template, order. Does not import torch, transformers or datasets."""
 
+from cohort.data.content import read_content
 from cohort.data.files import read_rows
 from cohort.data.order import PromptStream
 from cohort.data.prompts import (
@@ -10,7 +11,6 @@ from cohort.data.prompts import (
     build_prompts,
     describe_lost_text,
     longest_tokens,
-    read_content,
 )
 from cohort.data.rows import columns_of, describe_row, values_of
 from cohort.data.sources import TrainingRows, read_training_rows

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cohort.data.prompts import Content, PromptSet, SampledPrompts
+from cohort.data.content import Content
+from cohort.data.prompts import PromptSet, SampledPrompts
 from cohort.data.successes import Successes
 from cohort.errors import UserError
 from cohort.records import FloatArray, IntArray, Prompt
