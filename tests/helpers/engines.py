@@ -9,8 +9,11 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from cohort.models import Policy, end_token_ids
+from cohort.models.packed_weights import has_packed_products
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout import (
     CallKey,
@@ -25,6 +28,10 @@ from cohort.rollout import (
 )
 from cohort.rollout.engines.base import CallQueue, PendingCall
 from tiny import make_tokenizer
+
+PACKS_BFLOAT16 = pytest.mark.skipif(
+    not has_packed_products(torch.bfloat16), reason="oneDNN multiplies in bfloat16 only on CPUs with AVX-512"
+)
 
 
 def generate(

@@ -93,10 +93,7 @@ def packable_layers(model: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:
         model: the model, with its weights gathered.
         dtype: dtype of the products.
     """
-    supported = {torch.float32: torch.backends.mkldnn.is_available}
-    if torch.backends.mkldnn.is_available():
-        supported[torch.bfloat16] = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    if dtype not in supported or not supported[dtype]():
+    if not has_packed_products(dtype):
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and _is_packable(module)]
     num_bytes = sum(layer.weight.numel() for layer in layers) * dtype.itemsize
@@ -104,6 +101,13 @@ def packable_layers(model: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:
     if num_bytes < defaults.PACKED_WEIGHTS_BYTES or 2 * num_bytes > available_memory_bytes():
         return []
     return layers
+
+
+def has_packed_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies in this dtype here: in float32, and in bfloat16 on CPUs with AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _is_packable(layer: nn.Linear) -> bool:

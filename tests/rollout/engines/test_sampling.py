@@ -27,7 +27,7 @@ from cohort.rollout import LocalEngine, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders, sampler
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
-from engines import generate
+from engines import PACKS_BFLOAT16, generate
 from selection import examples, mostly_slow
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
@@ -500,7 +500,7 @@ def test_recurrent_states_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch
     assert worst() > 1e-3  # a state of another completion is seen
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("compute_dtype", [None, pytest.param(torch.bfloat16, marks=PACKS_BFLOAT16)])
 @pytest.mark.parametrize("tie", [True, False])
 def test_packed_weights_compute_the_same(tie: bool, compute_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch):
     model = make_model(tie=tie)

@@ -23,6 +23,7 @@ from cohort.plan.state_memory import dequantized_bytes
 from cohort.rollout import SampledCompletion, Sampler, SampleRequest, SamplingParams
 from cohort.rollout.engines.base import CallKey
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
+from engines import PACKS_BFLOAT16
 from live_bytes import LiveBytes
 from tiny import VOCAB_SIZE, make_tokenizer, random_sequences, save_model_folder
 
@@ -148,6 +149,7 @@ def test_copies_are_what_the_plan_counts_and_are_gone_afterwards(bases: dict[boo
     assert 0.99 * planned < copies < planned + 2 * adapter
 
 
+@PACKS_BFLOAT16
 @pytest.mark.parametrize("keys", [{}, {"dtype": "bfloat16"}])
 def test_packed_copies_are_what_the_plan_counts(bases: dict[bool, Path], keys: dict[str, str], monkeypatch):
     for module in (defaults, memory):
