@@ -69,13 +69,12 @@ def plan_memory(workload: Workload) -> MemoryPlan:
     """Compute the memory of each phase, by part."""
     persistent, models = _persistent(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
-    backward = [{"gradients": _backward_gradient_bytes(model), **backward_parts(model)} for model in models]
     largest = workload.shape.embedding_parameters
     return MemoryPlan(
         phases={
             "sampling": {**persistent, **_sampling(workload)},
             "logprobs": {**persistent, **largest_parts([_forward_only(model) for model in models])},
-            "backward": {**persistent, **largest_parts(backward)},
+            "backward": {**persistent, **_backward(workload)},
             "optimizer": {**persistent, **largest_parts(gradients)},
             "publish": {
                 **persistent,
@@ -89,14 +88,18 @@ def plan_memory(workload: Workload) -> MemoryPlan:
     )
 
 
+def backward_bytes(workload: Workload) -> int:
+    """Memory of the backward phase alone, as `plan_memory` computes it."""
+    return sum({**_persistent(workload), **_backward(workload)}.values())
+
+
 def checkpointed_activations(workload: Workload) -> dict[Checkpointing, int]:
     """Activation bytes of the same micro-batch for each `model.gradient_checkpointing` setting."""
     found: dict[Checkpointing, int] = {}
     kinds: tuple[Checkpointing, ...] = (False, "selective", True)
     for kind in kinds:
         critic = replace(workload.critic, checkpointing=kind) if workload.critic else None
-        backward = plan_memory(replace(workload, checkpointing=kind, critic=critic)).phases["backward"]
-        found[kind] = backward.get("activations", 0)
+        found[kind] = _backward(replace(workload, checkpointing=kind, critic=critic)).get("activations", 0)
     return found
 
 
@@ -182,6 +185,13 @@ def _persistent(workload: Workload) -> dict[str, int]:
     elif workload.framework_bytes is not None:
         parts["framework"] = workload.framework_bytes
     return parts
+
+
+def _backward(workload: Workload) -> dict[str, int]:
+    """Parts of forward and backward of the model that needs the most."""
+    return largest_parts(
+        [{"gradients": _backward_gradient_bytes(model), **backward_parts(model)} for model in workload.models]
+    )
 
 
 def _forward_only(workload: Workload) -> dict[str, int]:

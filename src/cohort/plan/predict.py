@@ -16,6 +16,7 @@ from cohort.plan.memory import (
     SLEEPING_SERVER_BYTES,
     WORKSPACE_SERVER_BYTES,
     MemoryPlan,
+    backward_bytes,
     checkpointed_activations,
     host_bytes,
     plan_memory,
@@ -284,7 +285,10 @@ def _predict_fastest(
         fitting = fitting[:1]
     fastest_s = min(map(_step_s, fitting))
     plan = next(plan for plan in fitting if _step_s(plan) <= fastest_s * _EQUAL)
-    return replace(plan, checkpointing_s=_step_s(plan) - _step_s(predict(False, plan.layout)))
+    unsaved = plans[0]
+    if unsaved.layout != plan.layout:
+        unsaved = predict(False, plan.layout)
+    return replace(plan, checkpointing_s=_step_s(plan) - _step_s(unsaved))
 
 
 def _has_room(plan: Plan) -> bool:
@@ -299,7 +303,7 @@ def _has_room(plan: Plan) -> bool:
     workload = process_workload(
         plan.config, plan.shape, plan.hardware, micro_batches, shared=layout.shared, keeps_base=layout.keeps_base
     )
-    return plan_memory(workload).total("backward") <= CERTAIN * plan.hardware.gpu_memory_bytes
+    return backward_bytes(workload) <= CERTAIN * plan.hardware.gpu_memory_bytes
 
 
 def _step_s(plan: Plan) -> float:
@@ -355,4 +359,4 @@ def _trl_bytes(config: Config, workload: Workload, micro_batches: MicroBatchPlan
     if workload.critic is not None:
         padded = replace(padded, critic=critic_workload(padded, workload.critic.shape))
     loss_tokens = micro_batches.completions_per_micro_batch * (rollout.max_new_tokens + 1)
-    return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * loss_tokens * workload.shape.vocabulary
+    return backward_bytes(padded) + _TRL_LOGITS * 4 * loss_tokens * workload.shape.vocabulary
