@@ -28,7 +28,7 @@ import psutil
 def kill_workers(completions):
     """Kill the processes that grade answers on this rank."""
     for child in psutil.Process().children(recursive=True):
-        if not any("resource_tracker" in word for word in child.cmdline()):
+        if child.status() != "zombie" and not any("resource_tracker" in word for word in child.cmdline()):
             child.kill()
     return [1] * len(completions)
 
