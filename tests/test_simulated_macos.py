@@ -29,7 +29,8 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=slow("one process, and the cores of each alone"))])
+@slow("the cores of each process, and what is refused")
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_with_rewards_in_child_processes(tmp_path: Path, processes: int):
     path = set_up(
         tmp_path,

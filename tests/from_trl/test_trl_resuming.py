@@ -13,6 +13,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.trl import GRPOTrainer
 from runs import assert_same_weights, metric
 from scripted import digits, rows, settings
+from selection import mostly_slow
 from tiny import save_model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -83,7 +84,10 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, base: Path, whole: Path, as_
     assert_same_run(out, whole, run="cohort-3")
 
 
-@pytest.mark.parametrize("target", ["another folder", "another run there", "the run is gone", "a model object"])
+TARGETS = ("another folder", "another run there", "the run is gone", "a model object")
+
+
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, "another run there", reason="where it is hardest to find"))
 def test_wherever_the_run_of_a_checkpoint_is(tmp_path: Path, base: Path, whole: Path, target: str):
     """It is copied to where the new run writes, and goes on from there."""
     first, out, as_object = tmp_path / "first", tmp_path / "out", target == "a model object"

@@ -18,7 +18,7 @@ from cohort.trl import GRPOTrainer
 from commands import run_script
 from reward_models import save_reward_model
 from runs import assert_same_weights, metric
-from selection import slow
+from selection import mostly_slow, slow
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "scripts").glob("*.py"))}
@@ -137,7 +137,13 @@ CHECKS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if name != "trl_parser"])
+QUICK = ("quickstart", "gsm8k", "peft_model", "callbacks", "closures", "recipe_main", "evaluations", "loop_of_runs")
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow((name for name in CHECKS if name != "trl_parser"), *QUICK, reason="eight scripts of other kinds"),
+)
 def test_script(name: str, run: Callable[[str], dict[str, Any]]):
     found = run(name)
     trainer = found["trainer"]

@@ -255,7 +255,8 @@ print("ends", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow("one process, and ranks of other scripts"))])
+@slow("scripts of other tests, and rewards in child processes")
+@pytest.mark.parametrize("processes", [1, 3])
 def test_a_script_without_a_main_guard(tmp_path: Path, processes: int):
     """The child process that has the reward imports the script, and does not train; so does each rank of torchrun."""
     files = make_inputs(tmp_path)

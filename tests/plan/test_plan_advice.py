@@ -14,7 +14,7 @@ from cohort.plan.advice import advise, largest, replan
 from cohort.plan.predict import Plan, predict_run, predict_wanted
 from cohort.plan.shape import preset_shape
 from plans import config, on_gpus, plan_of, planned
-from selection import examples
+from selection import examples, slow
 
 _settings = st.builds(
     lambda name, gpu, gpus, *overrides: (name, on_gpus(gpus, gpu), overrides),
@@ -66,13 +66,17 @@ def test_sharing_gpus_and_tensor_parallel_rollouts_are_found() -> None:
     assert step_s(one_gpu) > 2 * (first.step_s or 0)
 
 
+OTHER_RUNS = "a run that fits"
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [
         ("7b", ["--gpus", "4", "hardware.rollout_gpus=1", "rollout.engine=vllm"]),
-        ("7b", ["--gpus", "4", "rollout.max_completion_tokens=10000"]),  # with checkpointing, and 1 or 2 steps ahead
-        ("7b", ["--gpus", "1", "--gpu", "4090"]),
-        ("32b", ["--gpus", "8", "--gpu", "h200"]),
+        # with checkpointing, and 1 or 2 steps ahead
+        pytest.param("7b", ["--gpus", "4", "rollout.max_completion_tokens=10000"], marks=slow(OTHER_RUNS)),
+        pytest.param("7b", ["--gpus", "1", "--gpu", "4090"], marks=slow(OTHER_RUNS)),
+        pytest.param("32b", ["--gpus", "8", "--gpu", "h200"], marks=slow(OTHER_RUNS)),
     ],
 )
 def test_a_proposal_planned_again_gives_the_numbers_of_its_line(tmp_path: Path, model: str, options: list[str]) -> None:

@@ -15,6 +15,7 @@ from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape
 from plans import EIGHT, config, on_gpus
+from selection import slow
 
 TINY = on_gpus(1, "4090", "1GB")
 ONE = "hardware.processes=1"
@@ -63,30 +64,28 @@ def test_other_reasons_than_memory() -> None:
     assert "hardware.processes: 2 exceeds" in explain_no_limit(impossible, "generations")
 
 
-def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
+def limits(tmp_path: Path, *arguments: str) -> str:
+    """What `cohort plan --why` says of a 7B model on one GPU."""
     file = tmp_path / "run.yaml"
     file.write_text("{model: {path: Qwen/Qwen2.5-7B}, data: {path: d.jsonl}, rewards: [{use: math}]}")
-    command = [
-        "plan",
-        str(file),
-        "--gpu",
-        "h200",
-        "--gpus",
-        "1",
-        "rollout.engine=local",
-        "train.steps=1",
-        "--why",
-        "--max",
-    ]
-    assert "largest group that fits: " in (told := CliRunner().invoke(app, [*command, "generations"]).output)
-    assert " generations\n" in told and "derived: 1 step " in told
-    narrow = ["plan", str(file), "--gpu", "4090", "--gpus", "1", "--model", "3b", "rollout.max_completion_tokens=4096"]
-    assert "cohort-rl[quantization]" in CliRunner().invoke(app, narrow).output  # which is not markup
-    assert "longest completion that fits: " in CliRunner().invoke(app, [*command, "length"]).output
-    small = [*command, "length", "--gpu-memory", "1GB"]
-    assert "longest completion that fits: none: even" in CliRunner().invoke(app, small).output
-    answer = json.loads(CliRunner().invoke(app, [*small, "--json"]).output)
+    keys = ["rollout.engine=local", "train.steps=1"]
+    return CliRunner().invoke(app, ["plan", str(file), "--gpus", "1", *keys, *arguments]).output
+
+
+def test_the_command_tells_what_would_fit(tmp_path: Path) -> None:
+    narrow = limits(tmp_path, "--gpu", "4090", "--model", "3b", "rollout.max_completion_tokens=4096")
+    assert "cohort-rl[quantization]" in narrow  # which is not markup
+    small = ["--gpu", "h200", "--gpu-memory", "1GB", "--max", "length"]
+    assert "longest completion that fits: none: even" in limits(tmp_path, *small)
+    answer = json.loads(limits(tmp_path, *small, "--json"))
     assert answer["max"] == {"length": None} and answer["max_problem"].startswith("even")
+
+
+@slow("where nothing fits")
+def test_the_command_tells_the_largest_that_fits(tmp_path: Path) -> None:
+    told = limits(tmp_path, "--gpu", "h200", "--why", "--max", "generations")
+    assert "largest group that fits: " in told and " generations\n" in told and "derived: 1 step " in told
+    assert "longest completion that fits: " in limits(tmp_path, "--gpu", "h200", "--max", "length")
 
 
 @pytest.mark.parametrize(

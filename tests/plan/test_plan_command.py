@@ -22,6 +22,7 @@ from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import PRESETS, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
 from plans import EIGHT, config, on_gpus
+from selection import slow
 
 
 def test_prompts_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_the_command(run_file: Path) -> None:
     assert "does not fit" in does_not.output
 
 
+@slow("proposals of other runs")
 def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
     """On a GPU of 4 GB nothing that is known fits."""
     small = ["plan", str(run_file), "--gpu-memory", "4GB", "--gpus", "1"]

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cohort.cli.app import app
+from selection import mostly_slow
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide-gpu-allocation.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE.replace("\\\n", " "), re.DOTALL | re.MULTILINE)
@@ -41,7 +42,7 @@ def test_the_page_answers_the_five_questions() -> None:
     assert {bool(lines) for lines in COMMANDS.values()} == {True}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", mostly_slow(COMMANDS, *list(COMMANDS)[:3], reason="the first three of the page"))
 def test_what_is_shown_is_what_is_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was measured

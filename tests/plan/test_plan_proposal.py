@@ -13,6 +13,7 @@ from cohort.display import Display
 from cohort.plan.hardware import GPUS, memory_bandwidth, peak_flops
 from cohort.plan.shape import HUB_IDS, PRESETS, read_shape
 from plans import planned
+from selection import slow
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 
@@ -24,8 +25,13 @@ def proposal(*arguments: str) -> str:
     ("arguments", "said"),
     [
         (("--model", "qwen2.5-7b", "--gpus", "4", "--gpu", "a100-80"), "fits: 85.9 s per step"),
-        (("--model", "32b", "--gpus", "8", "--gpu", "h200"), "tensor_parallel: 2"),
-        (("--model", "Qwen/Qwen3-8B-Base", "--gpus", "1", "--gpu", "rtx4090"), "fits with full checkpointing"),
+        *(
+            pytest.param(*case, marks=slow("other models and GPUs"))
+            for case in (
+                (("--model", "32b", "--gpus", "8", "--gpu", "h200"), "tensor_parallel: 2"),
+                (("--model", "Qwen/Qwen3-8B-Base", "--gpus", "1", "--gpu", "rtx4090"), "fits with full checkpointing"),
+            )
+        ),
         (("--model", "7b", "--gpus", "1", "--gpu", "h100"), "  adapter: {rank: 64}"),
     ],
 )

@@ -14,6 +14,7 @@ from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SampleRequest
 from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.stop_strings import cut_at_stop
 from playing import play, turns_tokenizer
+from selection import mostly_slow
 from tiny import make_policy
 
 TOKENIZER = make_tokenizer("", CHATML)
@@ -83,7 +84,10 @@ def naive(trajectory: Trajectory, stop: Sequence[str]) -> int:
     return min(ends, default=len(ids))
 
 
-@pytest.mark.parametrize("stop", [("e",), ("1", "}", "Ġ", "é"), ("<tool_call>",), ("no such text",)])
+STOPS = [("e",), ("1", "}", "Ġ", "é"), ("<tool_call>",), ("no such text",)]
+
+
+@pytest.mark.parametrize("stop", mostly_slow(STOPS, STOPS[1], reason="several strings of one character"))
 def test_the_local_engine_samples_what_it_would_without_them_up_to_the_stop(sampler, stop: tuple[str, ...]):
     whole = sample(sampler(64), SAMPLING)
     lengths = [naive(trajectory, stop) for trajectory in whole]

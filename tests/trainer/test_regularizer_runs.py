@@ -11,7 +11,7 @@ import torch
 import cohort
 from cohort.errors import UserError
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
-from selection import slow
+from selection import mostly_slow, slow
 from tiny import make_policy
 
 QUIET = {"eval": {"every": 0, "before_training": False}}
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, next(iter(CASES)), reason="the other case"))
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str):
     config = changed(make_inputs(tmp_path), **CASES[name], **QUIET, train={"updates_per_rollout": 2})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))

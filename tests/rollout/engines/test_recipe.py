@@ -12,6 +12,7 @@ import yaml
 import cohort
 import stub_engine
 from runs import changed, make_inputs, metric
+from selection import slow
 from stub_engine.config import StubRolloutConfig
 
 PROJECT = Path(__file__).parents[3]
@@ -36,6 +37,7 @@ def with_the_stub_engine(folder: Path) -> Path:
     return package.parent
 
 
+@slow("the recipe names the files that it changes")
 def test_an_engine_is_a_folder_and_its_entries(tmp_path: Path):
     rollout = {"engine": "stub", "servers": 2, "parity_tolerance": 100.0}
     run = changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 2}, hardware={"device": "cpu"})

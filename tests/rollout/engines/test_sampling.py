@@ -28,7 +28,7 @@ from cohort.rollout.engines.local import decoders, sampler
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from cohort.rollout.engines.local.sampler import sample_tokens, uniform_stream
 from engines import PACKS_BFLOAT16, generate
-from selection import examples, mostly_slow
+from selection import examples, mostly_slow, slow
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
 KEY = StepKey(purpose="train", seed=3, step=5)
@@ -108,6 +108,9 @@ def make_deepseek() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
+ONE_DTYPE = "the same in float64"
+
+
 def make_twisted_head() -> PreTrainedModel:
     """A model whose logits come from itself alone."""
     model = make_model()
@@ -118,11 +121,11 @@ def make_twisted_head() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("model", "tolerance"),
     [
-        *((lambda kind=kind: make_model(kind), 1e-5) for kind in CONFIGS),
+        *(pytest.param(lambda kind=kind: make_model(kind), 1e-5, marks=slow(ONE_DTYPE)) for kind in CONFIGS),
         (lambda: make_model(dtype=torch.float64), 1e-6),  # the library's RMSNorm computes in float32
-        (lambda: make_starcoder2(torch.float32), 1e-5),
+        pytest.param(lambda: make_starcoder2(torch.float32), 1e-5, marks=slow(ONE_DTYPE)),
         (lambda: make_starcoder2(torch.float64), 1e-9),
-        (make_granite, 1e-5),
+        pytest.param(make_granite, 1e-5, marks=slow("attention's scale is in the layouts' tests")),
         (make_deepseek, 1e-5),
         (make_twisted_head, 1e-5),
     ],
