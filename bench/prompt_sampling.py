@@ -2,8 +2,9 @@
 
     python bench/prompt_sampling.py --out results [--seeds 0 1 2 3 4] [--prompts-per-step 8] [--steps 30] | --quick
 
-Two sets of problems, each of `--prompts`: the demo's, and a mixture, half of which is too hard for the base model (the
-demo's words with numbers of three and four digits). Each is trained on with uniform sampling, with dynamic sampling
+Two sets of problems, each of `--prompts`: the demo's, and a mixture, of which a quarter is too hard for the base model
+(the demo's words with numbers of three and four digits) and a quarter too easy (of `EASY_POOL` times as many problems
+of the demo those that it solves most often). Each is trained on with uniform sampling, with dynamic sampling
 (`rollout.resample: 3`), by success, and with both; the mixture also by success with the base model's pass rate of every
 prompt, whose completions are not counted. Groups of 8, at a constant learning rate. Greedy accuracy on 128 held-out
 problems of the demo every 16 prompts; what the table counts is interpolated between two evaluations. Results are kept
@@ -36,6 +37,7 @@ from harness import machine, markdown
 GENERATIONS = 8
 HELDOUT = 128
 EVALUATE_EVERY = 16  # prompts
+EASY_POOL = 32
 BY_SUCCESS = {"sampling": "by_success"}
 METHODS: dict[str, tuple[dict[str, Any], int]] = {  # keys of `data`, and `rollout.resample`
     "uniform": ({}, 0),
@@ -110,7 +112,7 @@ def kept_or_run(out: Path, problems: str, method: str, *, seed: int, args: argpa
     config = configuration(out / "runs" / name, method, seed=seed, args=args)
     write_problems(config, problems, args.prompts, seed=seed)
     if config.data.pass_rate:
-        add_pass_rates(config, args.prompts)
+        add_pass_rates(config, Path(str(config.data.path)))
     start = time.perf_counter()
     result = train(config, display=Display())
     rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -150,12 +152,13 @@ def write_problems(config: Config, problems: str, count: int, *, seed: int) -> N
     """Write training and held-out problems."""
     folder = Path(str(config.data.path)).parent
     folder.mkdir(parents=True, exist_ok=True)
+    word_problems.write_jsonl(folder / "heldout.jsonl", word_problems.generate(0, HELDOUT, "heldout"))
     rows = word_problems.generate(seed, count)
     if problems == "mixture":
         rng = random.Random(seed)
-        rows = [*rows[: count // 2], *(too_hard(rng) for _ in range(count - count // 2))]
+        easy = easiest(config, count // 4, seed=seed)
+        rows = [*rows[: count - 2 * len(easy)], *easy, *(too_hard(rng) for _ in easy)]
     word_problems.write_jsonl(folder / "train.jsonl", rows)
-    word_problems.write_jsonl(folder / "heldout.jsonl", word_problems.generate(0, HELDOUT, "heldout"))
 
 
 def too_hard(rng: random.Random) -> Problem:
@@ -167,12 +170,27 @@ def too_hard(rng: random.Random) -> Problem:
     return Problem(f"{question}How many {things} does {name} have now?", total - lost + found, calculation)
 
 
-def add_pass_rates(config: Config, count: int) -> None:
-    """Add the column with the base model's share of right answers."""
-    file = Path(str(config.data.path))
+def easiest(config: Config, count: int, *, seed: int) -> list[Problem]:
+    """Problems of a larger number that the base model solves most often; kept in a file, as this takes a minute."""
+    file = Path(str(config.data.path)).parent.parent / f"pool-seed{seed}-{count}.jsonl"
+    pool = word_problems.generate(1000 + seed, EASY_POOL * count)
+    if not file.exists():
+        word_problems.write_jsonl(file, pool)
+        add_pass_rates(config, file)
+    rates = [json.loads(line)["pass_rate"] for line in file.read_text().splitlines()]
+    best = sorted(range(len(pool)), key=lambda n: -rates[n])[:count]
+    print(
+        f"too easy: solved in {statistics.mean(rates[n] for n in best):.0%}, all {statistics.mean(rates):.0%}",
+        flush=True,
+    )
+    return [pool[n] for n in best]
+
+
+def add_pass_rates(config: Config, file: Path) -> None:
+    """Add the column with the base model's share of right answers to a file of problems."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     unknown = config_from_dict(config.model_dump(mode="json") | {"data": {"path": str(file), "prompt": "question"}})
-    for group in sample_rows(unknown, rows=count, generations=GENERATIONS).groups:
+    for group in sample_rows(unknown, rows=len(rows), generations=GENERATIONS).groups:
         rows[group.prompt.id]["pass_rate"] = float(group.reward_parts["right"].mean())
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
