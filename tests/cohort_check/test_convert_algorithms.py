@@ -314,6 +314,16 @@ def test_several_data_sets_and_samples_of_them(tmp_path: Path, file: str, text: 
     assert "dataset" not in notes.partition("To do")[2].partition("Differences")[0] and "not valid here" not in notes
 
 
+def test_several_files_of_held_out_rows(tmp_path: Path):
+    files = """ data.val_files="['a/test.parquet', 'b/test.parquet']" """
+    config, _ = whole(tmp_path, "v.sh", VERL.strip() + files + "\n")
+    assert config["eval"]["sources"] == [
+        {"path": "a/test.parquet", "source": "a_test"},
+        {"path": "b/test.parquet", "source": "b_test"},
+    ]
+    assert "path" not in config["eval"]
+
+
 def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):
     """It lacks log_prob_micro_batch_size_per_gpu, and does not start."""
     config, notes = whole(tmp_path, "v.sh", VERL.strip() + " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4\n")

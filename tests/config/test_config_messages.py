@@ -75,7 +75,10 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         ({"run": {"dir": "a\0b"}}, "run.dir: 'a\\x00b': a path cannot contain a null character; remove it"),
         ({"run": {"dir": "r/" + "x" * 300}}, "run.dir: "),
-        ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
+        (
+            {"eval": {"path": "d", "everry": 1}},
+            "eval.everry: unknown key; did you mean every? eval has: path, sources, split",
+        ),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
         (
             {"algorithm": {"name": "gspo", "delta": 3.0}},

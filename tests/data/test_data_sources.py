@@ -469,6 +469,25 @@ def test_rows_are_held_out_of_data_only():
     )
 
 
+@pytest.mark.parametrize(
+    ("held_out", "part"),
+    [
+        ({"sources": [{"path": "a"}], "rows": 5}, "eval: rows: 5 has no effect with sources; say it of each source"),
+        ({"sources": [{"path": "x/a"}, {"path": "a"}]}, "eval: sources.1.source: 'a' is also the name of sources.0"),
+        (
+            {"sources": [{"path": "a", "weight": 2}]},
+            "eval: sources.0.weight: 2.0 has no effect in eval: every prompt",
+        ),
+        (
+            {"sources": [{"path": "a", "system_prompt": "b"}]},
+            "eval: sources.0.system_prompt: 'b' has no effect",
+        ),
+    ],
+)
+def test_held_out_sources_are_checked(held_out, part):
+    assert message({**MINIMAL, "eval": held_out}).startswith(part)
+
+
 def test_the_first_example_of_the_docs(folder):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     config, code = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "python"))

@@ -10,7 +10,7 @@ import pytest
 import cohort
 from cohort.cli.evaluate import eval_config
 from cohort.cli.rescore import rescore
-from cohort.config import config_from_dict
+from cohort.config import config_from_dict, load_config
 from cohort.errors import UserError
 from cohort.trainer.without_training import evaluate_model, sample_rows
 from runs import assert_in_catalogue, assert_same_weights, changed, make_inputs, metric, train
@@ -91,3 +91,17 @@ def test_held_out_rows_of_a_run_are_evaluated_again(tmp_path):
         eval_config(str(run), {"seed": 1})
     other = eval_config(str(run), {"data": str(tmp_path / "heldout.jsonl"), "prompt": "question", "seed": 1})
     assert other.eval is not None and other.eval.rows is None and not other.data.sources
+
+
+def test_held_out_sources_are_reported_by_source_and_evaluated_again(tmp_path):
+    config = mixture(tmp_path, weights=None, train={"steps": 1})
+    held_out = [{**source, "source": name, "rows": 3} for source, name in zip(config["data"], "ab", strict=True)]
+    run = train({**config, "eval": {"sources": held_out, "every": 2, "success_threshold": 0.5}}).run_dir
+    assert [metric(run, f"eval/sources/{name}/num_groups") for name in "ab"] == [[3.0, 3.0]] * 2
+    assert metric(run, "eval/num_prompts") == [6.0, 6.0]
+    assert_in_catalogue(run)
+    again = evaluate_model(eval_config(str(run), {}))
+    assert again.metrics["eval/sources/b/reward"] == metric(run, "eval/sources/b/reward")[-1]
+    assert rescore(load_config(run / "config.yaml"), run / "completions" / "eval-000001.parquet").prompts == 6
+    other = eval_config(str(run), {"data": str(tmp_path / "heldout.jsonl"), "prompt": "question"})
+    assert other.eval is not None and not other.eval.sources

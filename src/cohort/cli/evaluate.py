@@ -92,13 +92,14 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     if "prompt" in options:
         raw["eval"]["prompt"] = None
     if "data" in options:
-        raw["eval"] |= {"path": options["data"], "name": None, "rows": None}
+        raw["eval"] |= {"path": options["data"], "name": None, "rows": None, "sources": []}
         raw["eval"].setdefault("split", "test")
     brings_its_own = any(raw["rollout"].get(key) for key in ("environment", "agent"))
     if raw["eval"].get("rows") is None:
-        if raw["eval"].get("path") is None and not (brings_its_own and raw["eval"].get("max_prompts")):
+        paths = [source["path"] for source in raw["eval"].get("sources", ())] or [raw["eval"].get("path")]
+        if paths == [None] and not (brings_its_own and raw["eval"].get("max_prompts")):
             raise UserError(f"--data is missing; give held-out data{' (the run has none)' if is_run else ''}")
-        raw["data"]["path"] = raw["eval"].get("path")
+        raw["data"]["path"] = paths[0]
     if "num_samples" in options and "temperature" not in options:
         raw["eval"]["temperature"] = 0.0 if options["num_samples"] == 1 else 0.6
     if "reward" in options:

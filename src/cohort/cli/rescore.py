@@ -191,7 +191,7 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
     settings = run.config
     is_eval = completions.name.startswith("eval-") and settings.eval is not None
     if is_eval and settings.eval is not None:
-        is_given, field = settings.eval.is_given, "eval.path"
+        is_given, field = settings.eval.is_given, settings.eval.field
     else:
         is_given, field = settings.data.is_given, settings.data.field
     if not is_given:  # an environment brought the rows

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -114,6 +114,17 @@ class SourceConfig(_RowsConfig):
         return self
 
 
+def _check_labels(sources: Sequence[SourceConfig]) -> None:
+    labels = [source.label for source in sources]
+    repeated = [label for label, count in Counter(labels).items() if count > 1]
+    if repeated:
+        places = [i for i, label in enumerate(labels) if label == repeated[0]]
+        raise ValueError(
+            f"sources.{places[1]}.source: {repeated[0]!r} is also the name of sources.{places[0]}; give each source a "
+            f"name of its own, such as source: {repeated[0]}_2"
+        )
+
+
 class DataConfig(_RowsConfig):
     """The training prompts."""
 
@@ -223,14 +234,7 @@ class DataConfig(_RowsConfig):
     def _check_sources(self) -> None:
         for key in ("path", "split", "name", "columns", "where", "rows"):
             self.refuse(key, "sources", "say it of each source")
-        labels = [source.label for source in self.sources]
-        repeated = [label for label, count in Counter(labels).items() if count > 1]
-        if repeated:
-            places = [i for i, label in enumerate(labels) if label == repeated[0]]
-            raise ValueError(
-                f"sources.{places[1]}.source: {repeated[0]!r} is also the name of sources.{places[0]}; give each "
-                f"source a name of its own, such as source: {repeated[0]}_2"
-            )
+        _check_labels(self.sources)
         without = [i for i, source in enumerate(self.sources) if source.weight is None]
         if 0 < len(without) < len(self.sources):
             raise ValueError(f"sources.{without[0]}.weight: missing; either all sources have a weight, or none")
@@ -249,6 +253,12 @@ class EvalConfig(Section):
         None,
         description="Held-out data; same formats as `data.path`. Environments that need no data can do without, for "
         "`max_prompts` trajectories.",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        (),
+        description="Several sources instead of `path`, with the keys of `data.sources` except `weight` and "
+        "`system_prompt`; those of the training sources of the same names hold. Accuracy, rewards and lengths are "
+        "reported by source, too.",
     )
     split: str = Field("test", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
@@ -279,7 +289,10 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _check_greedy(self) -> Self:
-        _refuse_choice_of_split(self, "eval.path")
+        if self.sources:
+            self._check_sources()
+        else:
+            _refuse_choice_of_split(self, "eval.path")
         if self.path is not None:
             self.refuse("rows", "path", "remove one of the two, or use max_prompts for the first N")
         elif self.rows is not None:
@@ -297,4 +310,21 @@ class EvalConfig(Section):
     @property
     def is_given(self) -> bool:
         """Whether there are held-out rows, and not only those that an environment brings."""
-        return self.path is not None or self.rows is not None
+        return self.path is not None or bool(self.sources) or self.rows is not None
+
+    @property
+    def field(self) -> str:
+        """The key that names the held-out rows, for messages."""
+        return "eval.sources" if self.sources else "eval.path" if self.rows is None else "eval.rows"
+
+    def _check_sources(self) -> None:
+        for key in ("path", "split", "name", "rows"):
+            self.refuse(key, "sources", "say it of each source")
+        _check_labels(self.sources)
+        for i, source in enumerate(self.sources):
+            for key, reason in (
+                ("weight", "every prompt is evaluated once; use rows for fewer of a source"),
+                ("system_prompt", "the training source of the same name has it"),
+            ):
+                if (value := getattr(source, key)) is not None:
+                    raise ValueError(f"sources.{i}.{key}: {value!r:.60} has no effect in eval: {reason}; remove it")

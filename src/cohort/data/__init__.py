@@ -13,7 +13,7 @@ from cohort.data.prompts import (
     longest_tokens,
 )
 from cohort.data.rows import columns_of, describe_row, values_of
-from cohort.data.sources import TrainingRows, read_training_rows
+from cohort.data.sources import TrainingRows, read_sources, read_training_rows
 from cohort.data.stream import RowStream, StreamedPrompts, first_rows, open_stream
 from cohort.data.successes import Successes
 
@@ -36,6 +36,7 @@ __all__ = [
     "open_stream",
     "read_content",
     "read_rows",
+    "read_sources",
     "read_training_rows",
     "values_of",
 ]

@@ -66,12 +66,29 @@ def _stored(rows: Rows) -> StoredRows:
 def _read_all(data: DataConfig, seed: int) -> StoredRows:
     if not data.sources:
         return _read_source(data, "data", seed)
+    return read_sources(data.sources, prompt=data.prompt, seed=seed, field="data.sources", use=data.map)
+
+
+def read_sources(
+    sources: Sequence[SourceConfig], *, prompt: str, seed: int, field: str, use: str | None = None
+) -> "MixedRows":
+    """Read the rows of several sources, one after the other.
+
+    Args:
+        sources: in their order.
+        prompt: name that the columns with the prompt get.
+        seed: of what is drawn.
+        field: configuration key of the sources, for messages.
+        use: function that maps the rows of sources without one of their own.
+
+    Raises:
+        UserError: as `read_training_rows`.
+    """
     parts = []
-    for i, source in enumerate(data.sources):
-        field = f"data.sources.{i}"
-        rows = _read_source(source, field, seed, use=source.map or data.map, number=i)
-        parts.append(_Source(rows, source, data.prompt, field))
-    return MixedRows(parts, [source.label for source in data.sources])
+    for i, source in enumerate(sources):
+        rows = _read_source(source, f"{field}.{i}", seed, use=source.map or use, number=i)
+        parts.append(_Source(rows, source, prompt, f"{field}.{i}"))
+    return MixedRows(parts, [source.label for source in sources])
 
 
 def _read_source(

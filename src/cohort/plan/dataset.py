@@ -42,9 +42,12 @@ def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
     places = (base_dir, Path.cwd())
     if _problem(f"{config.model.path}/config.json", places) == _FORBIDDEN:  # missing: perhaps a Hub id
         yield "model.path", f"model.path: {config.model.path!r}: {_FORBIDDEN}; `cohort train` will not start"
-    sources = ((f"data.sources.{i}.path", source.path) for i, source in enumerate(config.data.sources))
-    held_out = config.eval.path if config.eval else None
-    for field, path in (("data.path", config.data.path), *sources, ("eval.path", held_out)):
+    paths: list[tuple[str, str | None]] = []
+    for name, section in (("data", config.data), ("eval", config.eval)):
+        if section is not None:
+            paths.append((f"{name}.path", section.path))
+            paths += ((f"{name}.sources.{i}.path", source.path) for i, source in enumerate(section.sources))
+    for field, path in paths:
         meant = path is not None and (path.endswith(_ENDINGS) or path.startswith(_BEGINNINGS))
         if path is not None and meant and (problem := _problem(path, places)) is not None:
             yield field, f"{field}: {path!r}: {problem}; `cohort train` will not start"

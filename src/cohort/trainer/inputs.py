@@ -170,7 +170,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
     rewards = build_reward_runner(config, parts, column_names(parts.rows))
     if config.eval is not None:
         # rewards get held-out prompts under the name of the training column
-        _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards)
+        _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards, field=config.eval.field)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     rendering = _rendering(config, parts, column=config.data.prompt, field=field)
     prompts = build_prompts(parts.rows, **rendering)
@@ -363,7 +363,7 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
     Raises:
         UserError: a prompt or a setting is invalid, or prompts and completions do not fit into the model's context.
     """
-    field = "eval.path" if settings.rows is None else "eval.rows"
+    field = settings.field
     _check_environment_columns(parts.eval_rows, parts.environments, field=field)
     rows, column = parts.eval_rows[: settings.max_prompts], settings.prompt or config.data.prompt
     prompts = render_prompts(config, parts, rows, column=column, field=field)
@@ -392,7 +392,7 @@ def build_evaluation(config: Config, settings: EvalConfig, parts: Parts, rewards
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
         success_threshold=settings.success_threshold,
         # other files may have a column of this name, with anything in it
-        source_column=SOURCE if config.data.sources and settings.rows is not None else None,
+        source_column=SOURCE if settings.sources or (config.data.sources and settings.rows is not None) else None,
         # servers queue requests themselves
         prompts_at_a_time=len(prompts.prompts)
         if config.rollout.uses_servers
@@ -412,6 +412,6 @@ def _check_environment_columns(rows: Rows, environments: Environments | None, *,
         environments.check_columns(names, values, field=field)
 
 
-def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
+def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner, *, field: str) -> None:
     for i, function in enumerate(rewards.functions):
-        check_columns(function, columns, field=f"eval.path, rewards[{i}]")
+        check_columns(function, columns, field=f"{field}, rewards[{i}]")

@@ -12,7 +12,15 @@ from typing import Any
 from cohort.config import Config
 from cohort.config.algorithm import CustomFunction
 from cohort.config.user_code import is_user_code
-from cohort.data import RowStream, TrainingRows, first_rows, open_stream, read_rows, read_training_rows
+from cohort.data import (
+    RowStream,
+    TrainingRows,
+    first_rows,
+    open_stream,
+    read_rows,
+    read_sources,
+    read_training_rows,
+)
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.rewards import LoadedReward, load_rewards, read_trajectories
@@ -135,6 +143,9 @@ class Parts:
             return []
         if settings.rows is not None:
             return self.training_rows.held_out
+        if settings.sources:
+            prompt, seed = settings.prompt or self._config.data.prompt, self._config.train.seed
+            return read_sources(settings.sources, prompt=prompt, seed=seed, field="eval.sources")
         if settings.path is not None:
             return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
         assert self.environments is not None and settings.max_prompts is not None, "checked in the configuration"
@@ -163,6 +174,7 @@ def _uses(config: Config) -> Iterator[str]:
     yield from (spec.use for spec in config.rollout.environments.values())
     yield config.rollout.agent or ""
     yield from (data.map or "" for data in (config.data, *config.data.sources))
+    yield from (data.map or "" for data in (config.eval.sources if config.eval else ()))
     yield getattr(config.optim, "use", "")
     yield from (choice.use for choice in dict(config.algorithm).values() if isinstance(choice, CustomFunction))
 

@@ -15,12 +15,13 @@ _KEYS = {"id": "path", "path": "path", "data_files": "path", "config": "name", "
 _SWIFT = re.compile(r"(?:HF::)?([^#:]+)(?::([^#/]+))?(?:#(\d+))?")
 
 
-def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]]) -> None:
-    """Set `data.path` and keys beside it, or `data.sources`, whose names are made different."""
+def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], *, section: str = "data") -> None:
+    """Set `path` and keys beside it in `data` or `eval`, or `sources`, whose names are made different."""
     if len(sources) < 2:
-        draft.path("data.path", named=sources[0]["path"] if sources else None, missing="train.jsonl")
+        missing = {"data": "train.jsonl", "eval": "eval.jsonl"}[section]
+        draft.path(f"{section}.path", named=sources[0]["path"] if sources else None, missing=missing)
         for key, value in sources[0].items() if sources else ():
-            draft.put(f"data.{key}", value)
+            draft.put(f"{section}.{key}", value)
         return
     labels = [SourceConfig(path=str(source["path"])).label for source in sources]
     named = []
@@ -32,7 +33,7 @@ def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]]) -> None:
             label = f"{folder}_{label}" if folder and others[folder] == 1 else f"{label}_{labels[: i + 1].count(label)}"
         own = {} if label == labels[i] else {"source": re.sub(r"[^\w.+-]", "_", label)}
         named.append({**source, **own})
-    draft.put("data.sources", named)
+    draft.put(f"{section}.sources", named)
 
 
 def files_of(said: object) -> list[dict[str, Any]]:

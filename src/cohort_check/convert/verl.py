@@ -24,7 +24,7 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.processes = draft.per_node * nodes if draft.processes else 0
     draft.model(settings.said(f"{_MODEL}.path"))
     put_sources(draft, files_of(settings.said("data.train_files")))
-    draft.path("eval.path", named=settings.said("data.val_files"), missing="eval.jsonl")
+    put_sources(draft, files_of(settings.said("data.val_files")), section="eval")
     if settings.whole(f"{_MODEL}.lora_rank", 0, minimum=0):
         draft.adapter(_TABLES["adapter"])
     draft.copy(_TABLES["defaults"], defaults=True)
