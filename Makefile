@@ -122,12 +122,12 @@ check: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python tools/docs/config_page.py > docs/config.md
-	@$(BIN)/python tools/docs/algorithm_tables.py docs/algorithms.md docs/gpu.md README.md
+	@$(BIN)/python tools/docs/algorithm_tables.py docs/algorithms.md README.md
 	@$(BIN)/python tools/docs/check_findings.py docs/check.md
 	@$(BIN)/python tools/docs/reward_arguments.py docs/rewards.md
 	@$(BIN)/python tools/docs/metric_table.py docs/metrics.md
-	@$(BIN)/python tools/docs/family_table.py docs/tools.md
-	@$(BIN)/python tools/docs/trl_fields.py docs/from-trl.md
+	@$(BIN)/python tools/docs/family_table.py docs/tool-formats.md
+	@$(BIN)/python tools/docs/trl_fields.py docs/trl-fields.md
 	@$(BIN)/python tools/docs/api_page.py > docs/api.md
 
 docs-site: $(READY)

@@ -1,4 +1,4 @@
-"""The blocks of docs/python.md run, one after another, on a small model; docs/api.md is that of the code."""
+"""The blocks of docs/python.md and python-own.md run in turn, on a small model; docs/api.md is that of the code."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,12 @@ from api_page import render
 from runs import metric
 from tiny import save_model_folder
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("python.md", "python-own.md"))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 4
     save_model_folder(tmp_path / "base", "qwen3")
     monkeypatch.chdir(tmp_path)
@@ -25,5 +26,5 @@ def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_api_is_that_of_the_code():
-    text = (PAGE.parent / "api.md").read_text(encoding="utf-8")
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
     assert "#### `Trainer.generate`" in text and text == render(), "make docs"

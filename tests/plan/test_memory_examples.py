@@ -1,4 +1,4 @@
-"""The worked examples of docs/memory.md: what the page shows is what the command says, and they run, small."""
+"""The worked examples of docs/where-memory-goes.md: the page shows what the command says, and they run, small."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "where-memory-goes.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```\n\$ cohort (plan examples/.*)\n((?s:.*?))```$", PAGE, re.MULTILINE)
 REWARD = """
 def letters(completions, **columns):

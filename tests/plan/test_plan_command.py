@@ -81,6 +81,17 @@ def test_the_command(run_file: Path) -> None:
     assert "does not fit" in does_not.output
 
 
+def test_the_first_line_says_which_gpus_were_assumed(run_file: Path) -> None:
+    def first_line(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["plan", str(run_file), *arguments]).output.splitlines()[0]
+
+    others = "(for others: --gpus 1 --gpu 4090; for this machine's CPU: hardware.device=cpu)"
+    assert first_line() == f"assumed: 8 x NVIDIA H100 80GB HBM3 {others}"
+    assert first_line("--gpus", "2") == f"assumed: 2 x NVIDIA H100 80GB HBM3 {others}"
+    for named in (["--gpu", "h200"], ["--gpu-memory", "80GB"], ["hardware.device=cpu"]):
+        assert first_line(*named).startswith(("fits", "does not fit")), named
+
+
 @slow("proposals of other runs")
 def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
     """On a GPU of 4 GB nothing that is known fits."""

@@ -273,7 +273,7 @@ def test_the_configurations_of_the_page():
     sections = {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"steps": 1}, "rewards": [{"use": "code"}]}
     lines = re.findall(r"^sandbox: \{.*", page, re.MULTILINE)
     backends = [config_from_dict({**sections, **yaml.safe_load(line)}).sandbox.backend for line in lines]
-    assert backends == ["bubblewrap", "container", "sandbox_fusion", "auto"]
+    assert backends == ["auto", "bubblewrap", "container", "sandbox_fusion", "auto"]
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if block.startswith("rewards:")]
     configs = [config_from_dict({**sections, **yaml.safe_load(block)}) for block in blocks]
     columns = [made(**config.rewards[0].args)[1].required_columns() for config in configs]

@@ -1,6 +1,6 @@
 """Write the tables of algorithms and of tested versions in pages such as `README.md`.
 
-`python tools/docs/algorithm_tables.py docs/algorithms.md docs/gpu.md README.md`
+`python tools/docs/algorithm_tables.py docs/algorithms.md README.md`
 """
 
 import re

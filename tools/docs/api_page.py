@@ -13,7 +13,7 @@ from cohort.records import RolloutGroup, ScoredGroup, Trajectory
 _INTRO = """# Python API
 
 Generated from the docstrings by `make docs`; do not edit. [python.md](python.md) shows how to use `cohort.Trainer`, and
-[from-trl.md](from-trl.md) has the fields of `GRPOConfig`.
+[trl-fields.md](trl-fields.md) has the fields of `GRPOConfig`.
 """
 _RECORDS = (RolloutGroup, ScoredGroup, Trajectory)  # what groups and reports have in them
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example):{1,2}$")

@@ -1,4 +1,4 @@
-"""Write the table of families into docs/tools.md: `python tools/docs/family_table.py docs/tools.md`."""
+"""Write the table of families into docs/tool-formats.md: `python tools/docs/family_table.py docs/tool-formats.md`."""
 
 import re
 import sys

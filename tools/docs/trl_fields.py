@@ -1,4 +1,4 @@
-"""Write the table of TRL's fields into docs/from-trl.md: `python tools/docs/trl_fields.py docs/from-trl.md`."""
+"""Write the table of TRL's fields into docs/trl-fields.md: `python tools/docs/trl_fields.py docs/trl-fields.md`."""
 
 import re
 import sys

@@ -170,9 +170,17 @@ def plan(
     else:
         other = [] if model is None else [f"model.path={path_of(model)}"]
         typed = shlex.join([str(file), *arguments, *other])
+        if predicted.hardware.on_gpu and gpu is None and gpu_memory is None:
+            typer.echo(_assumed(predicted.hardware))
         _print_plan(predicted, advice, answer, typed, Console(), why=why)
     if not predicted.fits:
         raise typer.Exit(1)
+
+
+def _assumed(machines: Hardware) -> str:
+    """The GPUs that a plan assumes because none are named, and how to name others."""
+    others = "for others: --gpus 1 --gpu 4090; for this machine's CPU: hardware.device=cpu"
+    return f"assumed: {machines.num_gpus} x {machines.gpu_name} ({others})"
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:

@@ -116,7 +116,7 @@ class Trainer:
             environment: an environment class or function, or several by name.
             agent: function that plays a row through an OpenAI-compatible endpoint.
             engine: object that samples, with a method `async def generate(self, token_ids, sampling, key)` that returns
-                a `cohort.ModelCall` (docs/python.md).
+                a `cohort.ModelCall` (docs/python-own.md).
             optimizer: a `torch.optim.Optimizer` of the parameters of `model`, which is then an object, or a pair of one
                 and its scheduler; or a class or function that makes one (or a pair) of the list of trained parameters.
                 Without a scheduler, the schedule of `train` scales its learning rates.

@@ -23,7 +23,7 @@ def _dropped(default: Any = None) -> Any:
 
 @dataclass
 class GRPOConfig(TrainingArguments):
-    """Arguments of `GRPOTrainer`, with TRL's names and defaults. docs/from-trl.md says what each does here.
+    """Arguments of `GRPOTrainer`, with TRL's names and defaults. docs/trl-fields.md says what each does here.
 
     Raises:
         UserError: a field that is not supported is set.

@@ -1,4 +1,4 @@
-"""The examples of docs/tools.md and docs/environments.md work as they are printed."""
+"""The examples of docs/tools.md, docs/environments.md and docs/programs.md work as they are printed."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,8 @@ def write_examples(page: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_tool_of_the_page(tmp_path: Path):
-    raw, sandboxed = write_examples("tools.md", tmp_path)
+    (raw,) = write_examples("tools.md", tmp_path)
+    (sandboxed,) = [block for block in write_examples("sandbox.md", tmp_path) if "rollout" in block]
     assert [tool.use for tool in config_from_dict({**raw, **sandboxed}).rollout.tools] == ["python"]
     environments = Parts(config_from_dict(raw, base_dir=tmp_path), tokenizer=turns_tokenizer()).environments
     assert environments is not None and len(environments.schemas) == 1
@@ -34,7 +35,8 @@ def test_the_tool_of_the_page(tmp_path: Path):
 
 
 def test_the_environments_of_the_page(tmp_path: Path):
-    game, mixture, program = write_examples("environments.md", tmp_path)
+    game, mixture = write_examples("environments.md", tmp_path)
+    (program,) = write_examples("programs.md", tmp_path)
     config_from_dict(game, base_dir=tmp_path)
     with_model = {"model": {"path": "m"}, **mixture}
     assert set(config_from_dict(with_model, base_dir=tmp_path).rollout.environments) == {"wordle", "guess"}
