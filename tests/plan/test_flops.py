@@ -150,6 +150,9 @@ def test_layers_without_full_attention_have_no_pairs():
     config = {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 3}
     types = ["linear_attention", "full_attention", "sliding_attention"]
     assert model_flops([], config | {"layer_types": types}).pair_forward == 24
+    blocks = ["linear_attention", "moe", "full_attention"]  # Nemotron-H
+    assert model_flops([], config | {"layers_block_type": blocks}).pair_forward == 24
+    assert model_flops([], config | {"attn_layer_indices": [1]}).pair_forward == 24  # Bamba
 
 
 def test_queries_of_latent_attention_are_longer_than_values():

@@ -303,6 +303,40 @@ def test_other_layers_agree_with_the_symbolic_run(model: dict[str, Any], checkpo
         assert plan_memory(alike).total("backward") < 0.97 * tracked.train_bytes
 
 
+_SPARSE = {"num_experts": 4, "n_routed_experts": 4, "first_k_dense_replace": 1, **EXPERTS}
+BUILT_MODELS = [
+    {"model_type": "phi"},
+    {"model_type": "gpt2"},
+    {"model_type": "opt"},
+    {"model_type": "cohere2", "sliding_window": 8192},
+    {"model_type": "glm4_moe", **_SPARSE},
+    {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, **_SPARSE, **LATENT, "num_key_value_heads": 4},
+    {"model_type": "minimax_m3_vl_text", "num_local_experts": 4, **EXPERTS},
+    {"model_type": "apertus"},
+]
+
+
+@slow(OTHER_SHAPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model", BUILT_MODELS, ids=lambda model: model["model_type"])
+def test_layers_read_off_a_model_agree_with_the_symbolic_run(model: dict[str, Any], checkpointing: bool) -> None:
+    """Of 33 families 0.88 to 1.15 of what is used without checkpointing, 0.94 to 1.09 with it."""
+    config = {**SMALL, "intermediate_size": 512, "vocab_size": 2048, "pad_token_id": 0, **model}
+    tokens = {"prompt_tokens": 128, "completion_tokens": 256, "num_generations": 4}
+    tracked = track_step(config, world_size=2, **tokens, gradient_checkpointing=checkpointing, adapter=None)
+    some = workload(
+        shape_from_config(config, name="small"),
+        processes=2,
+        checkpointing=checkpointing,
+        on_gpu=False,
+        packed_tokens=128 + 4 * 255,
+        loss_tokens=4 * 256,
+    )
+    plan = plan_memory(some)
+    assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.001)
+    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=0.09 if checkpointing else 0.15)
+
+
 def test_state_of_an_adapter_on_eight_gpus() -> None:
     """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
     shape = preset_shape("7b")

@@ -159,13 +159,13 @@ def experts(
         width: width of one expert.
         number: number of experts.
         chosen: experts per token.
-        router: size of the router's inputs, if it is not `hidden`; 0: the router is counted elsewhere.
+        router: size of the router's inputs, if it is not `hidden`.
         gated: whether they have a gate.
         biases: parameters in biases of one expert.
     """
-    into, routed = (1 + gated) * width, hidden if router is None else router
+    into = (1 + gated) * width
     return Layer(
-        weights=(*(((number, routed),) if routed else ()), (number, into, hidden), (number, hidden, width)),
+        weights=((number, router or hidden), (number, into, hidden), (number, hidden, width)),
         vectors=number * biases,
         idle=(number - chosen) * (hidden * (into + width) + biases),
         expert=width,

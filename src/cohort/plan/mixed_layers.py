@@ -394,8 +394,7 @@ def _gemma(config: Config) -> Layers:
         )
     if experts:
         numbers = experts, config["top_k_experts"]
-        common += parts.experts(hidden, config["moe_intermediate_size"], *numbers, router=0)
-        common += Layer(linears={"router.proj": (hidden, experts)})
+        common += parts.experts(hidden, config["moe_intermediate_size"], *numbers)
     overrides: Mapping[Any, Any] | None = config.get("per_layer_config")
     borrowing = number - (config.get("num_kv_shared_layers") or 0)
 

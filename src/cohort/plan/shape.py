@@ -1,7 +1,8 @@
-"""Shape of a language model, from `config.json` or a table of presets, without weights or torch.
+"""Shape of a language model, from `config.json` or a table of presets, without weights, for most without torch.
 
-Supports decoders with attention and a gated MLP or mixture of experts per layer, and the families of `mixed_layers`,
-whose layers may differ. Parameter counts are exact; tests compare them with the models that transformers builds.
+Supports decoders with attention and a gated MLP or mixture of experts per layer, the families of `mixed_layers`,
+whose layers may differ, and with transformers those of `built_layers`. Parameter counts are exact; tests compare them
+with the models that transformers builds.
 """
 
 import json
@@ -17,8 +18,9 @@ from typing import Any
 
 from cohort.config import Config
 from cohort.errors import UserError
+from cohort.plan.built_layers import UnknownLayersError, build_layers
 from cohort.plan.layer_parts import Layer, WeightShape
-from cohort.plan.mixed_layers import MIXED
+from cohort.plan.mixed_layers import MIXED, Layers
 
 _TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
@@ -280,13 +282,17 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     if model_type in MIXED:
         return _or_refused(_mixed_shape, config, name)
     family = _FAMILIES.get(str(model_type))
-    if family is None:
+    mixes = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1  # dense MLPs and experts
+    if family is not None and not mixes:
+        return _or_refused(partial(_shape, family), config, name)
+    try:
+        layers, settings, shares_head = build_layers(config)
+    except UnknownLayersError as error:
         raise UserError(
-            f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
-            f"({', '.join([*_FAMILIES, *MIXED])}), because it does not know what its layers consist of; give the "
-            f"shape of a similar model with --model, or measure a few steps with `cohort train`"
-        )
-    return _or_refused(partial(_shape, family), config, name)
+            f"model.path: {name}: model_type {model_type!r} is not supported by the plan: {error}; give the shape of a "
+            f"similar model with --model, or measure a few steps with `cohort train`"
+        ) from error
+    return _shape_of_layers(layers, settings, name, tied=shares_head)
 
 
 def _or_refused(
@@ -334,11 +340,6 @@ def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
     mlp = _number(
         config, "moe_intermediate_size" if experts and "moe_intermediate_size" in config else "intermediate_size"
     )
-    if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise UserError(
-            f"model.path: {name}: mixing dense and expert layers is not supported by the plan; give the "
-            f"shape of a similar model with --model"
-        )
     one = 3 * hidden * mlp + (2 * mlp + hidden) * bool(config.get("mlp_bias"))
     router = hidden * experts
     return ModelShape(
@@ -364,16 +365,21 @@ def _shape(family: _Family, config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _mixed_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape of a family of `mixed_layers`."""
-    read, tied = MIXED[config["model_type"]]
-    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
-    for key in ("num_attention_heads", "num_heads", "num_key_value_heads", "num_hidden_layers"):
-        if config.get(key) is not None:
-            _number(config, key)  # raises
-    parts = read(config)
+    read, default = MIXED[config["model_type"]]
+    keys = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_hidden_layers")
+    for key in ("hidden_size", "vocab_size", *(key for key in keys if config.get(key) is not None)):
+        _number(config, key)  # raises
+    tied = bool(config.get("tie_word_embeddings", config.get("tie_embedding", default)))
+    return _shape_of_layers(read(config), config, name, tied=tied)
+
+
+def _shape_of_layers(parts: Layers, config: Mapping[str, Any], name: str, *, tied: bool) -> ModelShape:
+    """The shape of a model whose layers are known one by one."""
+    hidden = config["hidden_size"]
     whole = {
         "name": name,
-        "vocabulary": vocabulary,
-        "tied": bool(config.get("tie_word_embeddings", config.get("tie_embedding", tied))),
+        "vocabulary": config["vocab_size"],
+        "tied": tied,
         "max_positions": _known_positions(config),
         "window": _window(config),
         "streams": parts.streams,

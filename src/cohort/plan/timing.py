@@ -38,7 +38,7 @@ longer of the two.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,8 +153,10 @@ def _active_fraction(name: str, config: Mapping[str, Any]) -> float:
 
 def _num_attention_layers(config: Mapping[str, Any]) -> int:
     """Number of layers with full attention."""
-    types = config.get("layer_types")
-    return types.count("full_attention") if types else _first(config, "num_hidden_layers", "n_layer") or 0
+    types: Sequence[str] = config.get("layer_types") or config.get("layers_block_type") or ()
+    if types:
+        return sum(kind in ("full_attention", "attention", "hybrid") for kind in types)
+    return len(config.get("attn_layer_indices") or ()) or _first(config, "num_hidden_layers", "n_layer") or 0
 
 
 def _num_heads(config: Mapping[str, Any]) -> int:

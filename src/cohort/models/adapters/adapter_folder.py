@@ -25,6 +25,7 @@ from cohort.models.loading.meta_device import local_weights
 from cohort.models.loading.multimodal import multimodal_of, outer_name, saved_model
 from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
+from cohort.plan.built_layers import mistaken_for_experts
 
 BASE_FINGERPRINT = "base_fingerprint"  # key in the metadata of a saved adapter's weights; peft has no field for it
 _MAX_TENSORS, _SAMPLE_BYTES = 512, 4096  # at most 2 MiB of a model: fine-tuning changes all weights
@@ -209,7 +210,7 @@ def _supported_layers(model: Any) -> dict[str, Any]:
     excluded.
     """
     embedding = model.get_input_embeddings()
-    routers = {id(router.module) for router in find_routers(model)}
+    routers = {id(module) for router in find_routers(model) for module in router.module.modules()}
     return {
         name: module
         for name, module in model.named_modules()
@@ -228,31 +229,10 @@ def _overrides_linear(module: nn.Linear) -> bool:
     return overrides and kind.__name__ not in _SAME_PRODUCT
 
 
-def _mistaken_for_experts(layers: Iterable[str], model: Any) -> set[str]:
-    """Return the layers whose names peft converts to those of fused experts, so it would not adapt them.
-
-    In some mixture-of-experts models this affects every `gate_proj`, `up_proj` and `down_proj`, including shared
-    experts, because adapters saved before transformers fused experts have these names.
-    """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    def is_mistaken(part: str) -> bool:
-        config = LoraConfig(target_modules=[part])
-        try:
-            convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # raised for some but not all projections of the experts
-            return True
-        return bool(config.target_parameters)
-
-    parts = {name.rpartition(".")[-1] for name in layers}
-    taken = {part for part in parts if is_mistaken(part)}
-    return {name for name in layers if name.rpartition(".")[-1] in taken}
-
-
 def _find_targets(targets: Any, layers: Mapping[str, Any], model: Any) -> tuple[str, ...]:
     """Return the full names of the layers that match `model.adapter.targets`."""
-    taken = _mistaken_for_experts(layers, model)
+    experts = mistaken_for_experts(layers, model)
+    taken = {name for name in layers if name.rpartition(".")[-1] in experts}
     if targets == "all-linear":
         head = model.get_output_embeddings()
         found = [
