@@ -131,23 +131,35 @@ def test_runs_are_compared(open_page, made_up):
 
 @pytest.fixture(scope="module")
 def mixtures(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the page of `two`, with two sources and counts of prompts, and of `one`, with a single source."""
+    """Address of the page of `two`, with two sources, of `one`, with a single source, and of two runs that began.
+
+    By their third step, `two` has sampled 5 of 10 prompts; `early` and `by_success`, of two steps, have sampled 4.
+    """
     root = tmp_path_factory.mktemp("mixtures")
-    of_two = [
-        {"sources/web/reward": 0.25, "sources/web/accuracy": 0.5, "sources/web/mean_length": 20.0},
-        {"sources/gsm8k/reward": 0.75, "sources/gsm8k/accuracy": 0.0, "sources/gsm8k/mean_length": 40.0},
-        {"sources/web/reward": 0.5, "sources/web/accuracy": 1.0, "sources/web/mean_length": 30.0},
+    outcomes = ("never_right", "sometimes_right", "always_right", "not_sampled")
+    prompts = [
+        {f"prompts/{name}": float(count) for name, count in zip(outcomes, counts, strict=True)}
+        for counts in ((1, 0, 1, 8), (2, 1, 1, 6), (1, 2, 2, 5))
     ]
-    prompts = ("never_right", "sometimes_right", "always_right", "not_sampled")
-    for counts, row in zip(((1, 0, 1, 8), (2, 1, 1, 6), (1, 2, 2, 5)), of_two, strict=True):
-        row.update({f"prompts/{name}": float(count) for name, count in zip(prompts, counts, strict=True)})
-    held_out = {"eval/sources/web/accuracy": 0.125, "eval/sources/gsm8k/accuracy": 0.875}
-    one = {"sources/web/reward": 0.25, "eval/sources/web/accuracy": 0.125}
-    for name, rows, of_eval in (("two", of_two, held_out), ("one", [one] * 3, one)):
-        with (write_made_up_run(root / name, steps=0) / "metrics.jsonl").open("w") as file:
+    of_two = [
+        {"sources/web/reward": 0.25, "sources/web/accuracy": 0.5, "sources/web/mean_length": 20.0, **prompts[0]},
+        {"sources/gsm8k/reward": 0.75, "sources/gsm8k/accuracy": 0.0, "sources/gsm8k/mean_length": 40.0, **prompts[1]},
+        {"sources/web/reward": 0.5, "sources/web/accuracy": 1.0, "sources/web/mean_length": 30.0, **prompts[2]},
+    ]
+    heldout_of_two = {"eval/sources/web/accuracy": 0.125, "eval/sources/gsm8k/accuracy": 0.875}
+    runs = {
+        "two": (of_two, heldout_of_two),
+        "one": ([{"sources/web/reward": 0.25}] * 3, {"eval/sources/web/accuracy": 0.125}),
+        "early": (prompts[:2], {}),
+        "by_success": (prompts[:2], {}),
+    }
+    for name, (rows, held_out) in runs.items():
+        run = write_made_up_run(root / name, steps=0)
+        (run / "config.yaml").write_text(f"data: {{sampling: {'by_success' if name == 'by_success' else 'uniform'}}}\n")
+        with (run / "metrics.jsonl").open("w") as file:
             for step, row in enumerate(rows, 1):
                 file.write(json.dumps({"step": step, "kind": "train", "reward": 0.5, **row}) + "\n")
-            file.write(json.dumps({"step": 3, "kind": "eval", **of_eval}) + "\n")
+            file.write(json.dumps({"step": 3, "kind": "eval", **held_out}) + "\n")
     with served("--list", root) as address:
         yield address
 
@@ -186,6 +198,11 @@ def test_prompts_are_shown_by_outcome(open_page, mixtures):
     assert said() == "Never right 1 Sometimes 0 Always 1 Not sampled yet 8"
     assert place_under(page, "Prompts by outcome", 1) == 3
     assert said() == "Never right 1 Sometimes 2 Always 2 Not sampled yet 5"
+    go(page, mixtures, run_view("by_success"))  # 4 of 10 prompts
+    until(lambda: said() == "Never right 2 Sometimes 1 Always 1 Not sampled yet 6")
+    go(page, mixtures, run_view("early"))
+    chart(page, "Reward")
+    assert card(page, "Prompts by outcome").count() == 0
 
 
 def test_new_steps_and_new_runs_appear_without_reload(open_page, tmp_path):

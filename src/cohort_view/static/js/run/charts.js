@@ -41,7 +41,7 @@ export function metricSpec({ name, unit, description }) {
 }
 
 /** The charts that come first, of the metrics that there are. @param {object[]} metrics @returns {Spec[]} */
-function overview(metrics, isOne, limit) {
+function overview(metrics, isOne, limit, sampling) {
   const known = new Map(metrics.map((metric) => [metric.name, metric]));
   const one = (name, changes) => (known.has(name) ? [{ ...metricSpec(known.get(name)), ...changes }] : NONE);
   const all = (list, more) => ({ names: list.filter((name) => known.has(name)), title: list.join(", "), ...more });
@@ -51,6 +51,9 @@ function overview(metrics, isOne, limit) {
   const isLimited = limit && !known.has("turns/mean"); // with turns, the limit is that of a single one
   const limited = { limit: { y: limit, label: `limit ${count(limit)}` } };
   const prompts = { label: "Prompts by outcome", kind: "parts", lines: PROMPTS };
+  const [unsampled, ...sampled] = Object.keys(PROMPTS).reverse().map((name) => known.get(name)?.last);
+  // Before, uniform sampling takes every prompt once, and the groups by outcome say the same.
+  const hasPrompts = isOne && (sampling === "by_success" || !(unsampled > sum(sampled)));
   return [
     ...(isOne && known.has("reward") && known.has("eval/accuracy")
       ? one("reward", all(["reward", "eval/accuracy"], { label: "Reward and held-out accuracy", isAlways: true }))
@@ -60,7 +63,7 @@ function overview(metrics, isOne, limit) {
       : isOne
         ? one(outcomes[0], { ...all(outcomes, share), label: "Groups by outcome", kind: "outcomes" })
         : outcomes.flatMap((name) => one(name, share))),
-    ...(isOne ? one("prompts/never_right", all(Object.keys(PROMPTS), prompts)) : NONE),
+    ...(hasPrompts ? one("prompts/never_right", all(Object.keys(PROMPTS), prompts)) : NONE),
     ...one("completions/mean_length", isOne && all(Object.keys(LENGTHS), { lines: LENGTHS, ...(isLimited && limited) })),
     ...one("entropy"),
     ...one("grad_norm"),
@@ -195,9 +198,14 @@ async function openStep({ run, name }, at, x, whole) {
   if (isNumber(step) && hasStep(run, Math.round(step), { kind })) navigate(link.steps(run, Math.round(step), { kind }));
 }
 
-/** The charts that say most about a run. @param {{metrics: object[], limit: number | null}} props */
-export function Overview({ runs, metrics, options, limit }) {
-  const specs = useMemo(() => overview(metrics, runs.length === 1, limit), [metrics, runs, limit]);
+/**
+ * The charts that say most about a run.
+ * @param {{metrics: object[], limit: number | null, sampling: string | null}} props `limit` of tokens, `sampling` of
+ *   prompts
+ */
+export function Overview({ runs, metrics, options, limit, sampling }) {
+  const isOne = runs.length === 1;
+  const specs = useMemo(() => overview(metrics, isOne, limit, sampling), [metrics, runs, limit, sampling]);
   const names = [...new Set(specs.flatMap((spec) => spec.names))];
   const loaded = useCurves(runs, names.length ? names : null, options);
   if (loaded.error && !loaded.data) return html`<${Failure} error=${loaded.error} retry=${loaded.reload} />`;

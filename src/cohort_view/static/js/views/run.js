@@ -49,7 +49,7 @@ export function RunView({ id }) {
       ? html`<section class="stack" aria-label="Charts">
           <${Toolbar} ...${{ ...charts, query, setQuery, setWeight, entries, show }} />
           ${query.names && html`<${Chosen} ...${{ ...charts, id, query }} />`}
-          <${Overview} ...${charts} limit=${now.max_completion_tokens} />
+          <${Overview} ...${charts} limit=${now.max_completion_tokens} sampling=${now.sampling} />
           ${runs.length === 1 && html`<${BySource} ...${charts} />`}
           ${runs.length === 1 && html`<div><${TimeSpent} time=${now.time} /><${Memory} memory=${now.memory} /></div>`}
         </section>`
