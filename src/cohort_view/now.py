@@ -79,6 +79,7 @@ def now(run: ViewedRun) -> dict[str, Any]:
         "seconds_per_step": per_step,
         "elapsed_s": _elapsed_s(run),
         "max_completion_tokens": integer(run.config, "rollout", "max_completion_tokens"),
+        "sampling": text(run.config, "data", "sampling"),
         "tokens_per_second": table.last("tokens_per_second"),
         "memory": memory(run),
         "time": seconds_by_phase(run),

@@ -125,6 +125,7 @@ def _out_of_memory(run: ViewedRun) -> list[tuple[int, str]]:
     return [(int(table.steps[row]), f"Out of memory in {counts[row]:.0f} micro-batches") for row in rows]
 
 
+_SOURCE = re.compile("(eval/)?sources/")  # of which a step need not have any prompt
 _MOST_REGULAR_MARKS = 200  # so many checkpoints or evaluations say nothing on a chart
 
 
@@ -252,7 +253,7 @@ def _curve(
     if stop is not None:
         is_inside &= x <= stop
     is_number = np.isfinite(y)
-    if 2 * is_number.sum() < len(y):  # reported in some steps only: those are joined by lines, without gaps
+    if 2 * is_number.sum() < len(y) or _SOURCE.match(name):  # in some steps only: joined by lines, without gaps
         is_inside &= is_number
     x, y = x[is_inside], y[is_inside]
     kept = downsample(y, points)

@@ -1,5 +1,6 @@
 """What the views do: charts of made-up metrics, steps with groups and tokens, questions, the list of runs."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -126,6 +127,82 @@ def test_runs_are_compared(open_page, made_up):
     table.wait_for()
     page.go_back()
     table.wait_for(state="hidden")
+
+
+@pytest.fixture(scope="module")
+def mixtures(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the page of `two`, with two sources, of `one`, with a single source, and of two runs that began.
+
+    By their third step, `two` has sampled 5 of 10 prompts; `early` and `by_success`, of two steps, have sampled 4.
+    """
+    root = tmp_path_factory.mktemp("mixtures")
+    outcomes = ("never_right", "sometimes_right", "always_right", "not_sampled")
+    prompts = [
+        {f"prompts/{name}": float(count) for name, count in zip(outcomes, counts, strict=True)}
+        for counts in ((1, 0, 1, 8), (2, 1, 1, 6), (1, 2, 2, 5))
+    ]
+    of_two = [
+        {"sources/web/reward": 0.25, "sources/web/accuracy": 0.5, "sources/web/mean_length": 20.0, **prompts[0]},
+        {"sources/gsm8k/reward": 0.75, "sources/gsm8k/accuracy": 0.0, "sources/gsm8k/mean_length": 40.0, **prompts[1]},
+        {"sources/web/reward": 0.5, "sources/web/accuracy": 1.0, "sources/web/mean_length": 30.0, **prompts[2]},
+    ]
+    heldout_of_two = {"eval/sources/web/accuracy": 0.125, "eval/sources/gsm8k/accuracy": 0.875}
+    runs = {
+        "two": (of_two, heldout_of_two),
+        "one": ([{"sources/web/reward": 0.25}] * 3, {"eval/sources/web/accuracy": 0.125}),
+        "early": (prompts[:2], {}),
+        "by_success": (prompts[:2], {}),
+    }
+    for name, (rows, held_out) in runs.items():
+        run = write_made_up_run(root / name, steps=0)
+        (run / "config.yaml").write_text(f"data: {{sampling: {'by_success' if name == 'by_success' else 'uniform'}}}\n")
+        with (run / "metrics.jsonl").open("w") as file:
+            for step, row in enumerate(rows, 1):
+                file.write(json.dumps({"step": step, "kind": "train", "reward": 0.5, **row}) + "\n")
+            file.write(json.dumps({"step": 3, "kind": "eval", **held_out}) + "\n")
+    with served("--list", root) as address:
+        yield address
+
+
+def test_sources_have_a_line_each_in_charts_of_their_own(open_page, mixtures):
+    page = open_page(mixtures, run_view("two"))
+    by_source = page.get_by_role("region", name="By source")
+    by_source.locator(".u-over").nth(3).wait_for()
+    cards = [" ".join(text.split()) for text in by_source.get_by_role("article").all_inner_texts()]
+    assert cards == [
+        "Reward gsm8k 0.75 at step 2 web 0.5",
+        "Accuracy gsm8k 0% at step 2 web 100%",
+        "Completion length gsm8k 40 at step 2 web 30",
+        "Held-out accuracy gsm8k 87.5% web 12.5%",
+    ]
+    strokes = by_source.locator(".stroke").evaluate_all("(all) => all.map((one) => one.style.background)")
+    assert strokes[:2] * 4 == strokes and strokes[0] != strokes[1]  # a source has one color
+    page.get_by_label("Add a run").select_option("one")  # each run is one line then
+    by_source.wait_for(state="hidden")
+
+
+def test_a_run_of_one_source_looks_as_without(open_page, mixtures):
+    page = open_page(mixtures, run_view("one"))
+    chart(page, "Reward")
+    assert page.get_by_role("region", name="By source").count() == 0
+    assert page.get_by_role("article").count() == 1
+
+
+def test_prompts_are_shown_by_outcome(open_page, mixtures):
+    page = open_page(mixtures, run_view("two"))
+
+    def said() -> str:
+        return " ".join(card(page, "Prompts by outcome").locator(".chart-values").inner_text().split())
+
+    assert place_under(page, "Prompts by outcome", 0) == 1
+    assert said() == "Never right 1 Sometimes 0 Always 1 Not sampled yet 8"
+    assert place_under(page, "Prompts by outcome", 1) == 3
+    assert said() == "Never right 1 Sometimes 2 Always 2 Not sampled yet 5"
+    go(page, mixtures, run_view("by_success"))  # 4 of 10 prompts
+    until(lambda: said() == "Never right 2 Sometimes 1 Always 1 Not sampled yet 6")
+    go(page, mixtures, run_view("early"))
+    chart(page, "Reward")
+    assert card(page, "Prompts by outcome").count() == 0
 
 
 def test_new_steps_and_new_runs_appear_without_reload(open_page, tmp_path):

@@ -174,6 +174,16 @@ def test_a_metric_of_few_steps_has_no_gaps(tmp_path: Path):
     assert np.isfinite(parity.y).all()
 
 
+def test_a_source_that_some_steps_lack_has_no_gaps(tmp_path: Path):
+    rows = [train(1, **{"sources/a/reward": 0.25}), train(2, **{"sources/b/reward": 1}), train(3, x=1)]
+    names = ["sources/a/reward", "eval/sources/a/reward", "x"]
+    run = viewed(tmp_path / "a", *rows, train(4, **{"sources/a/reward": 0.75, "x": 2}))
+    source, held_out, other = curves([run], names).curves
+    assert (source.x, source.y) == ([1, 4], [0.25, 0.75])
+    assert held_out.x == []
+    assert (other.x, other.y) == ([1, 2, 3, 4], [None, None, 1, 2])
+
+
 def test_csv_has_every_point(tmp_path: Path):
     rows = [train(step, timestamp=float(step), a=step / 4) for step in (1, 2)]
     first = viewed(tmp_path / "a", *rows, {"step": 2, "kind": "eval", "timestamp": 2.5, "eval/x": 1})

@@ -10,6 +10,7 @@ from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequenc
 from cohort.run.completions import write_completions_file
 from cohort.run.tokens import write_tokens_file
 from cohort_view import groups, tokens
+from cohort_view.search.search import Match, Search, columns, search
 from completions_files import RunFolder, answering
 from samples import NAN, answer
 
@@ -71,6 +72,20 @@ def test_a_step_and_a_group(run):
     assert (played.end, played.environment, played.model_s) == ("max_turns", {"score": 3.0}, 0.5)
     assert (played.messages, played.advantage) == ([{"role": "assistant", "content": "4"}], 2.0)
     assert (broken.end, broken.error, broken.reward, broken.length) == ("environment_error", "Boom", None, 0)
+
+
+def test_a_row_s_source_can_be_searched_for(run):
+    def found(where: str) -> list[int]:
+        return [event.row for event in search(run, Search(where=where), lambda: False) if isinstance(event, Match)]
+
+    assert "source" not in [column.name for column in columns(run)]
+    rows = ({"source": "math"}, {"source": "code"}, {"source": ["a", "b"]})
+    of_sources = [replace(GROUP, prompt=replace(PROMPT, columns=row)) for row in rows]
+    write_completions_file(run.path / "completions/step-000005.parquet", step=5, groups=of_sources)
+    assert "source" in [column.name for column in columns(run)]
+    assert found("source == 'math'") == [0, 1]
+    assert found("source != 'math'") == [2, 3]
+    assert found("source is None and end == 'max_turns'") == [4]  # no text
 
 
 def test_tokens_with_what_training_knew_of_them(run):

@@ -25,6 +25,11 @@ def make_stream(num_prompts: int, *, seed: int = 0, exploration: float = 0.1, pa
     return PromptStream(prompt_set(num_prompts), seed=seed, successes=successes)
 
 
+def counts(never: float, sometimes: float, always: float, not_sampled: float) -> dict[str, float]:
+    right = {"prompts/never_right": never, "prompts/sometimes_right": sometimes, "prompts/always_right": always}
+    return {**right, "prompts/not_sampled": not_sampled}
+
+
 def visits(prompts: list[Prompt]) -> list[tuple[int, int]]:
     return [(prompt.epoch, prompt.id) for prompt in prompts]
 
@@ -49,24 +54,31 @@ def test_what_is_known_decays_and_has_a_floor():
     assert found[21] > 0.8, "one mixed group is enough to come back"
     successes.record(1, right=0, judged=0)  # all of it was broken: nothing is known
     assert successes.probability(1) == 1
-    assert successes.metrics() == {
-        "prompts/never_right": 0.0, "prompts/sometimes_right": 1.0, "prompts/always_right": 0.0
-    }  # fmt: skip
+    assert successes.metrics(2) == counts(0, 1, 0, 1)
 
 
 def test_mixed_prompts_are_sampled_more_often_and_none_is_lost():
     """40 prompts, of which one in four is mixed; the others are all right or all wrong."""
-    stream, counts = make_stream(40), dict.fromkeys(range(40), 0)
+    stream, visited = make_stream(40), dict.fromkeys(range(40), 0)
     for _ in range(250):
         taken = stream.take(8)
         for prompt in taken:
-            counts[prompt.id // 3] += 1
+            visited[prompt.id // 3] += 1
         stream.record((p.id, (0, 4, 8, 8)[p.id // 3 % 4], 8) for p in taken)
-    shares = [sum(n for prompt, n in counts.items() if prompt % 4 == kind) / 2000 for kind in range(4)]
-    assert shares[1] > 0.7 and min(counts.values()) >= 5
-    assert stream.record([]) == {
-        "prompts/never_right": 10.0, "prompts/sometimes_right": 10.0, "prompts/always_right": 20.0
-    }  # fmt: skip
+    shares = [sum(n for prompt, n in visited.items() if prompt % 4 == kind) / 2000 for kind in range(4)]
+    assert shares[1] > 0.7 and min(visited.values()) >= 5
+    assert stream.record([]) == counts(10, 10, 20, 0)
+
+
+def test_prompts_are_counted_by_their_last_group_also_after_a_resume():
+    stream = make_stream(5)
+    assert stream.record([]) == counts(0, 0, 0, 5)
+    assert stream.record([(0, 0, 8), (3, 8, 8), (6, 3, 8), (9, 0, 0)]) == counts(1, 1, 1, 2)  # 9: all of it broke
+    assert stream.record([(0, 2, 8), (3, 8, 8), (9, 0, 2)]) == counts(1, 2, 1, 1)
+    resumed = make_stream(5)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.record([(12, 5, 5)]) == counts(1, 2, 2, 0)
+    assert PromptStream(prompt_set(5), seed=0).record([(0, 0, 8)]) == counts(1, 0, 0, 4)  # with uniform sampling too
 
 
 def test_pass_rates_are_known_before_the_first_step():
@@ -97,6 +109,7 @@ def test_resume_anywhere_continues_the_uninterrupted_order(seed, steps, cut, exp
     resumed.restore(json.loads(json.dumps(stream.state())))
     assert play(resumed, steps[cut:]) == expected[cut:]
     assert resumed.state() == whole.state()
+    assert resumed.record([]) == whole.record([])
     if exploration == 1:
         taken = [visit for step in expected for visit in step]
         assert taken == visits(PromptStream(prompt_set(5), seed=seed).take(len(taken)))

@@ -56,7 +56,9 @@ def test_a_mixture_resumes_bit_for_bit_and_is_reported_by_source(tmp_path):
     by_source = [metric(run, f"eval/sources/{name}/num_groups")[0] for name in ("other", "train")]
     assert sum(by_source) == 6 and min(by_source) > 0
     recorded = pq.read_table(run / "completions" / "step-000001.parquet").to_pylist()
-    assert {row["rewards/brevity"] is None for row in recorded if row["rewards/digit"] is not None} == {True, False}
+    assert {(row["source"], row["rewards/brevity"] is None) for row in recorded} == {("other", True), ("train", False)}
+    held_out = pq.read_table(run / "completions" / "eval-000004.parquet")["source"].to_pylist()
+    assert [float(held_out.count(name)) for name in ("other", "train")] == by_source
     for file in ("step-000004.parquet", "eval-000004.parquet"):
         scored = rescore(config_from_dict(config), run / "completions" / file)
         assert [

@@ -28,15 +28,22 @@ def inputs(folder: Path, **data: Any) -> dict[str, Any]:
     return changed(config, data={"sampling": "by_success", "pass_rate": "pass_rate", **data}, train={"steps": 8})
 
 
+def outcomes_of(run: Path) -> list[list[float]]:
+    """Prompts that are never, sometimes and always right, and those not sampled yet, of each step."""
+    names = ("never_right", "sometimes_right", "always_right", "not_sampled")
+    return [metric(run, f"prompts/{name}") for name in names]
+
+
 def test_a_run_goes_on_with_the_same_prompts_bit_for_bit(tmp_path: Path):
     config = inputs(tmp_path)
     whole = train(changed(config, run={"dir": str(tmp_path / "whole")}))
     with pytest.raises(KeyboardInterrupt):
         cohort.train(config, display=stop_after(5))
     assert_same_weights(train(config, resume=True).final_dir, whole.final_dir)
-    counts = [metric(whole.run_dir, f"prompts/{name}_right") for name in ("never", "sometimes", "always")]
-    assert counts == [metric(tmp_path / "run", f"prompts/{name}_right") for name in ("never", "sometimes", "always")]
-    assert max(map(sum, zip(*counts, strict=True))) <= 6
+    counts = outcomes_of(whole.run_dir)
+    assert counts == outcomes_of(tmp_path / "run")
+    assert [sum(of_step) for of_step in zip(*counts, strict=True)] == [6.0] * 8
+    assert (counts[3][0], counts[3][-1]) == (3.0, 0.0)
     state = json.loads((whole.run_dir / "checkpoints" / "step-8" / "trainer_state.json").read_text())["data"]
     assert 6 * state["epoch"] + state["position"] > 3 * 8, "none was passed over: this test would show nothing"
 
@@ -52,6 +59,7 @@ def test_two_ranks_sample_the_prompts_of_one(tmp_path: Path):
         for n in (1, 2)
     ]
     assert states[0] == states[1]
+    assert outcomes_of(tmp_path / "run-1") == outcomes_of(tmp_path / "run-2")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

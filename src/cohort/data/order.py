@@ -83,7 +83,7 @@ class PromptStream:
         """
         for row, right, judged in outcomes:
             self._successes.record(row, right=right, judged=judged)
-        return self._successes.metrics()
+        return self._successes.metrics(len(self._prompts))
 
     def skip_epoch(self) -> None:
         """Continue with the next epoch, unless one has just begun."""

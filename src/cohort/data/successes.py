@@ -79,10 +79,11 @@ class Successes:
         self._judged[row] = _DECAY * self._judged[row] + judged
         self._last[row] = _NEVER if right == 0 else _ALWAYS if right == judged else _SOMETIMES
 
-    def metrics(self) -> dict[str, float]:
-        """Count prompts by how their last group was."""
+    def metrics(self, num_prompts: int) -> dict[str, float]:
+        """Count prompts by how their last group was; of `num_prompts`, the rest have had none."""
         counts = np.bincount(self._last, minlength=len(_OUTCOMES) + 1)
-        return {f"prompts/{name}_right": float(counts[outcome]) for name, outcome in _OUTCOMES.items()}
+        metrics = {f"prompts/{name}_right": float(counts[outcome]) for name, outcome in _OUTCOMES.items()}
+        return {**metrics, "prompts/not_sampled": num_prompts - sum(metrics.values())}
 
     def state(self) -> str:
         """Return the counts of all sampled prompts, for `restore`."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cohort.config.data import SOURCE
 from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
 from cohort.run.atomic import write_file_atomically
 
@@ -76,6 +77,9 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
         "reward": pa.array([r for g in groups for r in g.rewards], pa.float64(), from_pandas=True),  # NaN is null
     }
+    sources = [source if isinstance(source := p.columns.get(SOURCE), str) else None for p in prompts]
+    if any(sources):
+        columns["source"] = pa.array(sources, pa.string())
     for name in groups[0].reward_parts:
         values = [r for g in groups for r in g.reward_parts[name]]
         columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)

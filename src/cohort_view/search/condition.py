@@ -13,6 +13,7 @@ _FIXED = (
     Column("text", "text", "text that the policy sampled"),
     Column("prompt", "text", "the prompt; chat messages as JSON", is_json=True),
     Column("answer", "text", "the expected answer"),
+    Column("source", "text", "the source of the prompt's row"),
     Column("reward", "number", "weighted sum of the rewards; None if not scored"),
     Column("advantage", "number", "mean over the sampled tokens"),
     Column("length", "number", "tokens that the policy sampled, over all turns"),

@@ -16,14 +16,22 @@ const ZOOM_MS = 60;
 const BATCH = 12; // charts that are fetched together
 const ROOM_PX = 70; // at least, of a chart that is not fetched yet
 const SMALL_SHARE = 0.03; // of the time: shorter phases are drawn together, or not at all
-const [WRONG, MIXED, RIGHT, REST] = [1, 2, 0, 7]; // colors
-const LINES = new Map([["completions/mean_length", "Mean"], ["completions/max_length", "Longest"]]);
+const [WRONG, MIXED, RIGHT, UNKNOWN, REST] = [1, 2, 0, 6, 7]; // colors
+const LENGTHS = { "completions/mean_length": { label: "Mean" }, "completions/max_length": { label: "Longest" } };
+const PROMPTS = {
+  "prompts/never_right": { label: "Never right", color: WRONG },
+  "prompts/sometimes_right": { label: "Sometimes", color: MIXED },
+  "prompts/always_right": { label: "Always", color: RIGHT },
+  "prompts/not_sampled": { label: "Not sampled yet", color: UNKNOWN },
+};
 const NONE = [];
 
 /**
- * What a chart shows: a line for each metric of `names`, or all parts of a whole if it has a `kind`.
- * @typedef {{label: string, title: string, names: string[], unit: string, kind?: "outcomes" | "phases",
- *   range?: [number, number], limit?: {y: number, label: string}, height?: number, isAlways?: boolean}} Spec
+ * What a chart shows: a line for each metric of `names`, or all parts of a whole if it has a `kind`. `lines` says how a
+ * line is named and colored, where that is not by its metric and its place.
+ * @typedef {{label: string, title: string, names: string[], unit: string, kind?: "outcomes" | "parts" | "phases",
+ *   lines?: Record<string, {label: string, color?: number}>, range?: [number, number],
+ *   limit?: {y: number, label: string}, height?: number, isAlways?: boolean}} Spec
  */
 
 /** A chart of one metric. @param {{name: string, unit: string, description: string}} metric */
@@ -33,7 +41,7 @@ export function metricSpec({ name, unit, description }) {
 }
 
 /** The charts that come first, of the metrics that there are. @param {object[]} metrics @returns {Spec[]} */
-function overview(metrics, isOne, limit) {
+function overview(metrics, isOne, limit, sampling) {
   const known = new Map(metrics.map((metric) => [metric.name, metric]));
   const one = (name, changes) => (known.has(name) ? [{ ...metricSpec(known.get(name)), ...changes }] : NONE);
   const all = (list, more) => ({ names: list.filter((name) => known.has(name)), title: list.join(", "), ...more });
@@ -41,7 +49,11 @@ function overview(metrics, isOne, limit) {
   const outcomes = ["frac_all_wrong", "frac_all_right"];
   const phases = metrics.map(({ name }) => name).filter((name) => name.startsWith("time/") && phaseColor(name) >= 0);
   const isLimited = limit && !known.has("turns/mean"); // with turns, the limit is that of a single one
-  const label = `limit ${count(limit)}`;
+  const limited = { limit: { y: limit, label: `limit ${count(limit)}` } };
+  const prompts = { label: "Prompts by outcome", kind: "parts", lines: PROMPTS };
+  const [unsampled, ...sampled] = Object.keys(PROMPTS).reverse().map((name) => known.get(name)?.last);
+  // Before, uniform sampling takes every prompt once, and the groups by outcome say the same.
+  const hasPrompts = isOne && (sampling === "by_success" || !(unsampled > sum(sampled)));
   return [
     ...(isOne && known.has("reward") && known.has("eval/accuracy")
       ? one("reward", all(["reward", "eval/accuracy"], { label: "Reward and held-out accuracy", isAlways: true }))
@@ -51,7 +63,8 @@ function overview(metrics, isOne, limit) {
       : isOne
         ? one(outcomes[0], { ...all(outcomes, share), label: "Groups by outcome", kind: "outcomes" })
         : outcomes.flatMap((name) => one(name, share))),
-    ...one("completions/mean_length", isOne && all([...LINES.keys()], isLimited && { limit: { y: limit, label } })),
+    ...(hasPrompts ? one("prompts/never_right", all(Object.keys(PROMPTS), prompts)) : NONE),
+    ...one("completions/mean_length", isOne && all(Object.keys(LENGTHS), { lines: LENGTHS, ...(isLimited && limited) })),
     ...one("entropy"),
     ...one("grad_norm"),
     ...one("step_time", isOne && phases.length > 0 && all(["step_time", ...phases], { kind: "phases" })),
@@ -63,7 +76,7 @@ const phaseColor = (name) => STEP_PHASES.indexOf(phaseOf(name));
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
 /** The lines of a chart, bottom first if they are stacked. @param {Spec} spec */
-function linesOf({ kind, names }, runs, { curves }) {
+function linesOf({ kind, names, lines: words = {} }, runs, { curves }) {
   const find = (run, name) => curves.find((curve) => curve.run === run && curve.name === name && curve.x.length);
   const line = (curve, label, color) => ({ ...curve, label, color });
   const [run] = runs;
@@ -75,6 +88,7 @@ function linesOf({ kind, names }, runs, { curves }) {
     const between = line({ ...wrong, y: mixed }, "Mixed", MIXED);
     return [line(wrong, "All wrong", WRONG), between, line(right, "All right", RIGHT)];
   }
+  if (kind === "parts") return aligned(found).map((curve) => ({ ...curve, ...words[curve.name] }));
   if (kind === "phases") {
     const [whole, ...phases] = aligned(found);
     if (whole?.name !== "step_time") return NONE;
@@ -86,9 +100,12 @@ function linesOf({ kind, names }, runs, { curves }) {
   }
   // Rewards that are no shares leave the held-out accuracy an axis of its own.
   const isRight = ({ name }) => name === "eval/accuracy" && found[0].y.some((value) => value < 0 || value > 1);
-  const words = (name) => LINES.get(name) ?? metricWords(name);
   if (runs.length === 1)
-    return found.map((curve, index) => ({ ...line(curve, words(curve.name), index), right: isRight(curve) }));
+    return found.map((curve, index) => ({
+      ...line(curve, metricWords(curve.name), index),
+      ...words[curve.name],
+      right: isRight(curve),
+    }));
   const [name] = names;
   return runs.flatMap((id, index) => (find(id, name) ? [line(find(id, name), id, index)] : NONE));
 }
@@ -181,9 +198,14 @@ async function openStep({ run, name }, at, x, whole) {
   if (isNumber(step) && hasStep(run, Math.round(step), { kind })) navigate(link.steps(run, Math.round(step), { kind }));
 }
 
-/** The charts that say most about a run. @param {{metrics: object[], limit: number | null}} props */
-export function Overview({ runs, metrics, options, limit }) {
-  const specs = useMemo(() => overview(metrics, runs.length === 1, limit), [metrics, runs, limit]);
+/**
+ * The charts that say most about a run.
+ * @param {{metrics: object[], limit: number | null, sampling: string | null}} props `limit` of tokens, `sampling` of
+ *   prompts
+ */
+export function Overview({ runs, metrics, options, limit, sampling }) {
+  const isOne = runs.length === 1;
+  const specs = useMemo(() => overview(metrics, isOne, limit, sampling), [metrics, runs, limit, sampling]);
   const names = [...new Set(specs.flatMap((spec) => spec.names))];
   const loaded = useCurves(runs, names.length ? names : null, options);
   if (loaded.error && !loaded.data) return html`<${Failure} error=${loaded.error} retry=${loaded.reload} />`;
@@ -201,7 +223,7 @@ export function MetricCharts({ specs, ...props }) {
 
 function Batch({ specs, runs, options, hrefOf }) {
   const [ref, isSeen] = useSeen();
-  const loaded = useCurves(runs, isSeen ? specs.map((spec) => spec.names[0]) : null, options);
+  const loaded = useCurves(runs, isSeen ? specs.flatMap((spec) => spec.names) : null, options);
   const { whole, error, reload } = loaded;
   const zero = specs.filter((spec) => whole && !spec.isAlways && isEmpty(linesOf(spec, runs, whole)));
   const chart = (spec) => {

@@ -12,6 +12,7 @@ import { AllMetrics } from "cohort/run/all_metrics.js";
 import { MetricCharts, metricSpec, Overview } from "cohort/run/charts.js";
 import { Configuration, Log, Memory, Warnings } from "cohort/run/details.js";
 import { RunsTable } from "cohort/run/runs_table.js";
+import { BySource } from "cohort/run/sources.js";
 import { Findings, isLive, StateLine, TimeSpent } from "cohort/run/state.js";
 
 export const MOST_RUNS = 8; // as many as there are colors
@@ -48,7 +49,8 @@ export function RunView({ id }) {
       ? html`<section class="stack" aria-label="Charts">
           <${Toolbar} ...${{ ...charts, query, setQuery, setWeight, entries, show }} />
           ${query.names && html`<${Chosen} ...${{ ...charts, id, query }} />`}
-          <${Overview} ...${charts} limit=${now.max_completion_tokens} />
+          <${Overview} ...${charts} limit=${now.max_completion_tokens} sampling=${now.sampling} />
+          ${runs.length === 1 && html`<${BySource} ...${charts} />`}
           ${runs.length === 1 && html`<div><${TimeSpent} time=${now.time} /><${Memory} memory=${now.memory} /></div>`}
         </section>`
       : html`<p class="muted">${isLive(now) ? "Curves come with the first step." : "This run has no metrics."}</p>`}
