@@ -16,8 +16,10 @@ _MARGIN = 4  # tokens before the last ones that may begin inside a character
 
 def cut_at_stop(call: ModelCall, stop: Sequence[str], tokenizer: Any) -> ModelCall:
     """Cut a call after the first token with which its text contains a stop string. The token is kept whole."""
+    if not stop:
+        return call
     ids = call.token_ids.tolist()
-    if not stop or not _contains(tokenizer, ids, stop):
+    if not _contains(tokenizer, ids, stop):
         return call
     lengths = range(1, len(ids) + 1)
     return cut(call, lengths[bisect_left(lengths, True, key=lambda n: _contains(tokenizer, ids[:n], stop))])
