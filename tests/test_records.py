@@ -1,6 +1,7 @@
 """From model calls to token sequences: joined where the past is unchanged, and no token is trained twice."""
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -155,3 +156,53 @@ def test_broken_trajectories_have_no_sequences():
     broken = Trajectory(calls=(call([1], [2]), call([1, 2], [])), messages=(), text="", end="timeout")
     (sequence,) = build_sequences([RolloutGroup(prompt=prompt, trajectories=(broken, trajectory(call([1], [3]))))])
     assert (sequence.trajectory, written(sequence)) == (1, [1, -3])
+
+
+_floats = st.sampled_from([0.0, -0.0, 0.5, -1.0, 0.1, 1e-300, float("inf"), float("nan")])
+
+
+@st.composite
+def _train_sequences(draw: st.DrawFn) -> TrainSequence:
+    length = draw(st.integers(2, 40))
+    mask = np.array([False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))])
+
+    def values() -> np.ndarray:
+        drawn = st.lists(_floats, min_size=length, max_size=length) | _floats.map(lambda one: [one] * length)
+        return np.where(mask, draw(drawn), 0.0)
+
+    return TrainSequence(
+        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length))),
+        loss_mask=mask,
+        sampling_logprobs=values(),
+        advantages=values(),
+        loss_weights=values(),
+        returns=draw(st.sampled_from([np.zeros(0), values()])),
+        shared_prefix_tokens=draw(st.integers(0, int(mask.argmax()) if mask.any() else length - 1)),
+        index=draw(st.integers(0, 9)),
+        group=3,
+        trajectory=7,
+    )
+
+
+@given(_train_sequences())
+@examples(200)
+def test_a_sequence_is_the_same_behind_a_message_bit_for_bit(sequence: TrainSequence) -> None:
+    received = pickle.loads(pickle.dumps(sequence))
+    for field in fields(sequence):
+        before, after = getattr(sequence, field.name), getattr(received, field.name)
+        assert np.asarray(before).dtype == np.asarray(after).dtype
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes(), field.name
+
+
+def test_a_message_has_few_bytes_per_token() -> None:
+    """Literal: 4 bytes of each token, 4 of each logprob and an eighth of the mask, where 2,000 tokens have 66,000."""
+    sequence = TrainSequence.single_turn(
+        np.arange(1000),
+        np.arange(1000),
+        index=0,
+        group=0,
+        sampling_logprobs=-np.arange(1000) / 512,
+        advantages=0.3,
+        loss_weights=1e-3,
+    )
+    assert 12_000 < len(pickle.dumps(sequence)) < 13_000

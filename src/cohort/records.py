@@ -239,6 +239,26 @@ class TrainSequence:
         assert 0 <= self.shared_prefix_tokens < len(self.token_ids), "the shared prefix must be a proper prefix"
         assert not self.loss_mask[: max(1, self.shared_prefix_tokens)].any(), "the shared prefix must not be trained"
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return what a message needs: 4 to 8 bytes per token instead of 33, and nothing is rounded."""
+        first = int(self.loss_mask.argmax())
+        trained = slice(first, None) if self.loss_mask[first:].all() else self.loss_mask  # a slice is no copy
+        values = [_compact(getattr(self, name)[trained]) for name in _PER_TOKEN]
+        returns = _compact(self.returns[trained]) if len(self.returns) else None
+        numbers = [getattr(self, name) for name in _PER_SEQUENCE]
+        return self.token_ids.astype(np.int32), np.packbits(self.loss_mask), values, returns, numbers
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Set the fields from what `__getstate__` returned."""
+        token_ids, mask, values, returns, numbers = state
+        loss_mask = np.unpackbits(mask, count=len(token_ids)).astype(bool)
+        per_token = dict(zip(_PER_TOKEN, (expand_to_mask(loss_mask, value) for value in values), strict=True))
+        per_token["returns"] = np.zeros(0) if returns is None else expand_to_mask(loss_mask, returns)
+        per_sequence = dict(zip(_PER_SEQUENCE, numbers, strict=True))
+        fields = {"token_ids": token_ids.astype(np.int64), "loss_mask": loss_mask, **per_token, **per_sequence}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
     @property
     def num_loss_tokens(self) -> int:
         """Number of trained tokens."""
@@ -283,6 +303,19 @@ class TrainSequence:
             group=group,
             trajectory=index,
         )
+
+
+_PER_TOKEN = ("sampling_logprobs", "advantages", "loss_weights")
+_PER_SEQUENCE = ("shared_prefix_tokens", "index", "group", "trajectory")
+
+
+def _compact(values: FloatArray) -> "NDArray[np.floating[Any]] | float":
+    """Return one number if all are equal, else float32 if that is exact."""
+    bits = values.view(np.int64)  # -0 is not 0
+    if len(values) and (bits == bits[0]).all():
+        return float(values[0])
+    single = values.astype(np.float32)
+    return single if np.array_equal(single, values) else values
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
