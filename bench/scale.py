@@ -99,7 +99,8 @@ def main() -> None:
     rng = random.Random(0)
     tokenizer = train_tokenizer([text(rng, 1) for _ in range(50)])
     print(machine())
-    columns = [measure(ranks, tokenizer) for ranks in args.ranks]
+    # the first step also gets its memory from the system, as in a run
+    columns = [[measure(ranks, tokenizer) for _ in range(1 if args.quick else 2)][-1] for ranks in args.ranks]
     rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
     print(markdown(["seconds", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
 
