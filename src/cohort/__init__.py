@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cohort.errors import TrainingError, UserError
+from cohort.processes import openmp  # noqa: F401  # before torch
 
 if TYPE_CHECKING:
     from cohort.launch import train

@@ -84,10 +84,19 @@ def test_paths_are_looked_up_beside_the_file_then_in_the_working_directory(tmp_p
     config = load_config("../configs/run.yaml")
     assert config.model.path == str(here / "model")
     assert config.data.path == str(beside / "both.jsonl")
-    assert [r.use for r in config.rewards] == [f"{beside}/rewards.py:right", "package.module:f", "missing.py:f"]
+    assert [r.use for r in config.rewards] == [
+        f"{beside}/rewards.py:right",
+        "package.module:f",
+        f"{beside}/missing.py:f",
+    ]
     assert config.eval is not None
     assert config.eval.path == str(here / "held.jsonl")
     assert config.run.dir == str(here / "runs" / "a")
+    # what is nowhere is missing beside the file, unless it may be a data set of the Hub
+    given = [
+        load_config("../configs/run.yaml", [f"data.path={path}"]) for path in ("boht.jsonl", "org/rows", "rows-1.5")
+    ]
+    assert [other.data.path for other in given] == [str(beside / "boht.jsonl"), "org/rows", "rows-1.5"]
 
 
 def test_paths_that_do_not_exist_stay_and_a_home_is_found(tmp_path, monkeypatch):

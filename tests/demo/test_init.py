@@ -41,7 +41,8 @@ def test_a_new_folder_trains_at_once(tmp_path, monkeypatch, cohort, task: str):
     assert written.code == 0
     assert written.out.endswith("Next: cohort train first/run.yaml\n")
     assert len((tmp_path / "first" / "train.jsonl").read_text().splitlines()) == 20
-    assert f"cohort view runs/{task}" in (tmp_path / "first" / "README.md").read_text()
+    readme = (tmp_path / "first" / "README.md").read_text()
+    assert f"cohort view runs/{task}" in readme and "cohort train first/run.yaml " in readme
     ended = cohort("train", "first/run.yaml", "train.steps=2")
     assert (ended.code, ended.err) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "runs" / task / "metrics.jsonl").read_text().splitlines()]

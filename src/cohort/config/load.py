@@ -100,7 +100,9 @@ _MAX_ERRORS = 20  # per report
 _ALGORITHM_NOTE = "# `algorithm` lists only what differs from its name's defaults: see `cohort algorithms NAME`.\n"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, without: Sequence[str] = (), base_dir: Path | None = None
+) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides, validate, and make paths absolute.
 
     Input paths are resolved against the file's folder, then the working directory; `run.dir` is relative to the working
@@ -110,6 +112,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
         path: YAML file.
         overrides: applied in order.
         without: keys of the file to ignore, as `section.key`.
+        base_dir: used instead of the file's folder.
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown, or a value is invalid.
@@ -132,7 +135,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
         section, _, name = key.partition(".")
         if isinstance(raw.get(section), dict):
             raw[section].pop(name, None)
-    return config_from_dict(raw, overrides, base_dir=path.parent)
+    return config_from_dict(raw, overrides, base_dir=base_dir or path.parent)
 
 
 def _read_text(path: Path) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -133,10 +134,22 @@ def _find_or_place(path: str, info: ValidationInfo) -> str:
     return next((str((folder / expand_home(found)).absolute()) for folder in info.context or ()), found)
 
 
+def _find_file(path: str, info: ValidationInfo) -> str:
+    """Find what is meant as a file; one that is nowhere is missing in the folder of the YAML file."""
+    found = _find(path, info)
+    first, *_, last = info.context or (Path(), Path())
+    if found != path or first.resolve() == last.resolve() or not path.endswith(_FILE_ENDINGS):
+        return found
+    return str((first / expand_home(path)).resolve())
+
+
+_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".py")  # no data set of the Hub is named so
+
+
 def find_function(use: str, info: ValidationInfo) -> str:
     """Make the file of `file.py:function` absolute."""
     file, colon, function = use.rpartition(":")
-    return f"{_find(file, info)}:{function}" if colon and file.endswith(".py") else use
+    return f"{_find_file(file, info)}:{function}" if colon and file.endswith(".py") else use
 
 
 def _find_python(path: str, info: ValidationInfo) -> str:
@@ -148,7 +161,7 @@ def _find_python(path: str, info: ValidationInfo) -> str:
 
 InputPath = Annotated[str, Field(min_length=1), AfterValidator(_find)]
 KeptPath = Annotated[str, Field(min_length=1), AfterValidator(_find_or_place)]
-DataPath = Annotated[str, Field(min_length=1), AfterValidator(_find), ALLOW_ROWS]
+DataPath = Annotated[str, Field(min_length=1), AfterValidator(_find_file), ALLOW_ROWS]
 FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function), ALLOW_CALLABLE]
 PythonPath = Annotated[str, AfterValidator(_find_python)]
 

@@ -207,7 +207,7 @@ def _parse_json(data: bytes, where: str) -> Any:
         excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
         at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
         raise _UnreadableError(
-            f"{where} is not valid JSON: {error.msg} at {at}, near {excerpt!r}; "
+            f"{where} is not valid JSON: {error.msg.removesuffix(' at')} at {at}, near {excerpt!r}; "
             "write one JSON object per line, or, in a .json file, one array of objects"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets

@@ -68,7 +68,7 @@ def _write(folder: Path, files: Mapping[str, str], *others: str, advice: str) ->
     listed = "\n".join(f"| `{name}` | {_WHAT[name]} |" for name in (*files, *others))
     run_dir = yaml.safe_load(files["run.yaml"])["run"]["dir"]
     template = Template((_STARTER / "README.md").read_text(encoding="utf-8"))
-    readme = template.substitute(files=listed, run=run_dir, next=advice)
+    readme = template.substitute(files=listed, folder=folder, run=run_dir, next=advice)
     for name, text in {**files, "README.md": readme}.items():
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -111,10 +111,9 @@ class ConsoleDisplay(Display):
         data = "no data, only an environment"
         if schedule.has_data:
             data = f"{schedule.num_prompts} prompts, {schedule.steps_per_epoch:.4g} steps per epoch"
+        steps = "1 step" if schedule.num_steps == 1 else f"{schedule.num_steps} steps"
         step = f"{schedule.prompts_per_step} prompts × {schedule.num_generations} generations"
-        self._print(
-            f"{schedule.num_steps} steps of {step} = {schedule.completions_per_step} completions{updates}; {data}"
-        )
+        self._print(f"{steps} of {step} = {schedule.completions_per_step} completions{updates}; {data}")
         if steps_done:
             self._print(f"resuming after step {steps_done}")
         self._progress.start()

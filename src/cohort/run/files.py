@@ -44,7 +44,7 @@ def recorded_config(run_dir: Path) -> Config | None:
     if not is_run_folder(run_dir) or not has_progress(run_dir):
         return None
     try:
-        return load_config(run_dir / "config.yaml")
+        return load_config(run_dir / "config.yaml", base_dir=Path())
     except UserError:
         return None
 

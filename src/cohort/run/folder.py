@@ -238,7 +238,7 @@ class RunFolder:
         if not is_run_folder(self.path) or not has_progress(self.path):
             return
         try:
-            saved = load_config(self.path / "config.yaml")
+            saved = load_config(self.path / "config.yaml", base_dir=Path())
         except UserError as error:
             raise UserError(
                 f"run.dir: {str(self.path)!r} holds a run whose config.yaml this version cannot read; use a "

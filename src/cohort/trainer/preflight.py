@@ -196,7 +196,8 @@ def compare_memory(plan: Plan, peaks: Mapping[int, float], reserved: Mapping[int
     before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before loading the model)"
     if reserved:
         before = f" ({max(reserved.values()) / 1e9:.2f} GB with fragments of PyTorch's allocator)"
+    difference = f"{abs(predicted / measured - 1):.0%} {'more' if predicted > measured else 'less'}"
     return (
         f"peak memory per process: {measured / 1e9:.2f} GB{before}; predicted {predicted / 1e9:.2f} GB for sequences "
-        f"of maximum length ({predicted / measured:.2f} x)"
+        f"of maximum length, {difference}"
     )

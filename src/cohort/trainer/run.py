@@ -5,10 +5,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, Displays, RunLog
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.plan.defaults import replicas
+from cohort.processes import openmp
 from cohort.processes.page import start_page
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
 from cohort.ranks.stopping import RunStopped, StopSignals
@@ -108,7 +111,7 @@ def open_training(
     if (summary := folder.summary()) is not None and summary["steps"] >= schedule.num_steps:
         return _finished_before(folder, summary, display.notify)
     placement = [inputs.rewards.describe_ranks()] if ranks.world_size > 1 else []
-    for note in [*_start_notes(config, inputs), *placement, *chosen]:
+    for note in [*_start_notes(config, inputs, device), *placement, *chosen]:
         display.notify(note)
     checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
     check_steps(schedule, state, folder.path)
@@ -167,10 +170,18 @@ def _begin(
     log.begin(steps_done=steps_done, num_steps=num_steps, files=files)
 
 
-def _start_notes(config: Config, inputs: Inputs) -> list[str]:
+_SPINNING = (
+    "torch was imported before cohort, so its threads spin while they wait, which makes training several times slower "
+    "if other programs use the same cores: import cohort first, or set OMP_WAIT_POLICY=PASSIVE"
+)
+
+
+def _start_notes(config: Config, inputs: Inputs, device: torch.device) -> list[str]:
     """Return messages for the start."""
     notes = inputs.notes(config.rollout.max_prompt_tokens)
-    return [*filter(None, (describe_lost_updates(config),)), *untested_versions(), *notes]
+    spins = openmp.spins and device.type == "cpu" and torch.get_num_threads() > 1
+    own = filter(None, (describe_lost_updates(config), _SPINNING if spins else None))
+    return [*own, *untested_versions(), *notes]
 
 
 def _start_page(run_dir: Path, notify: Callable[[str], None]) -> None:
