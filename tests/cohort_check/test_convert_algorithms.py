@@ -13,7 +13,7 @@ SWIFT = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset or
 VERL = (
     "python -m verl.trainer.main_ppo data.train_batch_size=256 data.train_files=t.parquet trainer.total_epochs=2 "
     "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.path=org/m trainer.n_gpus_per_node=8 "
-    "actor_rollout_ref.rollout.n=5 "
+    "actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm "
 )
 TRL = "reward_funcs: [accuracy]\nmax_steps: 10\n"
 

@@ -5,7 +5,7 @@ import re
 from cohort.config.other_trainers import equivalents
 from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
-from cohort_check.rules.common import Start, Version
+from cohort_check.rules.common import VERL, Start, Version
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _FILTER = "algorithm.filter_groups"
@@ -59,7 +59,7 @@ def _rewards(draft: Draft) -> None:
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
     manager = [settings.text(key, "naive") for key in _MANAGERS if key in settings]
     draft.decide += [f"rewards: those of the reward manager {name}" for name in {*manager} - {"naive", "dapo"}]
-    if "dapo" not in manager and (manager or draft.launch.program == "verl.trainer.main_ppo"):
+    if "dapo" not in manager and (manager or draft.launch.program == VERL):
         draft.skip("the reward manager naive does not read it", "*.overlong_buffer.* *.overlong_buffer_cfg.*")
         return
     for section in _OVERLONG:

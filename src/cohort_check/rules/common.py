@@ -158,6 +158,8 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     tables = key_tables(framework)
     own = set().union(*key_tables("open-r1").values()) if launch.framework == "open-r1" else set()
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
+    if framework == "verl":
+        keys |= _signs(launch)
     has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
     known = set().union(*has.values())  # what no version knows says nothing about versions
     number = parse_version(_newest_release(framework, default))
@@ -168,12 +170,28 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     name = _KNOWN[framework][0]
     first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
     span = first if first == last else f"{first} to {last}"
-    who = "the version that knows" if first == last else "the versions that know"
+    verb = "fit" if any(key.startswith(("+", "no ")) for key in newer) else "know"
+    who = f"the version that {verb}s" if first == last else f"the versions that {verb}"
     shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
     return last, f"judged as {name} {span}, {who} {shown}; {name} {default} does not"
 
 
+VERL, ENGINE = "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name"
+
+
+def _signs(launch: Launch) -> set[str]:
+    """`+key`, which a version of verl refuses that has the key, and `no KEY` if none says which engine samples."""
+    signs = {f"+{key}" for key, said in launch.settings.items() if said.added == "+"}
+    said = launch.settings.keys() | {entry.key for entry in launch.unread}
+    needs = launch.program == VERL and not said & {ENGINE, "(arguments)", *ANY_SETTING}
+    return {*signs, f"no {ENGINE}"} if needs else signs
+
+
 def _is_in(key: str, table: Keys) -> bool:
+    if key.startswith("no "):
+        return "required" not in table[ENGINE]
+    if key.startswith("+"):
+        return table.get(key[1:], {}).get("default") is None
     return key in table or any(name.startswith(f"{key}.") for name in table)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Settings
 from cohort_check.rules.common import (
+    ENGINE,
+    VERL,
     BatchSizes,
     Keys,
     RunRules,
@@ -26,7 +28,6 @@ from cohort_check.rules.common import (
     version_findings,
 )
 
-_TRAINER = "verl.trainer.main_ppo"
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 _FIELDS = {
     "data.train_batch_size": "train_batch_size",
@@ -232,7 +233,7 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != _TRAINER or has_own or "." not in key or {"@", "/"} & {*key}:
+        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key}:
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
@@ -241,11 +242,10 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
             text, nearest = unknown_key("verl", version, key, table)
             says = f"Could not override '{key}'. To append to your config use +{key}={said.value}"
             yield Finding("CHK006", key, text, (*nearest, f"+{key}"), says=says)
-    engine = f"{_ROLLOUT}.name"
-    unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", engine}
-    if launch.program == _TRAINER and "required" in table[engine] and engine not in launch.settings and not unknown:
-        says = f"Missing mandatory value: {engine}"
-        yield Finding("CHK006", engine, "verl has no default engine", (f"{engine}=vllm",), says=says)
+    unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", ENGINE}
+    if launch.program == VERL and "required" in table[ENGINE] and ENGINE not in launch.settings and not unknown:
+        says = f"Missing mandatory value: {ENGINE}"
+        yield Finding("CHK006", ENGINE, "verl has no default engine", (f"{ENGINE}=vllm",), says=says)
 
 
 def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
