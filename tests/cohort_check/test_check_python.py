@@ -97,7 +97,10 @@ Other()
     launch = read(tmp_path, text, "a.py")
     assert values(launch) == {"output_dir": "out", "per_device_train_batch_size": 8} and not launch.others
     # a caller sets the one, and the other refers to itself
-    assert unread(launch) == [("gradient_accumulation_steps", "computed: batch"), ("beta", "computed: again")]
+    assert unread(launch) == [
+        ("gradient_accumulation_steps", "computed: batch, a parameter of main()"),
+        ("beta", "computed: again = again + 1"),
+    ]
 
 
 def test_a_trainer_whose_configuration_is_made_elsewhere_is_not_checked_and_no_error(tmp_path: Path):
@@ -140,6 +143,51 @@ def test_options_of_argparse_have_their_defaults_or_what_the_command_says(tmp_pa
     told = read_launch(tmp_path / "a.py", launched_with=command)
     assert {"per_device_train_batch_size": 32, "use_vllm": True, "learning_rate": 1e-6}.items() <= values(told).items()
     assert told.processes and told.processes.value == 4
+    assert ("vllm_server_base_url", "computed: args.server_url or 'http://a'") in unread(told)
+    assert {entry.key for entry in told.unread}.isdisjoint({"server_url"})  # no argument of TRL's
+
+
+@pytest.mark.parametrize(
+    ("made", "known"),
+    [
+        ("c = Settings()", True),
+        ("c = Settings(**vars(parser.parse_args()))", True),
+        ("c = Settings(batch=read())", False),
+        ("c = Settings(**read())", False),
+        ("c = Settings.from_yaml('a.yaml')", False),  # which calls `cls(...)`
+        ("c = Settings()\nif x: c.batch = 6", False),
+    ],
+)
+def test_fields_of_a_dataclass_are_their_defaults_where_nobody_sets_them(made: str, known: bool, tmp_path: Path):
+    text = (
+        "@dataclass\nclass Settings:\n    batch: int = 8\n"
+        "    @classmethod\n    def from_yaml(cls, path): return {}\n"
+        "{}\nargs = GRPOConfig('out', per_device_train_batch_size=c.batch)\n"
+    )
+    launch = read(tmp_path, text.format("cls(**read(path))" if "yaml" in made else "None", made), "a.py")
+    assert values(launch).get("per_device_train_batch_size") == (8 if known else None)
+    assert [key for key, _ in unread(launch)] == ([] if known else ["per_device_train_batch_size"])
+
+
+def test_a_name_that_is_set_twice_is_told_with_its_lines(tmp_path: Path):
+    text = "SIZE = 8\nif QUICK:\n    SIZE = 2\nargs = GRPOConfig('out', per_device_train_batch_size=SIZE)\n"
+    launch = read(tmp_path, text, "a.py")
+    assert unread(launch) == [("per_device_train_batch_size", "computed: SIZE, which lines 1, 3 set")]
+
+
+def test_the_trainer_has_no_argument_tokenizer(tmp_path: Path):
+    one = "from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(m, f, GRPOConfig('out'), tokenizer=t)\n"
+    (tmp_path / "a.py").write_text(one)
+    report = check_file(tmp_path / "a.py")
+    assert report.outcome == "refused" and report.findings[0].nearest == ("processing_class=tokenizer",)
+    (tmp_path / "a.py").write_text(one + "GRPOTrainer(m, f, GRPOConfig('out'))\n")  # which of them, a branch may decide
+    assert not check_file(tmp_path / "a.py").failed
+
+
+def test_a_trainer_of_another_package_is_not_checked_and_not_converted(tmp_path: Path):
+    text = "from rec.grpo import GRPOTrainer\nGRPOTrainer(model, trie, tokens, mask, device=device).train()\n"
+    launch = read(tmp_path, text, "a.py")
+    assert (launch.not_checked, launch.settings) == ("GRPOTrainer of rec.grpo, which is not TRL's", {})
 
 
 PARSER = """'''

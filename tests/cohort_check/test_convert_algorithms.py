@@ -337,7 +337,7 @@ def test_defaults_of_ms_swift_are_kept(tmp_path: Path):
     config, notes = whole(tmp_path, "s.sh", f"{start} --enable_thinking false --overlong_filter true\n")
     train, optim = config["train"], config["optim"]
     assert (train["learning_rate"], train["lr_schedule"], optim["weight_decay"]) == (1e-4, "cosine", 0.1)
-    assert config["eval"] == {"path": "org/v", "every": 50}
+    assert config["eval"].items() >= {"path": "org/v", "every": 50, "num_samples": 8, "temperature": 0.9}.items()
     assert config["data"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert config["algorithm"]["mask_truncated_completions"] is True and "has no equivalent" not in notes
 
@@ -387,3 +387,6 @@ def test_evaluation_and_timeouts_of_ms_swift_are_converted(tmp_path: Path) -> No
     assert "nothing is evaluated" not in notes
     _, notes = converted(tmp_path, "train.sh", SWIFT + "--eval_steps 5 ")
     assert "nothing is evaluated there: eval_steps" in notes
+    whole_notes = whole(tmp_path, "old.sh", SWIFT + "--train_type lora --num_infer_workers 1 --model_type got_ocr2\n")
+    assert whole_notes[0]["eval"]["rows"] == 0.01  # the default of those versions
+    assert any("images" in text for text in whole_notes[0]["decide_first"])

@@ -86,7 +86,7 @@ _COUNTS = (
     "reference.refresh_every",
     "critic.warmup_steps",
 )
-_VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
+_VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|ocr|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
 
 
 class Draft:
@@ -200,10 +200,10 @@ class Draft:
             self.decide.append(f"no equivalent: {key.rpartition('.')[2]} {value}; {first} stands in its place")
         return names.get(name, names[first])
 
-    def model(self, named: Any) -> None:
-        """Set the model, and note if it has a vision encoder."""
+    def model(self, named: Any, *, kind: str = "") -> None:
+        """Set the model, and note if its name or its kind is that of one with a vision encoder."""
         self.path("model.path", named=named, missing="MODEL")
-        if _VISION.search(self.config["model"]["path"].rpartition("/")[2]):
+        if _VISION.search(self.config["model"]["path"].rpartition("/")[2]) or _VISION.search(kind):
             self.decide.append(f"images: {self.config['model']['path']} reads images there; here only text is trained")
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
@@ -387,7 +387,8 @@ class Draft:
             if value == default and self.launch.framework == "verl" and self.launch.form == "yaml":
                 continue  # Hydra has written it
             reason = reason_for(key, used=used)
-            if value == default and not used:
+            of_adapter = key.startswith("trainer.peft_config.") and value == "none"
+            if (value == default or of_adapter) and not used:
                 reason = "its default there"
             if reason:
                 unneeded.setdefault(reason, []).append(key)

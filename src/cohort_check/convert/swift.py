@@ -18,13 +18,12 @@ _ESTIMATORS = {"rloo": ("none", "leave_one_out"), "reinforce_plus_plus": ("batch
 def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of ms-swift."""
     settings = draft.settings
-    draft.model(settings.said("model") or settings.said("ckpt_dir"))
+    draft.model(settings.said("model") or settings.said("ckpt_dir"), kind=settings.text("model_type", ""))
     put_sources(draft, of_swift(settings.said("dataset")))
     draft.put("data.prompt", "messages")
     draft.put("data.system_prompt", _system_prompt(draft))
     if settings.text("truncation_strategy", "left") != "delete":
         draft.differs("max_length cuts longer prompts from the left there; here they are dropped")
-    _evaluation(draft)
     draft.rewards(settings.said("reward_funcs"), settings.said("reward_weights"))
     if settings.said("external_plugins"):
         draft.todo.append(f"rewards.py: rewards that {settings.said('external_plugins')} defines become functions")
@@ -32,6 +31,7 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     draft.put("train.learning_rate", 1e-5 if tuner == "full" else 1e-4)
     draft.training()
     draft.copy(TABLES["ms-swift"])
+    _evaluation(draft)
     if draft.get("rollout.num_generations") == 1:
         draft.put("rollout.num_generations", 2)
         draft.decide.append("no equivalent: one completion per prompt, with a teacher; 2 are compared here")
@@ -75,7 +75,8 @@ def _names(draft: TrlDraft, key: str) -> list[Any]:
 def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
-    data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
+    usual = draft.known.get("split_dataset_ratio", {}).get("default")
+    data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", usual)
     if strategy != "no" and (data or ratio > 0):
         every = settings.whole("eval_steps", settings.said("save_steps"))
         if not data:

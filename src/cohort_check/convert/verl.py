@@ -39,7 +39,10 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
         convert(draft)
     if start and start.generation_batch_size and start.global_batch_size:
         draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
-    if re.search("one_step_off|fully_async", draft.launch.program or ""):
+    program = draft.launch.program or VERL
+    if not program.startswith(("verl.", "recipe.")):
+        draft.decide.append(f"program: {program} is not verl's, and may sample or reward in a way of its own")
+    if re.search("one_step_off|fully_async", program):
         draft.put("rollout.max_staleness", 1)
         draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")
 

@@ -33,10 +33,10 @@ def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
             with suppress(UserError):
                 if found := _pin(read_text(file), framework, package, file.name):
                     return found
-    for name, file in ((name, file) for name in copies for file in find_copies(path.parent, name)):
+    for copy, file in ((name, file) for name in copies for file in find_copies(path.parent, name)):
         with suppress(UserError):
             if match := re.search(rf"(?:^|__version__\s*=\s*[\"']){_NUMBER}", read_text(file).strip()):
-                return Setting(match[1], name)
+                return Setting(match[1], copy)
     return None
 
 

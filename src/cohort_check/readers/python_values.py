@@ -4,7 +4,7 @@ import ast
 import contextlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.Match)
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
 _LONGEST = 1_000  # characters of text that is put together
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
@@ -60,13 +60,18 @@ def _functions(body: Sequence[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunc
 
 
 class Script:
-    """A script and the values of its command line."""
+    """A script and the values of its command line. `unread` has the options whose values it does not tell."""
 
-    def __init__(self, tree: ast.Module, path: Path, given: Mapping[str, Setting]) -> None:
+    def __init__(
+        self, tree: ast.Module, path: Path, given: Mapping[str, Setting], unread: Collection[str] = ()
+    ) -> None:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        self.parameters = {
+            a.arg: f.name for f in self.functions.values() for a in ast.walk(f.args) if isinstance(a, ast.arg)
+        }
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
@@ -100,8 +105,7 @@ class Script:
         self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
         self._constants: dict[str, Any] = {}
         self._options: dict[str, Any] = {}  # of the script's own command line
-        fields = [line for node in classes.values() if node.decorator_list for line in node.body if _targets(line)]
-        self._read_options(fields, given)
+        self._read_options([node for node in classes.values() if node.decorator_list], given, unread)
 
     def _assign(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, ast.Tuple):
@@ -154,6 +158,8 @@ class Script:
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
+            if node.attr in [key for key, *_ in self.parts.get(node.value.id, ())]:
+                raise ValueError("an option that is set anew")
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
@@ -202,23 +208,50 @@ class Script:
 
     def reached(self, *expressions: ast.expr | None) -> Iterator[ast.Call]:
         """Yield all calls that expressions consist of, also in what is assigned to their names and in functions."""
-        waiting, seen = list[ast.AST | None](expressions), set[str]()
+        waiting, seen, told = list[ast.AST | None](expressions), set[str](), set[ast.Call]()
         while waiting:
             for node in ast.walk(waiting.pop() or ast.Constant(None)):
                 name = name_of(node)
-                if isinstance(node, ast.Call):
+                if isinstance(node, ast.Call) and node not in told:
+                    told.add(node)
                     yield node
                 elif name not in seen and isinstance(node, ast.Name):
                     seen.add(name)
                     waiting += self.values.get(name, [])
+                    waiting += [value for _, value, _ in self.parts.get(name, [])]
                     waiting += self.functions[name].body if name in self.functions else []
 
-    def _read_options(self, fields: Sequence[Any], given: Mapping[str, Setting]) -> None:
-        """Read argparse options and fields of dataclasses: values of the command line, else defaults."""
-        defaults: dict[str, list[ast.expr | None]] = defaultdict(list)
-        for line in fields:
-            is_field = isinstance(line.value, ast.Call) and name_of(line.value) == "field"
-            defaults[name_of(_targets(line)[0])].append(keyword_of(line.value, "default") if is_field else line.value)
+    def why(self, node: ast.expr) -> str:
+        """Describe an expression whose value is not known."""
+        name = node.id if isinstance(node, ast.Name) else ""
+        found = self.values.get(name, [])
+        if name in self.parameters:
+            return f"{name}, a parameter of {self.parameters[name]}()"
+        if len(found) == 1:
+            return f"{name} = {ast.unparse(found[0])}"
+        return (
+            f"{name}, which lines {', '.join(str(each.lineno) for each in found)} set" if found else ast.unparse(node)
+        )
+
+    def _read_options(
+        self, dataclasses: Sequence[ast.ClassDef], given: Mapping[str, Setting], unread: Collection[str]
+    ) -> None:
+        """Read argparse options and fields of dataclasses: values of the command line, else defaults.
+
+        Fields that a call fills are not known, unless a parser's options do.
+        """
+        defaults: dict[str, list[ast.expr | None]] = defaultdict(list, {name: [None] for name in unread})
+        for of in dataclasses:
+            lines: dict[str, Any] = {name_of(_targets(line)[0]): line for line in of.body if _targets(line)}
+            for name, line in lines.items():
+                is_field = isinstance(line.value, ast.Call) and name_of(line.value) == "field"
+                defaults[name].append(keyword_of(line.value, "default") if is_field else line.value)
+            inside = {id(call) for call in ast.walk(of) if name_of(call) == "cls"}
+            made = [call for call in self.calls if name_of(call) == of.name or id(call) in inside]
+            for keyword in [keyword for call in made for keyword in call.keywords]:
+                parsed = keyword.arg is None and "parse_" in ast.unparse(keyword.value)
+                for name in [] if parsed else [keyword.arg] if keyword.arg else lines:
+                    defaults[name].append(None)
         for call in self.calls:
             flags = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             if name_of(call) == "add_argument" and flags:

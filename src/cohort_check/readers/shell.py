@@ -127,8 +127,7 @@ class _Walker:
             name = _text(variable)
             self.variables[name] = [Word("", missing=(f"${name} is set by a loop",))]
             given = [child for child in node.children if child.type in ("in", "ERROR")]  # ERROR: `in` and no word
-            values = [child for child in rest if child not in (variable, *given)]
-            if given and not any(self._argument(child) for child in values):
+            if given and not any(self._argument(child) for child in rest if child not in (variable, *given)):
                 self._never = [Word("", missing=(f"the loop over ${name} runs over nothing",))]
         elif node.type == "list" and rest:  # A && B
             self.walk(rest.pop(0))

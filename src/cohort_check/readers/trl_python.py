@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Unread
-from cohort_check.readers.launcher import read_command, with_recipe
+from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
 from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
 
@@ -51,10 +52,14 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
-        script = Script(tree, path, launch.settings)
+        script = Script(tree, path, launch.settings, [entry.key for entry in launch.unread])
         launch = replace(launch, form="python")
         for run in _runs(script, launch, by_command=bool(started)):
-            yield replace(run, not_checked=UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
+            yield (
+                replace(run, not_checked=UNSLOTH, findings=())
+                if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE)
+                else run
+            )
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
@@ -69,6 +74,10 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
     made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
+    if made:  # what the command line says are options of the script's own, whose values `script` knows
+        launch = replace(
+            launch, unread=tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key[0] == "(")
+        )
     for call in made:
         kind = name_of(call)
         run = _Run(script, call)
@@ -95,7 +104,9 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     for call in [] if made or parsers else (trainers or script.calls)[:1]:
         run = _Run(script, call)
         run.unread.append(Unread("(recipe)", script.where(call), "the configuration is made elsewhere"))
-        yield run.launch(launch)
+        found = run.launch(launch)
+        foreign = call in trainers and run.foreign(call)
+        yield replace(found, settings={}, unread=(), not_checked=foreign) if foreign else found
 
 
 def _part(trainer: ast.Call, name: str) -> ast.expr | None:
@@ -103,6 +114,12 @@ def _part(trainer: ast.Call, name: str) -> ast.expr | None:
     if name in _POSITIONS and _POSITIONS.index(name) < len(trainer.args):
         return trainer.args[_POSITIONS.index(name)]
     return keyword_of(trainer, name)
+
+
+def _loaded(call: ast.Call) -> ast.expr | None:
+    """The name of the model that `from_pretrained` loads."""
+    names = (keyword_of(call, name) for name in ("pretrained_model_name_or_path", "model_name"))
+    return next(filter(None, (*call.args[:1], *names)), None)
 
 
 def _classes_of(tree: ast.Module) -> set[str]:
@@ -124,6 +141,7 @@ class _Run:
             self.settings["num_generations"] = Setting(2, script.where(config))  # its default; GRPOConfig's is 8
         self.unread: list[Unread] = []
         self.todo: list[Setting] = []
+        self.findings: list[Finding] = []
 
     def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
         """Add the value of a key. It is unread if it cannot be evaluated or is not `certain` to be set."""
@@ -132,7 +150,7 @@ class _Run:
                 raise ValueError("it may be anything")
             self._set(prefix + key, self.script.value(node), node)
         except UNREADABLE:
-            reason = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
+            reason = f"{'set in a branch' if key and not certain else 'computed'}: {self.script.why(node):.80}"
             name = prefix.removeprefix("trainer.") + key if key else "(**arguments)"
             self.unread.append(Unread(name, self.script.where(node), reason))
             self.settings.pop(prefix + (key or ""), None)
@@ -163,6 +181,11 @@ class _Run:
             self._rewards(trainer, parsed=parsed)
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
+            of_trl = name_of(trainer) == "GRPOTrainer" and self.foreign(trainer) is None
+            if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer"):
+                says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
+                text, where = "tokenizer is called processing_class", self.script.where(trainer)
+                self.findings.append(Finding("CHK006", None, text, ("processing_class=tokenizer",), where, says))
             for keyword in trainer.keywords:
                 if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
                     self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
@@ -174,6 +197,7 @@ class _Run:
             settings=self.settings,
             unread=(*self.unread, *(entry for entry in started.unread if entry.key not in self.settings)),
             todo=tuple(dict.fromkeys(self.todo)),
+            findings=tuple(self.findings),
         )
 
     def _trains(self, call: ast.Call) -> bool:
@@ -183,15 +207,21 @@ class _Run:
         )  # of another module, or by another name
         return name.endswith(TRAINERS) or name in self.script.trainers or own
 
+    def foreign(self, trainer: ast.Call) -> str | None:
+        """Whose trainer it is, if it is neither TRL's nor the script's own."""
+        name = name_of(trainer)
+        module = self.script.defined.get(name, "trl")
+        known = name in self.script.trainers or _TRAINER_MODULES.match(module)
+        return None if known else f"{name} of {module}, which is not TRL's"
+
     def _class(self, trainer: ast.Call) -> None:
         """Note a trainer that may train otherwise than TRL's."""
-        name = name_of(trainer)
+        name, other = name_of(trainer), self.foreign(trainer)
         changed = [each for each in self.script.trainers.get(name, ()) if each not in _HARMLESS]
-        module = self.script.defined.get(name, "trl")
-        if name in self.script.trainers and changed:
+        if changed:
             self._leave(f"trainer: {name} changes {', '.join(changed)}", trainer)
-        elif name not in self.script.trainers and not _TRAINER_MODULES.match(module):
-            self._leave(f"trainer: {name} of {module} is not TRL's", trainer)
+        elif other:
+            self._leave(f"trainer: {other}", trainer)
 
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
         self.settings[key] = Setting(value, self.script.where(node))
@@ -228,6 +258,12 @@ class _Run:
         if isinstance(given, ast.Call) and not (made or own):
             self.unread.append(Unread("reward_funcs", self.script.where(given), f"made by {ast.unparse(given):.60}"))
             return
+        if any(isinstance(node, ast.Lambda) for node in nodes):
+            reason = (
+                f"{ast.unparse(given):.60} has a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
+            )
+            self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
+            return
         if unclear or grown or not all(names) or (made and not isinstance(given, ast.List | ast.Tuple)):
             reason = f"a list that the script puts together: {ast.unparse(given):.60}"
             self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
@@ -246,25 +282,33 @@ class _Run:
                     self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
-        """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
+        """Add the arguments of each `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
         given = self.script.resolved(_part(trainer, which))
         if given is None or (isinstance(given, ast.Constant) and given.value is None):
             return
-        before, loaded = len(self.todo), False
-        for call in self.script.reached(given):
-            if name_of(call) == "load_dataset" and not loaded:
-                loaded = True
-                keywords = [(keyword.arg or "**", keyword.value) for keyword in call.keywords]
-                for key, value in [*zip(("path", "name"), call.args, strict=False), *keywords]:
-                    try:
-                        self._set(f"trainer.{which}.{key}", self.script.value(value), call)
-                    except UNREADABLE:
-                        self._leave(f"{key}={ast.unparse(value)}", call)
-            elif name_of(call) in _DATASET_CODE.split():
+        before, calls = len(self.todo), list(self.script.reached(given))
+        loads = sorted((call for call in calls if name_of(call) == "load_dataset"), key=lambda call: call.lineno)
+        joined = len(loads) > 1 and any(name_of(call) == "concatenate_datasets" for call in calls)
+        sets: list[dict[str, Any]] = [{} for _ in loads]
+        for load, known in zip(loads, sets, strict=True):
+            keywords = [(keyword.arg or "**", keyword.value) for keyword in load.keywords]
+            for key, value in [*zip(("path", "name"), load.args, strict=False), *keywords]:
+                try:
+                    known[key] = self.script.value(value)
+                except UNREADABLE:
+                    self._leave(f"{key}={ast.unparse(value)}", load)
+        if joined:
+            self._set(f"trainer.{which}.datasets", sets, given)
+        for key, value in sets[0].items() if not joined and sets else ():
+            self._set(f"trainer.{which}.{key}", value, loads[0])
+        for load in [] if joined else loads[1:]:
+            self._leave(f"{which}: or {ast.unparse(load)}", load)
+        for call in calls:
+            if name_of(call) in _DATASET_CODE.split() and not (joined and name_of(call) == "concatenate_datasets"):
                 self._leave(f"{ast.unparse(call.func):.60}(...)", call)
         if isinstance(given, ast.Subscript) and (split := constant(given.slice)):
             self.settings.setdefault(f"trainer.{which}.split", Setting(split, self.script.where(given)))
-        if not loaded and len(self.todo) == before:
+        if not loads and len(self.todo) == before:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
     def _model(self, trainer: ast.Call, *, parsed: bool) -> None:
@@ -275,22 +319,33 @@ class _Run:
         calls = list(self.script.reached(given, *parts))
         named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
         loads = [call for name, call in named if not _IS_OTHER.search(name)]
+        models = {ast.unparse(_loaded(load) or load): load for load in loads}
+        if len(models) > 1:
+            text = " or ".join(f"{name:.40} ({self.script.where(load)})" for name, load in models.items())
+            self.unread.append(Unread("model", self.script.where(loads[0]), f"loaded as {text}"))
+        dtypes = {
+            ast.unparse(dtype) if (dtype := keyword_of(load, "dtype") or keyword_of(load, "torch_dtype")) else ""
+            for load in loads
+        }
         for loaded in loads[:1]:
-            names = (keyword_of(loaded, name) for name in ("pretrained_model_name_or_path", "model_name"))
-            given = next(filter(None, (*loaded.args[:1], *names)), None)
-            dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
-            if dtype is not None and ast.unparse(dtype) != "None":
-                self._set("trainer.dtype", ast.unparse(dtype).strip("'\"").removeprefix("torch."), loaded)
+            given = _loaded(loaded)
+            if len(dtypes) == 1 and not dtypes & {"", "None"}:
+                self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loaded)
+            elif len(dtypes) > 1:
+                self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loaded)
             if _SEES.search(ast.unparse(loaded.func)):
                 self._leave(f"images: {ast.unparse(loaded.func)} loads a model that reads images", loaded)
-        if given is not None:
+        if given is not None and len(models) < 2:
             self.add("model", given, prefix="trainer.")
+        wraps = []
         for call in calls:
             for key in ("load_in_4bit", "load_in_8bit"):
-                if keyword_of(call, key) is not None:
-                    self.add(key, keyword_of(call, key) or call, prefix="trainer.")
+                if (flag := keyword_of(call, key)) is not None:
+                    self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")
             if name_of(call) in ("get_peft_model", "PeftModel") or "PeftModel" in ast.unparse(call.func):
-                self._wrapped(call)
+                wraps.append(call)
+        for call in wraps:
+            self._wrapped(call, alone=len(wraps) == 1)
         node = self.script.resolved(adapter)
         if adapter is None or (isinstance(node, ast.Constant) and node.value is None):
             pass
@@ -301,11 +356,12 @@ class _Run:
         for place in self.script.frozen():
             self._leave("frozen: some parameters do not require gradients", place)
 
-    def _wrapped(self, call: ast.Call) -> None:
+    def _wrapped(self, call: ast.Call, *, alone: bool) -> None:
         """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
         config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
-        if id(call) in self.script.branched:
-            self._unclear(f"adapter, in a branch: {ast.unparse(call):.60}", call)
+        if id(call) in self.script.branched or not alone:
+            where = "in a branch" if id(call) in self.script.branched else "one of several"
+            self._unclear(f"adapter, {where}: {ast.unparse(call):.60}", call)
         elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
             self._lora(config, call)
         elif name_of(call) == "get_peft_model" and config is None and keyword_of(call, "r") is not None:
