@@ -96,14 +96,14 @@ def test_a_model_that_is_wrapped_before_the_trainer(tmp_path: Path, before: str,
             {"before": "fs = [mixed_reward]\nif x: fs.append(y)", "rewards": "fs"},
             "a list that the script puts together",
         ),
-        ({"rewards": "[lambda completions, **kw: [0.0]]"}, "has a lambda; write it as `def reward(completions"),
-        ({"before": "f = lambda completions: [0.0]", "rewards": "f"}, "has a lambda"),
+        ({"rewards": "[lambda completions, **kw: [0.0]]"}, "a lambda; write it as `def reward(completions"),
+        ({"before": "f = lambda completions: [0.0]", "rewards": "f"}, "a lambda; write it"),
         (
             {
                 "before": f"if x:\n    {LOADED.format('')}else:\n    {LOADED.format('').replace('/m', '/n')}",
                 "model": "model",
             },
-            "model (a.py:6): loaded as 'org/n' (a.py:6) or 'org/m' (a.py:4)",
+            "loaded in several places, as 'org/m' or 'org/n'",
         ),
         (
             {

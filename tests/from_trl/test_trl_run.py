@@ -100,7 +100,7 @@ def test_a_script_of_unsloth_is_run_without_unsloth_and_vllm(tmp_path: Path, mon
 
 
 def test_the_defaults_are_those_of_the_version_that_is_told() -> None:
-    assert TRL_VERSION == DEFAULTS["trl"]
+    assert DEFAULTS["trl"] == TRL_VERSION
 
 
 @pytest.mark.slow("test_the_trainer_that_the_script_builds_is_converted_and_judged")

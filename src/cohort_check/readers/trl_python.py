@@ -54,12 +54,9 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
         script = Script(tree, path, launch.settings, [entry.key for entry in launch.unread])
         launch = replace(launch, form="python")
-        for run in _runs(script, launch, by_command=bool(started)):
-            yield (
-                replace(run, not_checked=UNSLOTH, findings=())
-                if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE)
-                else run
-            )
+        uses_unsloth = re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE)
+        unsloth: dict[str, Any] = {"not_checked": UNSLOTH, "findings": ()} if uses_unsloth else {}
+        yield from (replace(run, **unsloth) for run in _runs(script, launch, by_command=bool(started)))
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
@@ -75,18 +72,15 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     if made:  # what the command line says are options of the script's own, whose values `script` knows
-        launch = replace(
-            launch, unread=tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key[0] == "(")
-        )
+        unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))
+        launch = replace(launch, unread=unread)
     for call in made:
         kind = name_of(call)
         run = _Run(script, call)
         run.arguments(call)
         if kind != "RLHFArguments":
             module = script.defined.get(kind, "trl")
-            other = (
-                None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"
-            )  # such as AsyncGRPOConfig
+            other = None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"  # AsyncGRPOConfig
             if kind in _CONFIGS and ":" not in module and not _MODULES.match(module):
                 other = f"{kind} of {module}, which is not TRL's"
             yield replace(run.launch(launch), not_checked=other)
@@ -201,10 +195,8 @@ class _Run:
         )
 
     def _trains(self, call: ast.Call) -> bool:
-        name = name_of(call)
-        own = (
-            name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
-        )  # of another module, or by another name
+        name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
+        own = name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
         return name.endswith(TRAINERS) or name in self.script.trainers or own
 
     def foreign(self, trainer: ast.Call) -> str | None:
@@ -241,38 +233,31 @@ class _Run:
         given = self.script.resolved(said)
         if given is None:
             return
-        made = isinstance(given, ast.Call) and name_of(given) in ("list", "tuple")
-        if isinstance(given, ast.Call) and made and len(given.args) == 1:
+        if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
             given = self.script.resolved(given.args[0]) or given
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
-        unclear = [
-            n
-            for n in nodes
-            if isinstance(n, ast.Name) and n.id not in self.script.defined and n.id in self.script.stored
-        ]
+        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
+        made = {
+            node.id for node in nodes if isinstance(node, ast.Name)
+        } & self.script.stored - self.script.defined.keys()
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
-        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        if isinstance(given, ast.Call) and not (made or own):
-            self.unread.append(Unread("reward_funcs", self.script.where(given), f"made by {ast.unparse(given):.60}"))
-            return
+        reason = ""
         if any(isinstance(node, ast.Lambda) for node in nodes):
-            reason = (
-                f"{ast.unparse(given):.60} has a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
-            )
-            self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
+            reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
+        elif isinstance(given, ast.Call) and not own:
+            reason = "made by a call"
+        elif made or grown or not all(names):
+            reason = "a list that the script puts together"
+        if reason:
+            self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))
             return
-        if unclear or grown or not all(names) or (made and not isinstance(given, ast.List | ast.Tuple)):
-            reason = f"a list that the script puts together: {ast.unparse(given):.60}"
-            self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
-            return
-        self._set("trainer.reward_funcs", [name for name in names if name], given)
-        for name in names:
+        self._set("trainer.reward_funcs", names, given)
+        for name, node in zip(names, nodes, strict=True):
             if name in self.script.defined:
                 self._set(f"trainer.reward_funcs.{name}", self.script.defined[name], given)
-        for name, node in zip(names, nodes, strict=True):
             if not isinstance(node, ast.Call):
                 continue
             if not own and (node.args or not node.keywords):
@@ -319,31 +304,26 @@ class _Run:
         calls = list(self.script.reached(given, *parts))
         named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
         loads = [call for name, call in named if not _IS_OTHER.search(name)]
-        models = {ast.unparse(_loaded(load) or load): load for load in loads}
+        models = {ast.unparse(_loaded(load) or load) for load in loads}
+        if loads:
+            given = _loaded(loads[0])
         if len(models) > 1:
-            text = " or ".join(f"{name:.40} ({self.script.where(load)})" for name, load in models.items())
-            self.unread.append(Unread("model", self.script.where(loads[0]), f"loaded as {text}"))
-        dtypes = {
-            ast.unparse(dtype) if (dtype := keyword_of(load, "dtype") or keyword_of(load, "torch_dtype")) else ""
-            for load in loads
-        }
-        for loaded in loads[:1]:
-            given = _loaded(loaded)
-            if len(dtypes) == 1 and not dtypes & {"", "None"}:
-                self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loaded)
-            elif len(dtypes) > 1:
-                self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loaded)
-            if _SEES.search(ast.unparse(loaded.func)):
-                self._leave(f"images: {ast.unparse(loaded.func)} loads a model that reads images", loaded)
-        if given is not None and len(models) < 2:
+            text = f"loaded in several places, as {' or '.join(sorted(models)):.80}"
+            self.unread.append(Unread("model", self.script.where(loads[0]), text))
+        elif given is not None:
             self.add("model", given, prefix="trainer.")
-        wraps = []
-        for call in calls:
-            for key in ("load_in_4bit", "load_in_8bit"):
-                if (flag := keyword_of(call, key)) is not None:
-                    self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")
-            if name_of(call) in ("get_peft_model", "PeftModel") or "PeftModel" in ast.unparse(call.func):
-                wraps.append(call)
+        types = [(key, keyword_of(load, key)) for load in loads for key in ("dtype", "torch_dtype")]
+        dtypes = {ast.unparse(node) for _, node in types if node is not None} - {"None"}
+        if len(dtypes) == 1:
+            self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loads[0])
+        elif dtypes:
+            self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loads[0])
+        for seen in [load for load in loads if _SEES.search(ast.unparse(load.func))]:
+            self._leave(f"images: {ast.unparse(seen.func)} loads a model that reads images", seen)
+        for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
+            if (flag := keyword_of(call, key)) is not None:
+                self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")
+        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in ast.unparse(call.func)]
         for call in wraps:
             self._wrapped(call, alone=len(wraps) == 1)
         node = self.script.resolved(adapter)
