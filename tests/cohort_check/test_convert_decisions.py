@@ -257,7 +257,7 @@ class Mine(GRPOTrainer):
 def right(completions, **columns): ...
 args = GRPOConfig("out")
 args.num_generations = 4
-setattr(args, "beta", 0.04)
+args.beta = 0.04
 Mine("org/m", right, args, train_dataset=load_dataset("org/d", split="train"))
 """
     config, _ = converted(tmp_path, text)

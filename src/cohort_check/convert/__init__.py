@@ -125,9 +125,8 @@ def _start(draft: Draft, rules: RunRules) -> Start | None:
     if launch.framework == "verl":  # whose batches do not depend on the GPUs
         if not unread & set(BATCH_KEYS):
             prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
-            return Start(
-                starts=True, generation_batch_size=prompts * generations, global_batch_size=trained * generations
-            )
+            sampled, size = prompts * generations, trained * generations
+            return Start(starts=True, generation_batch_size=sampled, global_batch_size=size)
     elif not unread & (rules.decides | ANY_SETTING):
         for size in (draft.processes or 1, *range(1, 65)):
             start = rules.start(size, rules.sizes)

@@ -67,9 +67,8 @@ def of_mixture(draft: Draft, entries: Sequence[Any]) -> list[dict[str, Any]]:
         if isinstance(weight, int | float) and 0 < weight < 1:
             source["rows"] = float(weight)
         elif weight is not None and weight != 1:
-            draft.decide.append(
-                f"no equivalent: weight {weight!r:.40} of {source.get('path')!r}, the share of its rows to use"
-            )
+            share = f"weight {weight!r:.40} of {source.get('path')!r}, the share of its rows to use"
+            draft.decide.append(f"no equivalent: {share}")
         if isinstance(files := source.get("path"), list):
             sources += [{**source, "path": file} for file in files]
         elif source.get("path"):

@@ -78,14 +78,7 @@ _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
 _OUTPUT = ("output_dir", "trainer.default_local_dir", "report_to")  # say where to write, and change no training
 _BESIDES = ("callbacks=",)  # code to carry over that changes no training
-_COUNTS = (
-    "train.steps",
-    "train.warmup_steps",
-    "run.checkpoint_every",
-    "eval.every",
-    "reference.refresh_every",
-    "critic.warmup_steps",
-)
+_COUNTS = "train.steps train.warmup_steps run.checkpoint_every eval.every reference.refresh_every critic.warmup_steps"
 _VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|ocr|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
 
 
@@ -272,9 +265,8 @@ class Draft:
         generations = self.get("rollout.num_generations")
         self.put("hardware.processes", self.per_node if self.processes else None)
         if self.processes > self.per_node:
-            self.differs(
-                f"{self.processes // self.per_node} machines of {self.per_node}: see `cohort launch slurm --nodes`"
-            )
+            machines = f"{self.processes // self.per_node} machines of {self.per_node}"
+            self.differs(f"{machines}: see `cohort launch slurm --nodes`")
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
         size = start.global_batch_size
@@ -308,9 +300,8 @@ class Draft:
         weights = f"{bits}-bit weights by bitsandbytes"
         try:
             check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
-            check_run(
-                "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
-            )
+            processes = self.processes or 1
+            check_run("model.quantization", kind, processes=processes, engine=engine, shares_weights=shares_weights)
         except ValueError as why:
             self.decide.append(f"no equivalent: {weights}; here the model's weights keep their dtype: {why}")
             return
@@ -336,9 +327,8 @@ class Draft:
         without = [f"algorithm.{key}" for key in given if key in parameters() and key not in effective]
         self.drop(f"no effect with policy_loss: {parts['policy_loss']}", without)
         if given.get("clip_low", 0) >= 1:
-            self.differs(
-                f"{self._origins['algorithm.clip_low']} {given['clip_low']:g} is no bound; 0.999 is the nearest"
-            )
+            key = self._origins["algorithm.clip_low"]
+            self.differs(f"{key} {given['clip_low']:g} is no bound; 0.999 is the nearest")
             given["clip_low"] = 0.999
         if "delta" in given and given["delta"] <= 1 + given["clip_high"]:
             self.no_dual_clip()
@@ -351,7 +341,7 @@ class Draft:
 
     def rescale(self, times: int, per: int, unit: str) -> None:
         """Turn counts of another unit into Cohort's steps, of which `times` are as many as `per` of that unit."""
-        for key in _COUNTS if times != per else ():
+        for key in _COUNTS.split() if times != per else ():
             section, name = key.split(".")
             if theirs := self.config.get(section, {}).get(name):
                 ours = math.ceil(theirs * times / per)

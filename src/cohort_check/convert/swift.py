@@ -1,8 +1,5 @@
 """ms-swift to Cohort."""
 
-import re
-from typing import Any
-
 from cohort.errors import UserError
 from cohort_check.convert.data_sources import of_swift, put_sources
 from cohort_check.convert.trl import TABLES, TrlDraft
@@ -58,30 +55,20 @@ def _system_prompt(draft: TrlDraft) -> str | None:
         return None
 
 
-def _names(draft: TrlDraft, key: str) -> list[Any]:
-    """Data sets by name. `name#1000` is a sample of so many rows there."""
-    said = draft.settings.said(key)
-    names = []
-    for name in said if isinstance(said, list) else [said] if said else []:
-        match = re.fullmatch(r"(.+)#(\d+)", name) if isinstance(name, str) else None
-        if match:
-            draft.decide.append(
-                f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken"
-            )
-        names.append(match[1] if match else name)
-    return names
-
-
 def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
     usual = draft.known.get("split_dataset_ratio", {}).get("default")
-    data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", usual)
+    data, ratio = of_swift(settings.said("val_dataset")), settings.number("split_dataset_ratio", usual)
+    for source in data:
+        if rows := source.pop("rows", None):
+            draft.decide.append(f"no equivalent: a sample of {rows} rows of {source['path']}; all are taken")
     if strategy != "no" and (data or ratio > 0):
-        every = settings.whole("eval_steps", settings.said("save_steps"))
-        if not data:
+        if data:
+            put_sources(draft, data, section="eval")
+        else:
             draft.put("eval.rows", ratio)
-        draft.evaluation(strategy, data, every)
+        draft.evaluation(strategy, None, settings.whole("eval_steps", settings.said("save_steps")))
     else:
         draft.skip("nothing is evaluated there", " ".join(_EVALUATION))
 

@@ -81,9 +81,8 @@ class TrlDraft(Draft):
                 given["policy_loss"] = "gspo_token"
                 self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
         elif level != "token" and loss != "vespo":  # which is of whole completions anyway
-            self.decide.append(
-                f"no equivalent: importance_sampling_level {level} with loss_type {loss}; ratios are tokens'"
-            )
+            text = f"importance_sampling_level {level} with loss_type {loss}; ratios are tokens'"
+            self.decide.append(f"no equivalent: {text}")
         if "delta" in given and given["policy_loss"].startswith("gspo"):
             self.no_dual_clip()
         if loss == "cispo":
@@ -91,10 +90,8 @@ class TrlDraft(Draft):
             if cap >= 1:
                 given["clip_high"] = cap - 1
             else:
-                self.differs(
-                    f"a cap of {cap:g} on CISPO's weights multiplies what is on-policy by {cap:g} there; here such a "
-                    f"weight is 1, and the cap is that of algorithm.clip_high"
-                )
+                text = f"a cap of {cap:g} on CISPO's weights multiplies what is on-policy by {cap:g} there"
+                self.differs(f"{text}; here such a weight is 1, and the cap is that of algorithm.clip_high")
         self.copy(TABLES["reference"])
         if not given["beta"]:
             self.skip("there is no KL term", "sync_ref_model")

@@ -132,9 +132,8 @@ def _algorithm(draft: Draft) -> None:
         draft.skip("this policy loss sums in a way of its own", f"{_ACTOR}.loss_agg_mode")
     if given["policy_loss"] == "cispo":
         low = given.pop("clip_low")
-        draft.decide.append(
-            f"no equivalent: clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here"
-        )
+        text = f"clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here"
+        draft.decide.append(f"no equivalent: {text}")
     if given["sampling_correction"] == "none":
         draft.drop("rollout_is is off", ["algorithm.sampling_correction_cap"])
     draft.algorithm(_TABLES["names"].get(estimator, given["policy_loss"]))

@@ -39,7 +39,6 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
-_LONGEST = 1_000  # characters of text that is put together
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
 
@@ -69,20 +68,17 @@ class Script:
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-        self.parameters = {
-            a.arg: f.name for f in self.functions.values() for a in ast.walk(f.args) if isinstance(a, ast.arg)
-        }
+        functions = self.functions.values()
+        self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
-        trainers = {
-            name: node for name, node in classes.items() if any(base.endswith(TRAINERS) for base in bases[name])
-        }
+        trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in _functions(node.body)] for name, node in trainers.items()}
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
-        # by NAME, of `NAME.key = x`, `NAME["key"] = x` and `NAME.update(...)`: key, value and the statement
+        # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value and the statement
         self.parts: dict[str, list[tuple[str | None, ast.expr, ast.AST]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
@@ -119,22 +115,11 @@ class Script:
             self.parts[name_of(target.value)].append((str(target.slice.value), node.value, node))
 
     def _change(self, call: ast.Call, line: ast.AST) -> None:
-        """Note `setattr(NAME, key, value)`, and the keys of `NAME.update({...}, key=value)`.
-
-        A mapping that is made elsewhere, or a key that is, may be any.
-        """
-        if ast.unparse(call.func) == "setattr" and len(call.args) == 3:
-            self.parts[name_of(call.args[0])].append((constant(call.args[1]), call.args[2], line))
-        if name_of(call) != "update":
-            return
-        name = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        for given in [*(ast.keyword(None, arg) for arg in call.args), *call.keywords]:
-            pairs = (
-                [(given.arg, given.value)]
-                if given.arg
-                else list(_pairs(self.resolved(given.value)) or [(None, given.value)])
-            )
-            self.parts[name] += [(key, value, line) for key, value in pairs]
+        """Note `setattr(NAME, ...)` and `NAME.update(...)`, after which any key may have another value."""
+        updated = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "update" else None
+        owner = call.args[0] if ast.unparse(call.func) == "setattr" and call.args else updated
+        if isinstance(owner, ast.Name):
+            self.parts[owner.id].append((None, call, line))
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
@@ -158,7 +143,7 @@ class Script:
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
-            if node.attr in [key for key, *_ in self.parts.get(node.value.id, ())]:
+            if {node.attr, None} & {key for key, *_ in self.parts.get(node.value.id, ())}:
                 raise ValueError("an option that is set anew")
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
@@ -171,9 +156,6 @@ class Script:
             return [*ends, values[-1]][0]
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
             return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
-        if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-            return "".join(str(self.value(part)) for part in parts)[:_LONGEST]
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
@@ -184,14 +166,12 @@ class Script:
         return ast.literal_eval(node)
 
     def _called(self, node: ast.Call) -> Any:
-        """`dict(...)`, `int(x)`, and the default of `os.environ.get("NAME", default)`."""
+        """`dict(...)` and `int(x)`."""
         name = name_of(node)
         if name == "dict" and not node.args:
             return {keyword.arg: self._part(keyword.value) for keyword in node.keywords if keyword.arg}
         if name in _FUNCTIONS and len(node.args) == 1:
             return _FUNCTIONS[name](self.value(node.args[0]))
-        if len(node.args) == 2 and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
-            return self.value(node.args[1])
         raise ValueError("a call")
 
     def _part(self, node: ast.expr) -> Any:
@@ -229,9 +209,8 @@ class Script:
             return f"{name}, a parameter of {self.parameters[name]}()"
         if len(found) == 1:
             return f"{name} = {ast.unparse(found[0])}"
-        return (
-            f"{name}, which lines {', '.join(str(each.lineno) for each in found)} set" if found else ast.unparse(node)
-        )
+        lines = ", ".join(str(each.lineno) for each in found)
+        return f"{name}, which lines {lines} set" if found else ast.unparse(node)
 
     def _read_options(
         self, dataclasses: Sequence[ast.ClassDef], given: Mapping[str, Setting], unread: Collection[str]

@@ -230,7 +230,7 @@ class _Run:
     def _rewards(self, trainer: ast.Call, *, parsed: bool) -> None:
         """Add the names of the reward functions, and where they are defined."""
         said = _part(trainer, "reward_funcs")
-        given = self.script.resolved(said)
+        given = first = self.script.resolved(said)
         if given is None:
             return
         if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
@@ -249,7 +249,7 @@ class _Run:
             reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
         elif isinstance(given, ast.Call) and not own:
             reason = "made by a call"
-        elif made or grown or not all(names):
+        elif made or grown or not all(names) or (given is not first and given in listed):
             reason = "a list that the script puts together"
         if reason:
             self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))

@@ -10,23 +10,8 @@ from typing import Any
 
 from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Settings
-from cohort_check.rules.common import (
-    ENGINE,
-    VERL,
-    BatchSizes,
-    Keys,
-    RunRules,
-    Start,
-    Version,
-    choose_version,
-    contradictions,
-    gpu_findings,
-    known_keys,
-    parse_version,
-    refused,
-    unknown_key,
-    version_findings,
-)
+from cohort_check.rules import common
+from cohort_check.rules.common import ENGINE, VERL, BatchSizes, Keys, RunRules, Start, Version, parse_version, refused
 
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 _FIELDS = {
@@ -43,9 +28,8 @@ _MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they c
 }
 _USUAL_MICRO_BATCHES = (8, 4, 2, 1)
 _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
-_NO_FIELD = _IN_CLASS.format(
-    "PolicyLossConfig", "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
-)
+_UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
+_NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
 _GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
@@ -171,16 +155,16 @@ def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
 
 def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply verl's rules to a launch. `version` overrides the file's own and the default."""
-    name, reason = choose_version(launch, version)
+    name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    table = known_keys("verl", number)
+    table = common.known_keys("verl", number)
     batch = _batch(settings, number, table)
     per_node = settings.whole("trainer.n_gpus_per_node", 8)
     settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
-    notes = [*version_findings("verl", name), *_warnings(settings, batch)]
-    stops = [*_overrides(launch, number, table), *contradictions("verl", settings, number)]
-    gpus = gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
+    notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
+    stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
+    gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def changed_batch(changed: BatchSizes) -> VerlBatch:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
@@ -239,7 +223,7 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
             says = f"Could not append to config. An item is already at '{key}'."
             yield Finding("CHK006", key, f"verl has {key}; + adds new keys", (f"{key}={said.value}",), says=says)
         elif not said.added and not known:
-            text, nearest = unknown_key("verl", version, key, table)
+            text, nearest = common.unknown_key("verl", version, key, table)
             says = f"Could not override '{key}'. To append to your config use +{key}={said.value}"
             yield Finding("CHK006", key, text, (*nearest, f"+{key}"), says=says)
     unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", ENGINE}
