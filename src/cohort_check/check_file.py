@@ -118,7 +118,7 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
     if lacking:  # the findings above say why
         keys = ", ".join(key.strip("()") for key in lacking)
         verdict = f", {keys} {'is' if len(lacking) == 1 else 'are'} only known at run time"
-        verdict += "; --run finds them" if path.suffix == ".py" else ""
+        verdict += "; --run finds out" if path.suffix == ".py" else ""
     else:
         starts = {size: rules.start(size, rules.sizes) for size in sizes}
         outcome, verdict, refusals = _outcome(launch, rules, starts)
@@ -132,15 +132,8 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
         outcome, verdict = "refused", ""
     elif outcome != "not checked" and any(finding.severity == "error" for finding in found):
         verdict += "; see the errors below"
-    return FileReport(
-        file=str(path),
-        outcome=outcome,
-        verdict=f"{outcome}: {name}{verdict}",
-        launch=launch,
-        rules=rules,
-        starts=starts,
-        findings=tuple(found),
-    )
+    report = FileReport(file=str(path), outcome=outcome, verdict=f"{outcome}: {name}{verdict}")
+    return replace(report, launch=launch, rules=rules, starts=starts, findings=tuple(found))
 
 
 def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple[Outcome, str, list[Finding]]:

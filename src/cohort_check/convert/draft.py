@@ -201,9 +201,6 @@ class Draft:
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
         """Set a path or an id, or leave a placeholder."""
-        if isinstance(named, list) and len(named) > 1:
-            self.decide.append(f"{key}: several in the source ({named!r:.80}); the first one is used")
-        named = named[0] if isinstance(named, list) and named else named
         if not isinstance(named, str) or not named:
             (self.todo if key.startswith("eval.") else self.decide).append(f"{key}: fill it in")
             named = missing
@@ -387,8 +384,5 @@ class Draft:
                 advice = f": {fields['refused'][key]}" if key in fields.get("refused", {}) else ""
                 decide.append(f"{key}: {shown} ({said.where}) has no equivalent{advice}")
         self.config["decide_first"] = list(dict.fromkeys(" ".join(text.split()) for text in decide))
-        return {
-            "To do": self.todo,
-            "Different here": self.differences,
-            "Not needed": [f"{reason}: {', '.join(dict.fromkeys(keys))}" for reason, keys in unneeded.items()],
-        }
+        not_used = [f"{reason}: {', '.join(dict.fromkeys(keys))}" for reason, keys in unneeded.items()]
+        return {"To do": self.todo, "Different here": self.differences, "Not needed": not_used}

@@ -58,8 +58,8 @@ def _system_prompt(draft: TrlDraft) -> str | None:
 def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
-    usual = draft.known.get("split_dataset_ratio", {}).get("default")
-    data, ratio = of_swift(settings.said("val_dataset")), settings.number("split_dataset_ratio", usual)
+    data = of_swift(settings.said("val_dataset"))
+    ratio = settings.number("split_dataset_ratio", draft.known["split_dataset_ratio"]["default"])
     for source in data:
         if rows := source.pop("rows", None):
             draft.decide.append(f"no equivalent: a sample of {rows} rows of {source['path']}; all are taken")

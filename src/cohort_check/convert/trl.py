@@ -153,15 +153,16 @@ def _data(draft: TrlDraft) -> list[dict[str, Any]]:
 
 def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
     """Set the data of a section from the arguments of each `load_dataset` that it is made of, if they are known."""
-    several = draft.settings.said(f"{source}.datasets")
     one = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
-    if several or any(one.values()):
-        put_sources(draft, [_loaded(draft, section, loaded) for loaded in several or [one]], section=section)
-    return bool(several or any(one.values()))
+    loads = draft.settings.said(f"{source}.datasets") or ([one] if any(one.values()) else [])
+    put = [entry for loaded in loads for entry in _loaded(draft, section, loaded)]
+    if put:
+        put_sources(draft, put, section=section)
+    return bool(put)
 
 
-def _loaded(draft: TrlDraft, section: str, loaded: dict[str, Any]) -> dict[str, Any]:
-    """The path, name and split of a `load_dataset`.
+def _loaded(draft: TrlDraft, section: str, loaded: dict[str, Any]) -> list[dict[str, Any]]:
+    """The path, name and split of a `load_dataset`, once for each of its files.
 
     A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
     """
@@ -174,8 +175,9 @@ def _loaded(draft: TrlDraft, section: str, loaded: dict[str, Any]) -> dict[str, 
     match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
     if split and (match is None or match[2]):
         draft.decide.append(f"{section}.split: {split} is a part of a split; save that part as a file")
-    source = {"path": files or path, "name": loaded.get("name"), "split": match[1] if match and not files else None}
-    return {key: value for key, value in source.items() if value is not None or key == "path"}
+    own = {"name": loaded.get("name"), "split": match[1] if match and not files else None}
+    places = files if isinstance(files, list) else [files or path]
+    return [{"path": place, **{key: value for key, value in own.items() if value is not None}} for place in places]
 
 
 def _evaluation(draft: TrlDraft) -> None:

@@ -4,11 +4,11 @@ import ast
 import contextlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cohort_check.launch import Setting, parse_number
+from cohort_check.launch import Launch, parse_number
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -54,28 +54,22 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
-def _functions(body: Sequence[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 class Script:
-    """A script and the values of its command line. `unread` has the options whose values it does not tell."""
+    """A script and the values of the command line that starts it."""
 
-    def __init__(
-        self, tree: ast.Module, path: Path, given: Mapping[str, Setting], unread: Collection[str] = ()
-    ) -> None:
+    def __init__(self, tree: ast.Module, path: Path, started: Launch) -> None:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
-        self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-        functions = self.functions.values()
+        functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.functions = {function.name: function for function in functions}
         self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
-        self.trainers = {name: [f.name for f in _functions(node.body)] for name, node in trainers.items()}
+        self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
         # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value and the statement
@@ -91,17 +85,16 @@ class Script:
         # in what may not run, or may run several times
         branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
         self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
-        lines = _straight_lines(tree, list(self.functions.values()))
+        lines = _straight_lines(tree, functions)
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        self.stored = {*names, *(node.arg for node in nodes if isinstance(node, ast.arg))}
-        stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+        self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
         # assigned once, outside of branches and loops
         self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
         self._constants: dict[str, Any] = {}
         self._options: dict[str, Any] = {}  # of the script's own command line
-        self._read_options([node for node in classes.values() if node.decorator_list], given, unread)
+        self._read_options([node for node in classes.values() if node.decorator_list], started)
 
     def _assign(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, ast.Tuple):
@@ -137,9 +130,8 @@ class Script:
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
         """
-        if isinstance(node, ast.Name) and node.id in self._once:
-            assigned = self._once.pop(node.id)  # so that a name cannot refer to itself
-            self._constants[node.id] = self.value(assigned)
+        if isinstance(node, ast.Name) and node.id in self._once:  # popped, so that a name cannot refer to itself
+            self._constants[node.id] = self.value(self._once.pop(node.id))
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
@@ -212,14 +204,13 @@ class Script:
         lines = ", ".join(str(each.lineno) for each in found)
         return f"{name}, which lines {lines} set" if found else ast.unparse(node)
 
-    def _read_options(
-        self, dataclasses: Sequence[ast.ClassDef], given: Mapping[str, Setting], unread: Collection[str]
-    ) -> None:
+    def _read_options(self, dataclasses: Sequence[ast.ClassDef], started: Launch) -> None:
         """Read argparse options and fields of dataclasses: values of the command line, else defaults.
 
         Fields that a call fills are not known, unless a parser's options do.
         """
-        defaults: dict[str, list[ast.expr | None]] = defaultdict(list, {name: [None] for name in unread})
+        defaults: dict[str, list[ast.expr | None]] = defaultdict(list)
+        defaults |= {entry.key: [None] for entry in started.unread}
         for of in dataclasses:
             lines: dict[str, Any] = {name_of(_targets(line)[0]): line for line in of.body if _targets(line)}
             for name, line in lines.items():
@@ -228,9 +219,8 @@ class Script:
             inside = {id(call) for call in ast.walk(of) if name_of(call) == "cls"}
             made = [call for call in self.calls if name_of(call) == of.name or id(call) in inside]
             for keyword in [keyword for call in made for keyword in call.keywords]:
-                parsed = keyword.arg is None and "parse_" in ast.unparse(keyword.value)
-                for name in [] if parsed else [keyword.arg] if keyword.arg else lines:
-                    defaults[name].append(None)
+                if keyword.arg or "parse_" not in ast.unparse(keyword.value):
+                    defaults |= {name: [None] for name in ([keyword.arg] if keyword.arg else lines)}
         for call in self.calls:
             flags = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             if name_of(call) == "add_argument" and flags:
@@ -240,8 +230,8 @@ class Script:
                 default = keyword_of(call, "default") or (None if required else ast.Constant(False if switch else None))
                 defaults[name].append(default)
         for name, (node, *others) in defaults.items():
-            if name in given:
-                self._options[name] = parse_number(given[name].value)
+            if name in started.settings:
+                self._options[name] = parse_number(started.settings[name].value)
             elif node is not None and not others:
                 with contextlib.suppress(*UNREADABLE):
                     self._options[name] = self.value(node)
@@ -281,8 +271,5 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 def _straight_lines(tree: ast.Module, functions: list[Any]) -> list[Any]:
     """Statements outside of branches and loops. `if __name__ == "__main__":` is not a branch."""
-    lines: list[ast.stmt] = []
-    for node in tree.body:
-        is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        lines += node.body if isinstance(node, ast.If) and is_main else [node]
-    return lines + [line for function in functions for line in function.body]
+    mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+    return [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]

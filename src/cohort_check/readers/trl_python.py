@@ -27,10 +27,8 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
-_TRAINER_MODULES = re.compile(r"(trl|swift|unsloth|cohort)\b")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
 _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
-_IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 
@@ -47,14 +45,15 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
             tree = ast.parse(text, path.name)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not valid Python: {error}") from error
-    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & _classes_of(tree):
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & classes:
         return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
-        script = Script(tree, path, launch.settings, [entry.key for entry in launch.unread])
+        script = Script(tree, path, launch)
         launch = replace(launch, form="python")
-        uses_unsloth = re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE)
+        uses_unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
         unsloth: dict[str, Any] = {"not_checked": UNSLOTH, "findings": ()} if uses_unsloth else {}
         yield from (replace(run, **unsloth) for run in _runs(script, launch, by_command=bool(started)))
 
@@ -116,10 +115,6 @@ def _loaded(call: ast.Call) -> ast.expr | None:
     return next(filter(None, (*call.args[:1], *names)), None)
 
 
-def _classes_of(tree: ast.Module) -> set[str]:
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-
-
 def _classes(call: ast.Call) -> set[str]:
     """Names in the arguments of a call."""
     return {name_of(node) for part in (*call.args, *call.keywords) for node in ast.walk(part)}
@@ -170,7 +165,10 @@ class _Run:
             if key is not None and key in self.settings:  # an attribute is never refused
                 self.settings[key] = replace(self.settings[key], added=True)
         for trainer in (mine or trainers)[:1]:
-            self._class(trainer)
+            changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
+            other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
+            if other:
+                self._leave(f"trainer: {other}", trainer)
             self._model(trainer, parsed=parsed)
             self._rewards(trainer, parsed=parsed)
             for which in ("train_dataset", "eval_dataset"):
@@ -203,17 +201,8 @@ class _Run:
         """Whose trainer it is, if it is neither TRL's nor the script's own."""
         name = name_of(trainer)
         module = self.script.defined.get(name, "trl")
-        known = name in self.script.trainers or _TRAINER_MODULES.match(module)
+        known = name in self.script.trainers or _MODULES.match(module)
         return None if known else f"{name} of {module}, which is not TRL's"
-
-    def _class(self, trainer: ast.Call) -> None:
-        """Note a trainer that may train otherwise than TRL's."""
-        name, other = name_of(trainer), self.foreign(trainer)
-        changed = [each for each in self.script.trainers.get(name, ()) if each not in _HARMLESS]
-        if changed:
-            self._leave(f"trainer: {name} changes {', '.join(changed)}", trainer)
-        elif other:
-            self._leave(f"trainer: {other}", trainer)
 
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
         self.settings[key] = Setting(value, self.script.where(node))
@@ -224,8 +213,8 @@ class _Run:
     def _is_loaded(self, tokenizer: ast.expr) -> bool:
         """Whether a tokenizer is one as it was loaded, with its own chat template."""
         changed = [key for key, *_ in self.script.parts.get(name_of(tokenizer), ())]
-        loaded = any(name_of(call) == "from_pretrained" for call in self.script.reached(tokenizer))
-        return loaded and "chat_template" not in changed
+        made = [name_of(call) for call in self.script.reached(tokenizer)]
+        return "from_pretrained" in made and "chat_template" not in changed
 
     def _rewards(self, trainer: ast.Call, *, parsed: bool) -> None:
         """Add the names of the reward functions, and where they are defined."""
@@ -239,9 +228,7 @@ class _Run:
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
         own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        made = {
-            node.id for node in nodes if isinstance(node, ast.Name)
-        } & self.script.stored - self.script.defined.keys()
+        made = [n.id for n in nodes if isinstance(n, ast.Name) and n.id in self.script.stored]
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
         reason = ""
@@ -249,7 +236,9 @@ class _Run:
             reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
         elif isinstance(given, ast.Call) and not own:
             reason = "made by a call"
-        elif made or grown or not all(names) or (given is not first and given in listed):
+        elif (
+            {*made} - self.script.defined.keys() or grown or not all(names) or (given is not first and given in listed)
+        ):
             reason = "a list that the script puts together"
         if reason:
             self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))
@@ -305,8 +294,7 @@ class _Run:
         named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
         loads = [call for name, call in named if not _IS_OTHER.search(name)]
         models = {ast.unparse(_loaded(load) or load) for load in loads}
-        if loads:
-            given = _loaded(loads[0])
+        given = _loaded(loads[0]) if loads else given
         if len(models) > 1:
             text = f"loaded in several places, as {' or '.join(sorted(models)):.80}"
             self.unread.append(Unread("model", self.script.where(loads[0]), text))

@@ -31,6 +31,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     settings: dict[str, Setting] = {}
     unread: dict[str, Unread] = {}
     config, module = _OWN_CONFIG, VERL
+    types = {key: entry.get("type") for table in key_tables("verl").values() for key, entry in table.items()}
     for word, after in pairwise((*command.words, Word(""))):
         match = _OVERRIDE.fullmatch(word.text)
         if word.text.startswith(("--config-name", "-cn")):
@@ -43,7 +44,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             name = after.text if word.text == "-m" else word.text.removesuffix(".py").replace("/", ".")
             module = name[max(name.rfind("verl.trainer."), 0) :]
             settings, unread = {}, {}  # words before are of the launcher
-        elif match and (word.missing or (not match[3] and _is_plain(match[2]))):
+        elif match and (word.missing or (not match[3] and types.get(match[2]) in ("int", "float", "bool"))):
             settings.pop(match[2], None)  # the last one counts
             unread[match[2]] = Unread(match[2], word.where, "; ".join(word.missing) or "empty here")
         elif match:
@@ -54,11 +55,10 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     if module.endswith("sft_trainer"):
         sft = f"{module} trains on given answers (SFT), and neither GRPO nor PPO"
         return Launch(framework="verl", form="shell", reason=f"verl at {command.where}", settings={}, not_checked=sft)
-    if own := _own_keys(path.parent):  # which may have what others add with +, or not
-        settings = {
-            key: replace(said, added="fork") if said.added or key.rpartition(".")[2] in own else said
-            for key, said in settings.items()
-        }
+    own = _own_keys(path.parent)  # which may have what others add with +, or not
+    for key, said in settings.items() if own else ():
+        if said.added or key.rpartition(".")[2] in own:
+            settings[key] = replace(said, added="fork")
     resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
     for key, entry in [*unread.items()][:1]:
         unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")
@@ -80,11 +80,6 @@ def _own_keys(folder: Path) -> set[str]:
     place = next(find_copies(folder, "verl/trainer/config"), None)
     files = sorted(place.rglob("*.yaml"))[:_MOST_FILES] if place else []
     return {name for file in files for name in re.findall(r"(?m)^\s*(\w+):", read_text(file))}
-
-
-def _is_plain(key: str) -> bool:
-    """Whether a key has a number or a switch, which cannot be empty."""
-    return any(table.get(key, {}).get("type") in ("int", "float", "bool") for table in key_tables("verl").values())
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:

@@ -25,12 +25,8 @@ class Start:
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as `--json` prints it."""
-        return {
-            "starts": self.starts,
-            "message": self.message,
-            "generation_batch_size": self.generation_batch_size,
-            "steps_per_generation": self.steps_per_generation,
-        }
+        keys = ("starts", "message", "generation_batch_size", "steps_per_generation")
+        return {key: getattr(self, key) for key in keys}
 
 
 def refused(message: str, **numbers: Any) -> Start:
@@ -39,16 +35,8 @@ def refused(message: str, **numbers: Any) -> Start:
 
 
 # keys that only evaluation depends on: training is checked without them
-EVALUATION = frozenset(
-    (
-        "per_device_eval_batch_size",
-        "num_generations_eval",
-        "eval_strategy",
-        "evaluation_strategy",
-        "save_strategy",
-        "split_dataset_ratio",
-    )
-)
+_EVALUATION = "per_device_eval_batch_size num_generations_eval eval_strategy evaluation_strategy save_strategy"
+EVALUATION = frozenset((*_EVALUATION.split(), "split_dataset_ratio"))
 BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 

@@ -140,10 +140,8 @@ def _device_findings(settings: Settings, launch: Launch, mode: str, version: Ver
 def _key_findings(launch: Launch, version: Version) -> list[Finding]:
     """Arguments that this version does not know. argparse completes one that is the start of a single name."""
     newer = min((known for known in common.key_tables("ms-swift") if known[:2] >= version), default=_NEWEST)
-    known = {
-        **common.known_keys("ms-swift", newer),
-        **common.known_keys("ms-swift", version),
-    }  # of versions without a table of keys
+    tables = (common.known_keys("ms-swift", each) for each in (newer, version))  # newer: of versions without a table
+    known = {key: entry for table in tables for key, entry in table.items()}
     is_shell = launch.form == "shell"
     unknown: list[str] = []
     remaining: list[str] = []

@@ -186,9 +186,8 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
 
 def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     sizes = {name: settings.whole(key, table[key]["default"]) for key, name in _FIELDS.items()}
-    micro: dict[str, Any] = {
-        name: (settings.whole(key, None), settings.whole(f"{key}_per_gpu", None)) for name, key in _MICRO_FIELDS.items()
-    }
+    keys = {name: (key, f"{key}_per_gpu") for name, key in _MICRO_FIELDS.items()}
+    micro: dict[str, Any] = {name: tuple(settings.whole(key, None) for key in both) for name, both in keys.items()}
     parallel = [settings.whole(f"{_ROLLOUT}.{name}_parallel_size", 1) for name in ("data", "pipeline_model")]
     dynamic = settings.flag(f"{_ACTOR}.use_dynamic_bsz")
     ulysses = f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
