@@ -361,7 +361,7 @@ class Draft:
 
         decide = [finding.message for finding in self.settings.findings] + self.decide
         for unread in self.launch.unread:
-            reason = reason_for(unread.key, used=False)
+            reason = reason_for(unread.key, used=unread.key in self.settings.used)
             if reason or unread.key in _OUTPUT:
                 unneeded.setdefault(reason or "only known when the source runs", []).append(unread.key)
             else:
@@ -374,8 +374,7 @@ class Draft:
             if value == default and self.launch.framework == "verl" and self.launch.form == "yaml":
                 continue  # Hydra has written it
             reason = reason_for(key, used=used)
-            of_adapter = key.startswith("trainer.peft_config.") and value == "none"
-            if (value == default or of_adapter) and not used:
+            if (value == default or (value == "none" and ".peft_config." in key)) and not used:
                 reason = "its default there"
             if reason:
                 unneeded.setdefault(reason, []).append(key)

@@ -68,9 +68,9 @@ def _evaluation(draft: TrlDraft) -> None:
             put_sources(draft, data, section="eval")
         else:
             draft.put("eval.rows", ratio)
-        draft.evaluation(strategy, None, settings.whole("eval_steps", settings.said("save_steps")))
+        draft.evaluation(strategy, None, settings.whole("eval_steps", settings.whole("save_steps", None)))
     else:
-        draft.skip("nothing is evaluated there", " ".join(_EVALUATION))
+        draft.skip("nothing is evaluated there", " ".join(filter(settings.readable, _EVALUATION)))
 
 
 def _engine(draft: TrlDraft, mode: str) -> None:

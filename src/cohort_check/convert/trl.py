@@ -162,10 +162,7 @@ def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
 
 
 def _loaded(draft: TrlDraft, section: str, loaded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The path, name and split of a `load_dataset`, once for each of its files.
-
-    A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
-    """
+    """The path, name and split of a `load_dataset`; once for each of its files, which replace a builder like "json"."""
     files, split = loaded.get("data_files"), loaded.get("split")
     path = None if loaded.get("path") in _BUILDERS else loaded.get("path")
     if isinstance(files, dict):

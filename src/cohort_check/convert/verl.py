@@ -60,7 +60,7 @@ def _rewards(draft: Draft) -> None:
     names, paths = ([settings.said(f"{section}.{key}") for section in _CUSTOM] for key in ("name", "path"))
     draft.rewards(names[0] or names[1], None)
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
-    manager = [settings.text(key, "naive") for key in _MANAGERS if key in settings]
+    manager = [name for name in map(settings.text, _MANAGERS) if name]
     draft.decide += [f"rewards: those of the reward manager {name}" for name in {*manager} - {"naive", "dapo"}]
     if "dapo" not in manager and (manager or draft.launch.program == VERL):
         draft.skip("the reward manager naive does not read it", "*.overlong_buffer.* *.overlong_buffer_cfg.*")

@@ -173,7 +173,7 @@ class _Run:
             self._rewards(trainer, parsed=parsed)
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
-            of_trl = name_of(trainer) == "GRPOTrainer" and self.foreign(trainer) is None
+            of_trl = name_of(trainer) == "GRPOTrainer" and not other
             if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer"):
                 says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
                 text, where = "tokenizer is called processing_class", self.script.where(trainer)
@@ -306,8 +306,11 @@ class _Run:
             self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loads[0])
         elif dtypes:
             self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loads[0])
-        for seen in [load for load in loads if _SEES.search(ast.unparse(load.func))]:
-            self._leave(f"images: {ast.unparse(seen.func)} loads a model that reads images", seen)
+        for load in loads:
+            if _SEES.search(ast.unparse(load.func)):
+                self._leave(f"images: {ast.unparse(load.func)} loads a model that reads images", load)
+            if None in [keyword.arg for keyword in load.keywords]:
+                self._leave(f"model: {ast.unparse(load)}", load)
         for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
             if (flag := keyword_of(call, key)) is not None:
                 self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")

@@ -95,7 +95,8 @@ def sampling_mode(settings: Settings, launch: Launch, version: Version) -> str:
     if not settings.flag("use_vllm") and not (version < (3, 5) and settings.flag("use_lmdeploy")):
         return "none"
     if version >= (3, 5):
-        return str(settings.text("vllm_mode", "none" if version >= (3, 11) else "colocate"))
+        none = version >= (3, 11) and settings.readable("vllm_mode")
+        return str(settings.text("vllm_mode", "none" if none else "colocate"))
     if settings.said("vllm_server_host"):
         return "server"
     gpus, workers = launch.training_gpus, settings.whole("num_infer_workers", 1)
