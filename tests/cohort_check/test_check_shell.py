@@ -97,6 +97,7 @@ def test_here_documents_redirections_and_several_commands_on_a_line():
         ("X=1\nif a; then X=2; else X=3; fi\n", "$X is 2 or 3, which a branch decides"),
         ("if a; then Y=2; fi\nX=${Y:-8}\n", "$Y is 8 or 2, which a branch decides"),
         ("if a; then Y=8; fi\nX=${Y:-8}\n", None),
+        ("Y=1\nif a; then Y=2; fi\nX=$((4 * Y))\n", "$Y is 1 or 2, which a branch decides"),
         ("for X in 1 2; do echo; done\n", "$X is set by a loop"),
         ("while a; do X=$(b); done\n", "$(b) is the output of a command, and nothing is run"),
         ("X[1]=2\n", "$X is assigned in parts"),

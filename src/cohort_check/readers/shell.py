@@ -262,7 +262,8 @@ class _Walker:
         try:
             return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body))))
         except UNREADABLE:
-            return Word("", missing=(f"{text:.80} is not worked out",))
+            used = [word for name in re.findall(r"[A-Za-z_]\w*", text) for word in self.variables.get(name, [])]
+            return Word("", missing=_joined(used).missing or (f"{text:.80} is not worked out",))
 
 
 def _literal(text: bytes, *, quoted: bool) -> list[Word]:

@@ -53,9 +53,9 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
         script = Script(tree, path, launch)
         launch = replace(launch, form="python")
-        uses_unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
-        unsloth: dict[str, Any] = {"not_checked": UNSLOTH, "findings": ()} if uses_unsloth else {}
-        yield from (replace(run, **unsloth) for run in _runs(script, launch, by_command=bool(started)))
+        unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
+        for run in _runs(script, launch, by_command=bool(started)):
+            yield replace(run, not_checked=UNSLOTH, findings=()) if unsloth and not run.not_checked else run
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
