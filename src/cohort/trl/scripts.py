@@ -370,7 +370,8 @@ class _Teller:
         from transformers import AutoTokenizer
 
         name = str(getattr(tokenizer, "name_or_path", ""))
-        own = AutoTokenizer.from_pretrained(name) if name == config["model"]["path"] else None
+        is_own = name and Path(name).resolve() == Path(config["model"]["path"]).resolve()  # ids are relative paths here
+        own = AutoTokenizer.from_pretrained(name) if is_own else None
         if own is None or own.chat_template != tokenizer.chat_template or len(own) != len(tokenizer):
             self.decide.append(f"tokenizer: {name or type(tokenizer).__name__}, which the script has changed or chosen")
 
