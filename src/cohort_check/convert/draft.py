@@ -193,10 +193,11 @@ class Draft:
             self.decide.append(f"no equivalent: {key.rpartition('.')[2]} {value}; {first} stands in its place")
         return names.get(name, names[first])
 
-    def model(self, named: Any, *, kind: str = "") -> None:
-        """Set the model, and note if its name or its kind is that of one with a vision encoder."""
+    def model(self, named: Any) -> None:
+        """Set the model, and note if its name or its type is that of one with a vision encoder."""
         self.path("model.path", named=named, missing="MODEL")
-        if _VISION.search(self.config["model"]["path"].rpartition("/")[2]) or _VISION.search(kind):
+        kinds = [str(said.value) for key, said in self.launch.settings.items() if key == "model_type"]
+        if any(map(_VISION.search, (self.config["model"]["path"].rpartition("/")[2], *kinds))):
             self.decide.append(f"images: {self.config['model']['path']} reads images there; here only text is trained")
 
     def path(self, key: str, *, named: Any, missing: str) -> None:

@@ -15,7 +15,7 @@ _ESTIMATORS = {"rloo": ("none", "leave_one_out"), "reinforce_plus_plus": ("batch
 def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of ms-swift."""
     settings = draft.settings
-    draft.model(settings.said("model") or settings.said("ckpt_dir"), kind=settings.text("model_type", ""))
+    draft.model(settings.said("model") or settings.said("ckpt_dir"))
     put_sources(draft, of_swift(settings.said("dataset")))
     draft.put("data.prompt", "messages")
     draft.put("data.system_prompt", _system_prompt(draft))

@@ -143,10 +143,9 @@ class _Walker:
             ends.insert(0, before.new_child())
         for name in dict.fromkeys(name for end in ends for name in end.maps[0]):
             values = [end[name] for end in ends if name in end]
-            merged = _merged(name, values)
+            before[name] = merged = _merged(name, values)
             if len(values) < len(ends) and len(merged) == 1 and not merged[0].where:  # not set in one of them
-                merged = [replace(merged[0], choices=("", *_choices(merged[0])))]
-            before[name] = merged
+                before[name] = [replace(merged[0], choices=("", *_choices(merged[0])))]
 
     def _command(self, node: tree_sitter.Node) -> None:
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
