@@ -104,10 +104,12 @@ Other()
 
 
 def test_a_trainer_whose_configuration_is_made_elsewhere_is_not_checked_and_no_error(tmp_path: Path):
-    text = "args = vf.grpo_defaults()\nargs.my_own = 1\nvf.GRPOTrainer('org/model', args=args)\n"
+    text = (
+        "import trl\nargs = defaults()\nargs.my_own = 1\nargs.other = f(x)\ntrl.GRPOTrainer('org/model', args=args)\n"
+    )
     launch = read(tmp_path, text, "a.py")
     assert launch.settings["my_own"].added
-    assert unread(launch) == [("(recipe)", "the configuration is made elsewhere")]
+    assert unread(launch) == [("(recipe)", "the configuration is made elsewhere"), ("other", "computed: f(x)")]
     assert not check_file(tmp_path / "a.py").failed
 
 

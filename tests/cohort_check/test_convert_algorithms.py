@@ -324,6 +324,11 @@ def test_several_files_of_held_out_rows(tmp_path: Path):
     assert "path" not in config["eval"]
 
 
+def test_a_sample_of_held_out_rows_of_ms_swift(tmp_path: Path):
+    config, notes = whole(tmp_path, "s.sh", SWIFT + "--val_dataset 'org/e#100' --eval_steps 5\n")
+    assert config["eval"]["sources"] == [{"path": "org/e", "rows": 100}] and "not valid here" not in notes
+
+
 def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):
     """It lacks log_prob_micro_batch_size_per_gpu, and does not start."""
     config, notes = whole(tmp_path, "v.sh", VERL.strip() + " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4\n")

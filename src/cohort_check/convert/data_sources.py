@@ -17,7 +17,7 @@ _SWIFT = re.compile(r"(?:HF::)?([^#:]+)(?::([^#/]+))?(?:#(\d+))?")
 
 def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], *, section: str = "data") -> None:
     """Set `path` and keys beside it in `data` or `eval`, or `sources`, whose names are made different."""
-    if len(sources) < 2:
+    if len(sources) < 2 and not (section == "eval" and sources and "rows" in sources[0]):  # eval.rows holds out
         missing = {"data": "train.jsonl", "eval": "eval.jsonl"}[section]
         draft.path(f"{section}.path", named=sources[0]["path"] if sources else None, missing=missing)
         for key, value in sources[0].items() if sources else ():

@@ -60,9 +60,6 @@ def _evaluation(draft: TrlDraft) -> None:
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
     data = of_swift(settings.said("val_dataset"))
     ratio = settings.number("split_dataset_ratio", draft.known["split_dataset_ratio"]["default"])
-    for source in data:
-        if rows := source.pop("rows", None):
-            draft.decide.append(f"no equivalent: a sample of {rows} rows of {source['path']}; all are taken")
     if strategy != "no" and (data or ratio > 0):
         if data:
             put_sources(draft, data, section="eval")

@@ -76,8 +76,8 @@ class Script:
         self.parts: dict[str, list[tuple[str | None, ast.expr, ast.AST]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
-            if isinstance(node, ast.ImportFrom):
-                self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
             for target in _targets(node):
                 self._assign(target, node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -85,7 +85,9 @@ class Script:
         # in what may not run, or may run several times
         branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
         self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
-        lines = _straight_lines(tree, functions)
+        mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+        # outside of branches and loops, but `if __name__ == "__main__":`
+        lines: list[Any] = [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
@@ -267,9 +269,3 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.AnnAssign):
         return [node.target] if node.value else []
     return node.targets if isinstance(node, ast.Assign) else []
-
-
-def _straight_lines(tree: ast.Module, functions: list[Any]) -> list[Any]:
-    """Statements outside of branches and loops. `if __name__ == "__main__":` is not a branch."""
-    mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
-    return [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]

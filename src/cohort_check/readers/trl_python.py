@@ -164,6 +164,8 @@ class _Run:
             self.add(key, node, certain=certain)
             if key is not None and key in self.settings:  # an attribute is never refused
                 self.settings[key] = replace(self.settings[key], added=True)
+            else:
+                self.unread[-1] = replace(self.unread[-1], added=True)
         for trainer in (mine or trainers)[:1]:
             changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
             other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
@@ -199,8 +201,8 @@ class _Run:
 
     def foreign(self, trainer: ast.Call) -> str | None:
         """Whose trainer it is, if it is neither TRL's nor the script's own."""
-        name = name_of(trainer)
-        module = self.script.defined.get(name, "trl")
+        name, of = name_of(trainer), getattr(trainer.func, "value", None)
+        module = self.script.defined.get(name_of(of) or name, ast.unparse(of) if of else "trl")
         known = name in self.script.trainers or _MODULES.match(module)
         return None if known else f"{name} of {module}, which is not TRL's"
 

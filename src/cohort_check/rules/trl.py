@@ -261,9 +261,10 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
     every = {*_OF_THE_TRAINER, *_OF_THE_COMMAND}.union(*common.key_tables("trl").values())
     for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
-        if unread.key.isidentifier() and unread.key not in every:
+        if unread.key.isidentifier() and unread.key not in every and not unread.added:
             yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
-    for entry in launch.todo:  # arguments of GRPOTrainer(...) that it does not have
+    own = any(str(entry.value).startswith("trainer:") for entry in launch.todo)  # one that may have other arguments
+    for entry in () if own else launch.todo:  # arguments of GRPOTrainer(...) that it does not have
         key = str(entry.value).partition("=")[0]
         if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
             says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
