@@ -11,19 +11,9 @@ from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
 from cohort_check.readers import read_launch
 from cohort_check.readers.files import read_text
 from cohort_check.readers.pins import pinned_version
-from cohort_check.rules import run_rules
+from cohort_check.rules import common, run_rules
 from cohort_check.rules.cohort import missing_file_findings
-from cohort_check.rules.common import (
-    EVALUATION,
-    FRAMEWORK_NAMES,
-    GPUS,
-    BatchSizes,
-    RunRules,
-    Start,
-    counted,
-    nearest_starts,
-    refused,
-)
+from cohort_check.rules.common import EVALUATION, GPUS, BatchSizes, RunRules, Start
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
@@ -113,27 +103,27 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
     """Check one run of a file."""
     if launch.not_checked is not None:
         verdict = f"not checked: {launch.not_checked}"
-        return FileReport(
-            file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=launch.findings
-        )
+        told = launch.findings
+        return FileReport(file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=told)
     rules = run_rules(launch, framework_version=version)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)
     unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in found if f.code == "CHK010"}
     lacking = sorted(unknown & (rules.decides | ANY_SETTING))
-    name = f"{FRAMEWORK_NAMES.get(launch.framework, launch.framework)} {rules.version}"
-    name += f" with {counted(int(launch.processes.value))}" if launch.processes else ""
+    name = f"{common.FRAMEWORK_NAMES.get(launch.framework, launch.framework)} {rules.version}"
+    name += f" with {common.counted(int(launch.processes.value))}" if launch.processes else ""
     starts: dict[int, Start] = {}
     outcome: Outcome = "not checked"
     if lacking:  # the findings above say why
         keys = ", ".join(key.strip("()") for key in lacking)
         verdict = f", {keys} {'is' if len(lacking) == 1 else 'are'} only known at run time"
+        verdict += "; --run finds out" if path.suffix == ".py" else ""
     else:
         starts = {size: rules.start(size, rules.sizes) for size in sizes}
         outcome, verdict, refusals = _outcome(launch, rules, starts)
         if rules.blocked is not None:
-            stopped = refused(rules.blocked)
+            stopped = common.refused(rules.blocked)
             starts = {size: stopped if start.starts else start for size, start in starts.items()}
         found += refusals
     found = [_complete(finding, launch) for finding in dict.fromkeys(found)]
@@ -142,15 +132,8 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
         outcome, verdict = "refused", ""
     elif outcome != "not checked" and any(finding.severity == "error" for finding in found):
         verdict += "; see the errors below"
-    return FileReport(
-        file=str(path),
-        outcome=outcome,
-        verdict=f"{outcome}: {name}{verdict}",
-        launch=launch,
-        rules=rules,
-        starts=starts,
-        findings=tuple(found),
-    )
+    report = FileReport(file=str(path), outcome=outcome, verdict=f"{outcome}: {name}{verdict}")
+    return replace(report, launch=launch, rules=rules, starts=starts, findings=tuple(found))
 
 
 def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple[Outcome, str, list[Finding]]:
@@ -160,7 +143,7 @@ def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple
         start = rules.start(max(size, 1), rules.sizes)
         if start.starts or size < 1:  # for fewer than 1 the launcher has a finding of its own
             return "starts", f", {batches(start)}", []
-        text = f"does not start with {counted(size)} ({launch.processes.where})"
+        text = f"does not start with {common.counted(size)} ({launch.processes.where})"
         return "refused", "", _refusal("CHK002", text, rules, size)
     working = [size for size, start in starts.items() if start.starts]
     failing = [size for size in starts if size not in working]
@@ -211,7 +194,7 @@ def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     missing = rules.missing(size, rules.sizes)
     if missing:
         return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
-    proposals = nearest_starts(rules.start, size, rules.sizes)
+    proposals = common.nearest_starts(rules.start, size, rules.sizes)
     nearest = tuple(f"{name}={value}" for name, value in proposals) or _both(rules, size)
     return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
 
@@ -227,7 +210,7 @@ def _both(rules: RunRules, size: int) -> tuple[str, ...]:
         changed = {GPUS: size, **rules.sizes, name: value}
         return " and ".join((f"{name}={value}", *rules.missing(changed.pop(GPUS), changed)))
 
-    return tuple(describe(*proposal) for proposal in nearest_starts(start, size, rules.sizes))
+    return tuple(describe(*proposal) for proposal in common.nearest_starts(start, size, rules.sizes))
 
 
 def _gpus(sizes: Sequence[int]) -> str:

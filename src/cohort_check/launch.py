@@ -31,6 +31,7 @@ class Unread:
     key: str  # in brackets where it is none: those of ANY_SETTING, and "(arguments)", the script's own "$@"
     where: str  # NAME:LINE
     reason: str  # such as "$MODEL is set outside of this file"
+    added: bool = False  # as of a `Setting`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from checks import by_code, read, report
+from cohort.errors import UserError
+from cohort_check import convert_file
 
 OWN = """
 import argparse
@@ -53,17 +55,73 @@ def test_keys_of_a_forks_own_configuration_are_known(tmp_path: Path) -> None:
     assert "CHK006" not in by_code(report(tmp_path, text))
 
 
-def test_updates_of_keyword_arguments_are_read(tmp_path: Path) -> None:
+def test_a_copy_of_verl_may_be_beside_the_folder_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "src/verl/verl/trainer/config").mkdir(parents=True)
+    (tmp_path / "src/verl/verl/trainer/config/ppo.yaml").write_text("actor:\n  my_key: null\n")
+    (tmp_path / "src/verl/verl/version").mkdir()
+    (tmp_path / "src/verl/verl/version/version").write_text("0.7.0.dev\n")
+    (tmp_path / "scripts/train").mkdir(parents=True)
+    text = (
+        "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.actor.my_key=1 +data.seed=1 actor_rollout_ref.actor.use_dynamic_bsz=True\n"
+    )
+    found = report(tmp_path / "scripts/train", text)
+    assert found.rules and (found.rules.version, found.failed) == ("0.7.0", False)
+
+
+@pytest.mark.parametrize(
+    ("more", "version"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", "0.9.1"),
+        ("", "0.5.0"),  # later versions have no default for the engine
+        ("$@", "0.9.1"),  # where it may be
+        ("actor_rollout_ref.rollout.name=vllm +actor_rollout_ref.actor.use_dynamic_bsz=True", "0.9.1"),  # in none
+        ("actor_rollout_ref.rollout.name=vllm +data.train_max_samples=8", "0.5.0"),  # which later ones have
+    ],
+)
+def test_signs_of_an_older_version_of_verl(tmp_path: Path, more: str, version: str) -> None:
+    found = report(tmp_path, f"python -m verl.trainer.main_ppo data.train_batch_size=8 data.max_prompt_length=8 {more}")
+    assert found.rules and found.rules.version == version
+
+
+@pytest.mark.parametrize("start", ["-m verl.trainer.fsdp_sft_trainer", "verl/trainer/fsdp_sft_trainer.py"])
+def test_sft_with_verl_is_not_checked(tmp_path: Path, start: str) -> None:
+    text = f"torchrun --nproc_per_node=3 {start} data.train_batch_size=7 data.micro_batch_size=4 trainer.total_epochs=1"
+    found = report(tmp_path, text)
+    assert (found.outcome, found.failed) == ("not checked", False) and "(SFT)" in found.verdict
+    with pytest.raises(UserError, match="SFT"):
+        convert_file(tmp_path / "run.sh")
+
+
+def test_an_override_that_is_empty_is_not_its_default(tmp_path: Path) -> None:
+    text = (
+        "docker run -e DEBUG=1 image python -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1 "
+        "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n= trainer.resume_from_path=\n"
+    )
+    found = report(tmp_path, text)
+    assert (found.outcome, found.failed) == ("not checked", False)
+    assert [(f.field, f.message) for f in found.findings if f.code == "CHK004"] == [
+        (
+            "actor_rollout_ref.rollout.n",
+            "actor_rollout_ref.rollout.n: empty here; `python -m verl.trainer.main_ppo <the same overrides> --cfg job "
+            "--resolve > resolved.yaml` makes a file to check in its place; whether the run starts is not checked",
+        )
+    ]
+    assert found.launch and "DEBUG" not in found.launch.settings
+
+
+@pytest.mark.parametrize(
+    "change", ['kwargs.update({"num_generations": 3})', "kwargs.update(other())", "setattr(a, k, 3)"]
+)
+def test_after_an_update_any_argument_may_have_another_value(tmp_path: Path, change: str) -> None:
     text = (
         "from trl import GRPOConfig, GRPOTrainer\nkwargs = dict(per_device_train_batch_size=8)\n"
-        'kwargs.update({"num_generations": 3}, loss_type="dr_grpo")\n'
-        'GRPOTrainer("m", args=GRPOConfig("o", **kwargs), reward_funcs=f)\n'
+        f'a = GRPOConfig("o", **kwargs)\n{change}\nwandb.config.update(a)\nGRPOTrainer("m", args=a, reward_funcs=f)\n'
     )
-    launch = read(tmp_path, text, "a.py")
-    assert (launch.settings["num_generations"].value, launch.settings["loss_type"].value) == (3, "dr_grpo")
-    assert report(tmp_path, text, "a.py").outcome == "depends"
-    unknown = read(tmp_path, text.replace('{"num_generations": 3}', "other()"), "a.py")
-    assert [entry.key for entry in unknown.unread] == ["(**arguments)"]
+    assert report(tmp_path, text, "a.py").outcome == "not checked"
+    assert [entry.key for entry in read(tmp_path, text, "a.py").unread] == ["(**arguments)"]
+    assert report(tmp_path, text.replace(change, ""), "a.py").outcome == "starts"
 
 
 def test_a_class_that_only_has_the_name_is_not_trls(tmp_path: Path) -> None:

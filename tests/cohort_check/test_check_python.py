@@ -50,7 +50,6 @@ def test_python_is_read_and_not_run(tmp_path: Path):
         "per_device_train_batch_size": 8,
         "beta": -0.5,
         "epsilon": 0.3,
-        "max_steps": 10,
         "logging_steps": 5,
         "temperature": 0.7,
         "trainer.model": "org/model",
@@ -59,6 +58,7 @@ def test_python_is_read_and_not_run(tmp_path: Path):
     assert launch.settings["beta"].where == "train.py:14"
     assert unread(launch) == [
         ("num_generations", "computed: int(os.environ['G'])"),
+        ("max_steps", "computed: int(os.environ.get('STEPS', 10))"),
         ("top_p", "set in a branch: 0.9"),
     ]
     assert launch.version and launch.version.value == "0.24.0"
@@ -97,14 +97,19 @@ Other()
     launch = read(tmp_path, text, "a.py")
     assert values(launch) == {"output_dir": "out", "per_device_train_batch_size": 8} and not launch.others
     # a caller sets the one, and the other refers to itself
-    assert unread(launch) == [("gradient_accumulation_steps", "computed: batch"), ("beta", "computed: again")]
+    assert unread(launch) == [
+        ("gradient_accumulation_steps", "computed: batch, a parameter of main()"),
+        ("beta", "computed: again = again + 1"),
+    ]
 
 
 def test_a_trainer_whose_configuration_is_made_elsewhere_is_not_checked_and_no_error(tmp_path: Path):
-    text = "args = vf.grpo_defaults()\nargs.my_own = 1\nvf.GRPOTrainer('org/model', args=args)\n"
+    text = (
+        "import trl\nargs = defaults()\nargs.my_own = 1\nargs.other = f(x)\ntrl.GRPOTrainer('org/model', args=args)\n"
+    )
     launch = read(tmp_path, text, "a.py")
     assert launch.settings["my_own"].added
-    assert unread(launch) == [("(recipe)", "the configuration is made elsewhere")]
+    assert unread(launch) == [("(recipe)", "the configuration is made elsewhere"), ("other", "computed: f(x)")]
     assert not check_file(tmp_path / "a.py").failed
 
 
@@ -133,13 +138,58 @@ def test_options_of_argparse_have_their_defaults_or_what_the_command_says(tmp_pa
         "num_generations": 8,
         "use_vllm": False,
         "vllm_server_base_url": "http://a",
-        "output_dir": "out-4",
     }
-    assert unread(launch) == [("learning_rate", "computed: args.lr")] and launch.processes is None
+    unknown = [("learning_rate", "computed: args.lr"), ("output_dir", "computed: f'out-{args.batch_size}'")]
+    assert unread(launch) == unknown and launch.processes is None
     command = "accelerate launch --num_processes 4 a.py --batch-size 16 --vllm --lr 1e-6 --server-url $URL"
     told = read_launch(tmp_path / "a.py", launched_with=command)
     assert {"per_device_train_batch_size": 32, "use_vllm": True, "learning_rate": 1e-6}.items() <= values(told).items()
     assert told.processes and told.processes.value == 4
+    assert ("vllm_server_base_url", "computed: args.server_url or 'http://a'") in unread(told)
+    assert {entry.key for entry in told.unread}.isdisjoint({"server_url"})  # no argument of TRL's
+
+
+@pytest.mark.parametrize(
+    ("made", "known"),
+    [
+        ("c = Settings()", True),
+        ("c = Settings(**vars(parser.parse_args()))", True),
+        ("c = Settings(batch=read())", False),
+        ("c = Settings(**read())", False),
+        ("c = Settings.from_yaml('a.yaml')", False),  # which calls `cls(...)`
+        ("c = Settings()\nif x: c.batch = 6", False),
+    ],
+)
+def test_fields_of_a_dataclass_are_their_defaults_where_nobody_sets_them(made: str, known: bool, tmp_path: Path):
+    text = (
+        "@dataclass\nclass Settings:\n    batch: int = 8\n"
+        "    @classmethod\n    def from_yaml(cls, path): return {}\n"
+        "{}\nargs = GRPOConfig('out', per_device_train_batch_size=c.batch)\n"
+    )
+    launch = read(tmp_path, text.format("cls(**read(path))" if "yaml" in made else "None", made), "a.py")
+    assert values(launch).get("per_device_train_batch_size") == (8 if known else None)
+    assert [key for key, _ in unread(launch)] == ([] if known else ["per_device_train_batch_size"])
+
+
+def test_a_name_that_is_set_twice_is_told_with_its_lines(tmp_path: Path):
+    text = "SIZE = 8\nif QUICK:\n    SIZE = 2\nargs = GRPOConfig('out', per_device_train_batch_size=SIZE)\n"
+    launch = read(tmp_path, text, "a.py")
+    assert unread(launch) == [("per_device_train_batch_size", "computed: SIZE, which lines 1, 3 set")]
+
+
+def test_the_trainer_has_no_argument_tokenizer(tmp_path: Path):
+    one = "from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(m, f, GRPOConfig('out'), tokenizer=t)\n"
+    (tmp_path / "a.py").write_text(one)
+    report = check_file(tmp_path / "a.py")
+    assert report.outcome == "refused" and report.findings[0].nearest == ("processing_class=tokenizer",)
+    (tmp_path / "a.py").write_text(one + "GRPOTrainer(m, f, GRPOConfig('out'))\n")  # which of them, a branch may decide
+    assert not check_file(tmp_path / "a.py").failed
+
+
+def test_a_trainer_of_another_package_is_not_checked_and_not_converted(tmp_path: Path):
+    text = "from rec.grpo import GRPOTrainer\nGRPOTrainer(model, trie, tokens, mask, device=device).train()\n"
+    launch = read(tmp_path, text, "a.py")
+    assert (launch.not_checked, launch.settings) == ("GRPOTrainer of rec.grpo, which is not TRL's", {})
 
 
 PARSER = """'''

@@ -92,7 +92,12 @@ def test_here_documents_redirections_and_several_commands_on_a_line():
         ("if a; then X=3; elif b; then X=4; else X=3; fi\n", "$X is 3 or 4, which a branch decides"),
         ("case $A in a) X=5 ;; *) X=6 ;; esac\n", "$X is 5 or 6, which a branch decides"),
         ("X=1\n[ -z $A ] && X=2\n", "$X is 1 or 2, which a branch decides"),
-        ("X=1\nfor i in 1 2; do X=$i; done\n", "$X is 1 or nothing, which a branch decides"),
+        ("X=1\nfor i in 1 2; do X=$i; done\n", "$X is 1 or $i, which a branch decides"),
+        ("X=1\nwhile a; do case $1 in --x) X=$2 ;; esac; done\n", "$X is 1 or $2, which a branch decides"),
+        ("X=1\nif a; then X=2; else X=3; fi\n", "$X is 2 or 3, which a branch decides"),
+        ("if a; then Y=2; fi\nX=${Y:-8}\n", "$Y is 8 or 2, which a branch decides"),
+        ("if a; then Y=8; fi\nX=${Y:-8}\n", None),
+        ("Y=1\nif a; then Y=2; fi\nX=$((4 * Y))\n", "$Y is 1 or 2, which a branch decides"),
         ("for X in 1 2; do echo; done\n", "$X is set by a loop"),
         ("while a; do X=$(b); done\n", "$(b) is the output of a command, and nothing is run"),
         ("X[1]=2\n", "$X is assigned in parts"),
@@ -102,6 +107,12 @@ def test_here_documents_redirections_and_several_commands_on_a_line():
 )
 def test_a_variable_with_more_than_one_value_is_unknown(text: str, after: str | None):
     assert missing(f"{text}run $X\n") == ([after] if after else [])
+
+
+@pytest.mark.parametrize("loop", ["for N in ; do", "L=\nfor N in $L; do"])
+def test_a_loop_over_nothing_runs_nothing(loop: str):
+    assert missing(f"{loop} run 1; done\nrun 2\n") == []
+    assert missing(f"{loop} run 1; done\n") == ["the loop over $N runs over nothing"]
 
 
 def test_in_a_branch_its_own_values_hold():

@@ -13,7 +13,7 @@ SWIFT = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset or
 VERL = (
     "python -m verl.trainer.main_ppo data.train_batch_size=256 data.train_files=t.parquet trainer.total_epochs=2 "
     "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.path=org/m trainer.n_gpus_per_node=8 "
-    "actor_rollout_ref.rollout.n=5 "
+    "actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm "
 )
 TRL = "reward_funcs: [accuracy]\nmax_steps: 10\n"
 
@@ -324,6 +324,11 @@ def test_several_files_of_held_out_rows(tmp_path: Path):
     assert "path" not in config["eval"]
 
 
+def test_a_sample_of_held_out_rows_of_ms_swift(tmp_path: Path):
+    config, notes = whole(tmp_path, "s.sh", SWIFT + "--val_dataset 'org/e#100' --eval_steps 5\n")
+    assert config["eval"]["sources"] == [{"path": "org/e", "rows": 100}] and "not valid here" not in notes
+
+
 def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):
     """It lacks log_prob_micro_batch_size_per_gpu, and does not start."""
     config, notes = whole(tmp_path, "v.sh", VERL.strip() + " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4\n")
@@ -337,7 +342,7 @@ def test_defaults_of_ms_swift_are_kept(tmp_path: Path):
     config, notes = whole(tmp_path, "s.sh", f"{start} --enable_thinking false --overlong_filter true\n")
     train, optim = config["train"], config["optim"]
     assert (train["learning_rate"], train["lr_schedule"], optim["weight_decay"]) == (1e-4, "cosine", 0.1)
-    assert config["eval"] == {"path": "org/v", "every": 50}
+    assert config["eval"].items() >= {"path": "org/v", "every": 50, "num_samples": 8, "temperature": 0.9}.items()
     assert config["data"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert config["algorithm"]["mask_truncated_completions"] is True and "has no equivalent" not in notes
 
@@ -387,3 +392,6 @@ def test_evaluation_and_timeouts_of_ms_swift_are_converted(tmp_path: Path) -> No
     assert "nothing is evaluated" not in notes
     _, notes = converted(tmp_path, "train.sh", SWIFT + "--eval_steps 5 ")
     assert "nothing is evaluated there: eval_steps" in notes
+    whole_notes = whole(tmp_path, "old.sh", SWIFT + "--train_type lora --num_infer_workers 1 --model_type got_ocr2\n")
+    assert whole_notes[0]["eval"]["rows"] == 0.01  # the default of those versions
+    assert any("images" in text for text in whole_notes[0]["decide_first"])

@@ -96,6 +96,28 @@ def test_a_model_that_is_wrapped_before_the_trainer(tmp_path: Path, before: str,
             {"before": "fs = [mixed_reward]\nif x: fs.append(y)", "rewards": "fs"},
             "a list that the script puts together",
         ),
+        ({"rewards": "[lambda completions, **kw: [0.0]]"}, "a lambda; write it as `def reward(completions"),
+        ({"before": "f = lambda completions: [0.0]", "rewards": "f"}, "a lambda; write it"),
+        (
+            {
+                "before": f"if x:\n    {LOADED.format('')}else:\n    {LOADED.format('').replace('/m', '/n')}",
+                "model": "model",
+            },
+            "loaded in several places, as 'org/m' or 'org/n'",
+        ),
+        (
+            {
+                "before": 'kw = {}\nif x:\n    kw["q"] = BitsAndBytesConfig(load_in_4bit=True)\n'
+                + LOADED.format("**kw"),
+                "model": "model",
+            },
+            "load_in_4bit (a.py:5): set in a branch: True",
+        ),
+        (
+            {"before": "d = load_dataset('org/a') if x else load_dataset('org/b')", "data": "d"},
+            "train_dataset: or load",
+        ),
+        ({"data": "interleave_datasets([load_dataset('org/a'), load_dataset('org/b')])"}, "interleave_datasets(...)"),
         ({"data": "load_dataset('json', data_files={'data': path})"}, "data.path: fill it in"),
         ({"data": "load_dataset('org/d', split='train').map(f)"}, ".map(...)"),
     ],
@@ -105,6 +127,41 @@ def test_what_could_not_be_carried_over_is_to_decide_first(tmp_path: Path, parts
     assert any(said in decision for decision in config["decide_first"]), output
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "a.py")])
     assert result.exit_code == 1 and "cohort train refuses until" in result.stderr
+
+
+def test_data_sets_that_are_concatenated_are_sources(tmp_path: Path) -> None:
+    before = (
+        "a = load_dataset('org/a', split='train')\nb = load_dataset('json', data_files='b.jsonl', split='train')\n"
+        "rows = concatenate_datasets([a, b])"
+    )
+    config, output = converted(tmp_path, script(before=before, data="rows"))
+    assert config["data"] == {"sources": [{"path": "org/a", "split": "train"}, {"path": "b.jsonl"}]}
+    assert "decide_first" not in config, output
+
+
+def test_a_part_of_the_batch_is_told_with_what_is_left_to_fill_in(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("GRPOConfig('out', num_generations=read(), per_device_train_batch_size=4)")
+    (said,) = [text for text in yaml.safe_load(convert_file(tmp_path / "a.py"))["decide_first"] if "prompts" in text]
+    assert said.endswith("the source's batch is only known at run time (per_device_train_batch_size is 4)")
+
+
+def test_evaluation_samples_as_training_does(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "reward_funcs: [r]\nnum_generations: 4\ntemperature: 0.7\neval_strategy: steps\ndataset_name: d\n"
+    )
+    evaluation = yaml.safe_load(convert_file(tmp_path / "a.yaml"))["eval"]
+    assert (evaluation["num_samples"], evaluation["temperature"], evaluation["before_training"]) == (4, 0.7, False)
+
+
+def test_a_program_that_is_not_verls_is_to_decide(tmp_path: Path) -> None:
+    command = (
+        "python -m agentlightning.verl data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.model.path=m "
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6\n"
+    )
+    config, _ = converted(tmp_path, command, "run.sh")
+    assert any(text.startswith("program: agentlightning.verl is not verl's") for text in config["decide_first"])
+    assert config["eval"]["temperature"] == 0.6
 
 
 def test_a_run_with_open_decisions_does_not_start(tmp_path: Path) -> None:
@@ -200,7 +257,7 @@ class Mine(GRPOTrainer):
 def right(completions, **columns): ...
 args = GRPOConfig("out")
 args.num_generations = 4
-setattr(args, "beta", 0.04)
+args.beta = 0.04
 Mine("org/m", right, args, train_dataset=load_dataset("org/d", split="train"))
 """
     config, _ = converted(tmp_path, text)

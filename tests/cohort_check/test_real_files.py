@@ -16,7 +16,7 @@ from cohort.errors import UserError
 from cohort.plan.shape import try_read_shape
 from cohort_check import FileReport, check_file
 from cohort_check.convert import convert_file, convert_launch
-from cohort_check.launch import Launch
+from cohort_check.launch import Launch, Unread
 from cohort_check.readers import read_launch
 from selection import slow
 
@@ -37,6 +37,17 @@ CONVERTED = [
     *(pytest.param(framework, 1, marks=slow("some of one framework's files")) for framework in PLANNED),
 ]
 MINIMUM = {"trl": 0.95, "open-r1": 0.95, "ms-swift": 0.95, "verl": 0.90, "prime-rl": 1.0, "openrlhf": 1.0}
+UNREAD = (  # change no training, or what they change is to decide in other words
+    "output_dir",
+    "trainer.default_local_dir",
+    "report_to",
+    "trainer.logger",
+    "per_device_eval_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_infer_workers",
+    "vllm_device",
+)
 SIZES = (1, 2, 3, 4, 6, 7, 8, 16)
 OUTCOMES = {"not judged": "not checked", "recognized": "not checked"}
 
@@ -164,6 +175,27 @@ def dropped(cases: list[tuple[dict[str, Any], Launch]]) -> list[str]:
             if key not in listed and any(convert(settings) == converted for settings in others):
                 found.append(f"{case['origin']}: {key}={said.value!r}")
     return found
+
+
+@pytest.mark.parametrize("framework", PLANNED)
+def test_what_changes_the_configuration_and_cannot_be_read_is_to_decide(framework: str, folder: Path) -> None:
+    found = []
+    for case, launch in launches(framework, folder / framework)[:: SAMPLED[framework]]:
+
+        def convert(changed: Launch, case: Any = case) -> Any:
+            return convert_launch(changed, FOLDER, framework_version=case["version"])[0]
+
+        config = convert(launch)
+        for key, said in launch.settings.items():
+            others = [{**launch.settings, key: replace(said, value=value)} for value in others_than(said.value)]
+            if all(convert(replace(launch, settings=settings)) == config for settings in others):
+                continue
+            rest = {name: value for name, value in launch.settings.items() if name != key}
+            unread = Unread(key.removeprefix("trainer."), "a:1", "computed")
+            told = convert(replace(launch, settings=rest, unread=(*launch.unread, unread))).get("decide_first", ())
+            if key not in UNREAD and not any(unread.key.strip("()") in text for text in told):
+                found.append(f"{case['origin']}: {key}={said.value!r}")
+    assert found == []
 
 
 def others_than(value: Any) -> list[Any]:

@@ -4,12 +4,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from cohort.cli.app import app
 from cohort.config import config_from_dict
 from cohort.errors import UserError
+from cohort.trl.config import TRL_VERSION
 from cohort.trl.scripts import as_yaml, run_script
 from cohort_check import check_file
 from cohort_check.readers import read_arguments
+from cohort_check.rules.common import DEFAULTS
+from tiny import save_model_folder
 
 SCRIPT = """
 import argparse
@@ -53,12 +58,49 @@ def test_the_trainer_that_the_script_builds_is_converted_and_judged(tmp_path: Pa
     assert config.model.path == "org/base" and config.model.adapter is not None and config.model.adapter.rank == 4
     assert (config.train.steps, config.run.checkpoint_every, config.train.prompts_per_step) == (20, 5, 3)
     assert (config.algorithm.beta, config.train.learning_rate, config.hardware.processes) == (0.01, 2e-6, 3)
-    assert [reward.use for reward in config.rewards] == ["train.py:digits", "rewards.py:<lambda>"]
+    assert [reward.use for reward in config.rewards] == ["train.py:digits", "rewards.py:reward_12"]
     data, closure = config.decide_first
     assert "data.path: 5 rows with the columns prompt" in data and "train_dataset.to_json('train.jsonl')" in data
-    assert closure.startswith("rewards: <lambda> (train.py:12) is a closure")
+    assert closure.startswith("rewards: reward_12 (train.py:12) is a closure")
     found = check_file(script, ran=ran)
     assert found.verdict == "starts: TRL 1.16 with 3 processes, 12 completions per optimizer step, 3 prompts"
+
+
+UNSLOTH = """
+from datasets import Dataset
+from unsloth import FastLanguageModel
+from vllm import SamplingParams
+from trl import GRPOConfig, GRPOTrainer
+
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="base", load_in_4bit=True, fast_inference=True)
+model = FastLanguageModel.get_peft_model(model, r=32, target_modules=["q_proj"])
+args = GRPOConfig(
+    "out", num_generations=4, per_device_train_batch_size=1, use_vllm=True, max_steps=3, unsloth_num_chunks=-1,
+    vllm_sampling_params=SamplingParams(min_p=0.1),
+)
+rows = Dataset.from_list([{"prompt": "a"}] * 5)
+GRPOTrainer(model, lambda completions, **_: [0.0 for _ in completions], args, rows, processing_class=tokenizer).train()
+"""
+
+
+@pytest.mark.slow("test_the_trainer_that_the_script_builds_is_converted_and_judged")
+def test_a_script_of_unsloth_is_run_without_unsloth_and_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model_folder(tmp_path / "base", "qwen3")
+    (tmp_path / "train.py").write_text(UNSLOTH)
+    (tmp_path / "requirements.txt").write_text("trl==0.22.2\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["convert", "train.py", "--run"])
+    assert result.exit_code == 1, result.stderr
+    assert "those of TRL 1.16, which cohort.trl has; the script is for 0.22.2 (requirements.txt:1)" in result.stdout
+    assert "# - per_device_train_batch_size: 1 as written, which Unsloth raises to num_generations 4" in result.stdout
+    config = yaml.safe_load(result.stdout)
+    assert (config["model"]["adapter"]["rank"], config["train"]["prompts_per_step"]) == (32, 1)
+    sampling, quantization, *_ = config["decide_first"]
+    assert sampling.startswith("vllm_sampling_params: SamplingParams(min_p=0.1)") and "quantization" in quantization
+
+
+def test_the_defaults_are_those_of_the_version_that_is_told() -> None:
+    assert DEFAULTS["trl"] == TRL_VERSION
 
 
 @pytest.mark.slow("test_the_trainer_that_the_script_builds_is_converted_and_judged")

@@ -95,8 +95,10 @@ def convert(
 
     if run:
         from cohort.trl.scripts import as_yaml
+        from cohort_check.readers.pins import pinned_version
 
-        text = as_yaml(file, _ran(file, launch))
+        ran, pin = _ran(file, launch), pinned_version("trl", file, file.read_text(encoding="utf-8"))
+        text = as_yaml(file, ran, pinned=f"{pin.value} ({pin.where})" if pin else "")
     else:
         text = convert_file(file, framework_version=_version(framework_version), launched_with=launch)
     typer.echo(text, nl=False)

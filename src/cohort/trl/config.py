@@ -13,6 +13,7 @@ from cohort.config.other_trainers import grpo_config_fields
 from cohort.errors import UserError
 from cohort.ranks.join import rank_of_launcher, started_by_torchrun
 
+TRL_VERSION = "1.16"  # whose defaults the fields have
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 

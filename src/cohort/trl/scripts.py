@@ -4,15 +4,18 @@ In the child, `GRPOConfig` and `GRPOTrainer` are those of `cohort.trl`, and stan
 no weights are loaded and no GPU is needed. Everything else of the script runs as it does for its user.
 """
 
+import functools
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -36,9 +39,9 @@ def run_script(script: Path, arguments: Sequence[str] = (), *, processes: int = 
         processes: training processes, which the script is told by its batch only.
 
     Returns:
-        `config`, the sections of a configuration; `decide_first` and `to_do`, what they cannot say; `arguments`, the
-        fields of `GRPOConfig` that are not its defaults; `trainer`, the parts of the trainer by name; and `where` it is
-        built.
+        `config`, the sections of a configuration; `decide_first`, `to_do` and `differences`, what they cannot say;
+        `arguments`, the fields of `GRPOConfig` that are not its defaults, which are those of the version `trl`;
+        `trainer`, the parts of the trainer by name; and `where` it is built.
 
     Raises:
         UserError: it fails, or trains nothing with GRPO.
@@ -56,10 +59,18 @@ def run_script(script: Path, arguments: Sequence[str] = (), *, processes: int = 
     return {**answer, "processes": processes}
 
 
-def as_yaml(script: Path, ran: Mapping[str, Any]) -> str:
-    """Return the configuration of a script that ran, as YAML with comments."""
+def as_yaml(script: Path, ran: Mapping[str, Any], *, pinned: str = "") -> str:
+    """Return the configuration of a script that ran, as YAML with comments.
+
+    Args:
+        script: the file.
+        ran: what `run_script` returned.
+        pinned: the version of TRL that the script is for, with its place, if that is known.
+    """
+    version = f"those of TRL {ran['trl']}, which cohort.trl has" + (f"; the script is for {pinned}" if pinned else "")
     lines = [f"The configuration of the GRPOTrainer at {ran['where']}, by cohort convert --run."]
-    lines += ["To do:", *(f"- {entry}" for entry in ran["to_do"])] if ran["to_do"] else []
+    for heading, entries in (("Defaults", [version]), ("To do", ran["to_do"]), ("Different here", ran["differences"])):
+        lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
     decide = list(ran["decide_first"])
     try:
         config_from_dict(ran["config"])
@@ -104,8 +115,12 @@ def _place() -> str:
     return f"{Path(script).name}:{frame.f_lineno if frame else 1}"
 
 
+class SamplingParams(SimpleNamespace):
+    """vLLM's, for scripts that hand it to Unsloth's GRPOConfig."""
+
+
 def _stand_in_for_models(notes: list[str]) -> None:
-    """Replace what loads models and wraps them, of transformers, peft and Unsloth."""
+    """Replace what loads models and wraps them, of transformers, peft, Unsloth and vLLM."""
     import peft
     import transformers
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -135,6 +150,9 @@ def _stand_in_for_models(notes: list[str]) -> None:
     fast = MagicMock(from_pretrained=unsloth_load, get_peft_model=unsloth_adapter)
     vars(unsloth).update(FastLanguageModel=fast, FastModel=fast, FastVisionModel=fast, __path__=[])
     sys.modules |= {"unsloth": unsloth, "unsloth.chat_templates": _Anything("unsloth.chat_templates")}
+    if find_spec("vllm") is None:
+        sys.modules["vllm"] = vllm = _Anything("vllm")
+        vars(vllm).update(SamplingParams=SamplingParams, __spec__=ModuleSpec("vllm", None), __path__=[])
 
 
 class _Anything(ModuleType):
@@ -144,26 +162,57 @@ class _Anything(ModuleType):
         return MagicMock(name=name)
 
 
+def _as_unsloth(kind: Any, notes: list[str], differences: list[str]) -> None:
+    """Let GRPOConfig take Unsloth's fields, and raise a batch that holds no whole groups, as Unsloth does."""
+    build, imports = kind.__init__, re.search(r"(?m)^\s*(from|import) unsloth\b", Path(sys.argv[0]).read_text("utf-8"))
+
+    @functools.wraps(build)
+    def init(args: Any, *positional: Any, vllm_sampling_params: Any = None, **given: Any) -> None:
+        if vllm_sampling_params is not None:
+            notes.append(f"vllm_sampling_params: {vllm_sampling_params!r} at {_place()}; set what differs in rollout")
+        given = {key: value for key, value in given.items() if not key.startswith("unsloth_")}  # of memory
+        size, generations = given.get("per_device_train_batch_size", 8), given.get("num_generations", 8)
+        if size * given.get("gradient_accumulation_steps", 1) % generations:
+            given["per_device_train_batch_size"] = generations
+            text = f"{size} as written, which Unsloth raises to num_generations {generations}"
+            differences.append(f"per_device_train_batch_size: {text}")
+        build(args, *positional, **given)
+
+    if imports:
+        kind.__init__ = init
+
+
 def _front(answer: Callable[[dict[str, Any]], None], notes: list[str], processes: int) -> None:
     """Put the configuration and the trainer of `cohort.trl` in the place of TRL's."""
     from cohort.trl import GRPOConfig, GRPOTrainer
 
+    differences: list[str] = []
+    _as_unsloth(GRPOConfig, notes, differences)
     GRPOConfig.world_size = property(lambda args: processes)  # type: ignore[assignment, method-assign]
 
+    names = list(inspect.signature(GRPOTrainer).parameters)
+
     class Trainer(GRPOTrainer):
-        def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, **parts: Any) -> None:
+        def __init__(
+            self, model: Any = None, reward_funcs: Any = None, args: Any = None, *rest: Any, **parts: Any
+        ) -> None:
+            parts |= dict(zip(names[3:], rest, strict=False))
             self._where, self._parts, self._told = _place(), parts, list[str]()
             if isinstance(model, LoadedModel):
-                model = self._unwrapped(model)
+                model = self._unwrapped(model, sampled_by_vllm=bool(args and args.use_vllm))
             functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
             super().__init__(model, [self._function(each) for each in functions], args, **parts)
 
-        def _unwrapped(self, model: LoadedModel) -> str:
+        def _unwrapped(self, model: LoadedModel, *, sampled_by_vllm: bool) -> str:
             if isinstance(model.adapter, str):
                 self._told.append(f"adapter: {model.adapter} is trained on; set model.adapter.path and its rank")
             elif model.adapter is not None:
                 self._parts["peft_config"] = model.adapter
-            self._parts.setdefault("quantization_config", _quantization(model.options))
+            quantized = _quantization(model.options)
+            if quantized is not None and sampled_by_vllm:
+                self._told.append("model.quantization: no equivalent with vLLM; here the weights keep their dtype")
+            else:
+                self._parts.setdefault("quantization_config", quantized)
             dtype = model.options.get("dtype", model.options.get("torch_dtype"))
             self._dtype = str(dtype).removeprefix("torch.")
             return model.path
@@ -181,16 +230,16 @@ def _front(answer: Callable[[dict[str, Any]], None], notes: list[str], processes
 
         def train(self, *_: Any, **__: Any) -> Any:
             told = _Teller(self, [*notes, *self._told])
-            answer(told.answer())
+            answer({**told.answer(), "differences": differences})
             os._exit(0)  # nothing after it runs
 
-    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": Trainer}
+    classes = {"GRPOConfig": GRPOConfig, "GRPOTrainer": Trainer}
     for module in ("trl.trainer.grpo_trainer", "trl.trainer.grpo_config"):  # from which TRL itself takes them
         sys.modules[module] = ModuleType(module)
-        vars(sys.modules[module]).update(names)
+        vars(sys.modules[module]).update(classes)
     if find_spec("trl") is None:
         sys.modules["trl"] = ModuleType("trl")
-        vars(sys.modules["trl"]).update(names, __path__=[])
+        vars(sys.modules["trl"]).update(classes, __path__=[])
     vars(sys.modules["cohort.trl"]).update(GRPOTrainer=Trainer)
 
 
@@ -215,7 +264,7 @@ class _Teller:
 
     def answer(self) -> dict[str, Any]:
         """The answer to `run_script`."""
-        from cohort.trl.config import changed_fields
+        from cohort.trl.config import TRL_VERSION, changed_fields
 
         trainer = self.trainer
         config = trainer._built().config.model_dump(mode="json", exclude_unset=True)
@@ -240,6 +289,7 @@ class _Teller:
             "config": {key: section for key, section in config.items() if section},
             "decide_first": list(dict.fromkeys(self.decide)),
             "to_do": self.todo,
+            "trl": TRL_VERSION,
             "arguments": fields,
             "trainer": parts,
             "where": trainer._where,
@@ -274,6 +324,8 @@ class _Teller:
         code = getattr(function, "__code__", None)
         place = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else self.trainer._where
         name = use.rpartition(":")[2]
+        if not name.isidentifier():  # of a lambda
+            name = f"reward_{code.co_firstlineno}" if code else "reward"
         if use.startswith(_UNNAMED):
             closure = "a closure" if getattr(function, "__closure__", None) else "an object"
             self.decide.append(
@@ -318,7 +370,8 @@ class _Teller:
         from transformers import AutoTokenizer
 
         name = str(getattr(tokenizer, "name_or_path", ""))
-        own = AutoTokenizer.from_pretrained(name) if name == config["model"]["path"] else None
+        is_own = name and Path(name).resolve() == Path(config["model"]["path"]).resolve()  # ids are relative paths here
+        own = AutoTokenizer.from_pretrained(name) if is_own else None
         if own is None or own.chat_template != tokenizer.chat_template or len(own) != len(tokenizer):
             self.decide.append(f"tokenizer: {name or type(tokenizer).__name__}, which the script has changed or chosen")
 

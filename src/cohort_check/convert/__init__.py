@@ -9,7 +9,7 @@ from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 from cohort_check.convert.draft import Draft
 from cohort_check.convert.swift import from_swift
-from cohort_check.convert.trl import TrlDraft, from_trl
+from cohort_check.convert.trl import BATCH, TrlDraft, from_trl
 from cohort_check.convert.verl import from_verl
 from cohort_check.launch import ANY_SETTING, Launch, Setting, Settings
 from cohort_check.readers import read_launch
@@ -125,9 +125,8 @@ def _start(draft: Draft, rules: RunRules) -> Start | None:
     if launch.framework == "verl":  # whose batches do not depend on the GPUs
         if not unread & set(BATCH_KEYS):
             prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
-            return Start(
-                starts=True, generation_batch_size=prompts * generations, global_batch_size=trained * generations
-            )
+            sampled, size = prompts * generations, trained * generations
+            return Start(starts=True, generation_batch_size=sampled, global_batch_size=size)
     elif not unread & (rules.decides | ANY_SETTING):
         for size in (draft.processes or 1, *range(1, 65)):
             start = rules.start(size, rules.sizes)
@@ -136,5 +135,8 @@ def _start(draft: Draft, rules: RunRules) -> Start | None:
                     processes = counted(size, "training process")
                     draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
                 return start
-    draft.decide.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
+    keys = BATCH_KEYS if launch.framework == "verl" else BATCH
+    said = ", ".join(f"{key} is {draft.settings.said(key)}" for key in keys if key in draft.settings)
+    text = "train.prompts_per_step: fill it in; the source's batch is only known at run time"
+    draft.decide.append(f"{text} ({said})" if said else text)
     return None

@@ -17,7 +17,7 @@ _SWIFT = re.compile(r"(?:HF::)?([^#:]+)(?::([^#/]+))?(?:#(\d+))?")
 
 def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], *, section: str = "data") -> None:
     """Set `path` and keys beside it in `data` or `eval`, or `sources`, whose names are made different."""
-    if len(sources) < 2:
+    if len(sources) < 2 and not (section == "eval" and sources and "rows" in sources[0]):  # eval.rows holds out
         missing = {"data": "train.jsonl", "eval": "eval.jsonl"}[section]
         draft.path(f"{section}.path", named=sources[0]["path"] if sources else None, missing=missing)
         for key, value in sources[0].items() if sources else ():
@@ -67,9 +67,8 @@ def of_mixture(draft: Draft, entries: Sequence[Any]) -> list[dict[str, Any]]:
         if isinstance(weight, int | float) and 0 < weight < 1:
             source["rows"] = float(weight)
         elif weight is not None and weight != 1:
-            draft.decide.append(
-                f"no equivalent: weight {weight!r:.40} of {source.get('path')!r}, the share of its rows to use"
-            )
+            share = f"weight {weight!r:.40} of {source.get('path')!r}, the share of its rows to use"
+            draft.decide.append(f"no equivalent: {share}")
         if isinstance(files := source.get("path"), list):
             sources += [{**source, "path": file} for file in files]
         elif source.get("path"):

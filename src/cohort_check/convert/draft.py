@@ -78,15 +78,8 @@ _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
 _OUTPUT = ("output_dir", "trainer.default_local_dir", "report_to")  # say where to write, and change no training
 _BESIDES = ("callbacks=",)  # code to carry over that changes no training
-_COUNTS = (
-    "train.steps",
-    "train.warmup_steps",
-    "run.checkpoint_every",
-    "eval.every",
-    "reference.refresh_every",
-    "critic.warmup_steps",
-)
-_VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
+_COUNTS = "train.steps train.warmup_steps run.checkpoint_every eval.every reference.refresh_every critic.warmup_steps"
+_VISION = re.compile(r"(?i)vl(?=$|[-_.\d])|vlm|ocr|vision|llava|paligemma|idefics|pixtral|minicpm-[vo]|omni")
 
 
 class Draft:
@@ -201,16 +194,14 @@ class Draft:
         return names.get(name, names[first])
 
     def model(self, named: Any) -> None:
-        """Set the model, and note if it has a vision encoder."""
+        """Set the model, and note if its name or its type is that of one with a vision encoder."""
         self.path("model.path", named=named, missing="MODEL")
-        if _VISION.search(self.config["model"]["path"].rpartition("/")[2]):
+        kinds = [str(said.value) for key, said in self.launch.settings.items() if key == "model_type"]
+        if any(map(_VISION.search, (self.config["model"]["path"].rpartition("/")[2], *kinds))):
             self.decide.append(f"images: {self.config['model']['path']} reads images there; here only text is trained")
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
         """Set a path or an id, or leave a placeholder."""
-        if isinstance(named, list) and len(named) > 1:
-            self.decide.append(f"{key}: several in the source ({named!r:.80}); the first one is used")
-        named = named[0] if isinstance(named, list) and named else named
         if not isinstance(named, str) or not named:
             (self.todo if key.startswith("eval.") else self.decide).append(f"{key}: fill it in")
             named = missing
@@ -272,9 +263,8 @@ class Draft:
         generations = self.get("rollout.num_generations")
         self.put("hardware.processes", self.per_node if self.processes else None)
         if self.processes > self.per_node:
-            self.differs(
-                f"{self.processes // self.per_node} machines of {self.per_node}: see `cohort launch slurm --nodes`"
-            )
+            machines = f"{self.processes // self.per_node} machines of {self.per_node}"
+            self.differs(f"{machines}: see `cohort launch slurm --nodes`")
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
         size = start.global_batch_size
@@ -308,9 +298,8 @@ class Draft:
         weights = f"{bits}-bit weights by bitsandbytes"
         try:
             check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
-            check_run(
-                "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
-            )
+            processes = self.processes or 1
+            check_run("model.quantization", kind, processes=processes, engine=engine, shares_weights=shares_weights)
         except ValueError as why:
             self.decide.append(f"no equivalent: {weights}; here the model's weights keep their dtype: {why}")
             return
@@ -336,9 +325,8 @@ class Draft:
         without = [f"algorithm.{key}" for key in given if key in parameters() and key not in effective]
         self.drop(f"no effect with policy_loss: {parts['policy_loss']}", without)
         if given.get("clip_low", 0) >= 1:
-            self.differs(
-                f"{self._origins['algorithm.clip_low']} {given['clip_low']:g} is no bound; 0.999 is the nearest"
-            )
+            key = self._origins["algorithm.clip_low"]
+            self.differs(f"{key} {given['clip_low']:g} is no bound; 0.999 is the nearest")
             given["clip_low"] = 0.999
         if "delta" in given and given["delta"] <= 1 + given["clip_high"]:
             self.no_dual_clip()
@@ -351,7 +339,7 @@ class Draft:
 
     def rescale(self, times: int, per: int, unit: str) -> None:
         """Turn counts of another unit into Cohort's steps, of which `times` are as many as `per` of that unit."""
-        for key in _COUNTS if times != per else ():
+        for key in _COUNTS.split() if times != per else ():
             section, name = key.split(".")
             if theirs := self.config.get(section, {}).get(name):
                 ours = math.ceil(theirs * times / per)
@@ -374,7 +362,7 @@ class Draft:
 
         decide = [finding.message for finding in self.settings.findings] + self.decide
         for unread in self.launch.unread:
-            reason = reason_for(unread.key, used=False)
+            reason = reason_for(unread.key, used=unread.key in self.settings.used)
             if reason or unread.key in _OUTPUT:
                 unneeded.setdefault(reason or "only known when the source runs", []).append(unread.key)
             else:
@@ -387,7 +375,7 @@ class Draft:
             if value == default and self.launch.framework == "verl" and self.launch.form == "yaml":
                 continue  # Hydra has written it
             reason = reason_for(key, used=used)
-            if value == default and not used:
+            if (value == default or (value == "none" and ".peft_config." in key)) and not used:
                 reason = "its default there"
             if reason:
                 unneeded.setdefault(reason, []).append(key)
@@ -396,8 +384,5 @@ class Draft:
                 advice = f": {fields['refused'][key]}" if key in fields.get("refused", {}) else ""
                 decide.append(f"{key}: {shown} ({said.where}) has no equivalent{advice}")
         self.config["decide_first"] = list(dict.fromkeys(" ".join(text.split()) for text in decide))
-        return {
-            "To do": self.todo,
-            "Different here": self.differences,
-            "Not needed": [f"{reason}: {', '.join(dict.fromkeys(keys))}" for reason, keys in unneeded.items()],
-        }
+        not_used = [f"{reason}: {', '.join(dict.fromkeys(keys))}" for reason, keys in unneeded.items()]
+        return {"To do": self.todo, "Different here": self.differences, "Not needed": not_used}

@@ -1,8 +1,5 @@
 """ms-swift to Cohort."""
 
-import re
-from typing import Any
-
 from cohort.errors import UserError
 from cohort_check.convert.data_sources import of_swift, put_sources
 from cohort_check.convert.trl import TABLES, TrlDraft
@@ -24,7 +21,6 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     draft.put("data.system_prompt", _system_prompt(draft))
     if settings.text("truncation_strategy", "left") != "delete":
         draft.differs("max_length cuts longer prompts from the left there; here they are dropped")
-    _evaluation(draft)
     draft.rewards(settings.said("reward_funcs"), settings.said("reward_weights"))
     if settings.said("external_plugins"):
         draft.todo.append(f"rewards.py: rewards that {settings.said('external_plugins')} defines become functions")
@@ -32,6 +28,7 @@ def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     draft.put("train.learning_rate", 1e-5 if tuner == "full" else 1e-4)
     draft.training()
     draft.copy(TABLES["ms-swift"])
+    _evaluation(draft)
     if draft.get("rollout.num_generations") == 1:
         draft.put("rollout.num_generations", 2)
         draft.decide.append("no equivalent: one completion per prompt, with a teacher; 2 are compared here")
@@ -58,31 +55,19 @@ def _system_prompt(draft: TrlDraft) -> str | None:
         return None
 
 
-def _names(draft: TrlDraft, key: str) -> list[Any]:
-    """Data sets by name. `name#1000` is a sample of so many rows there."""
-    said = draft.settings.said(key)
-    names = []
-    for name in said if isinstance(said, list) else [said] if said else []:
-        match = re.fullmatch(r"(.+)#(\d+)", name) if isinstance(name, str) else None
-        if match:
-            draft.decide.append(
-                f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken"
-            )
-        names.append(match[1] if match else name)
-    return names
-
-
 def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
-    data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
+    data = of_swift(settings.said("val_dataset"))
+    ratio = settings.number("split_dataset_ratio", draft.known["split_dataset_ratio"]["default"])
     if strategy != "no" and (data or ratio > 0):
-        every = settings.whole("eval_steps", settings.said("save_steps"))
-        if not data:
+        if data:
+            put_sources(draft, data, section="eval")
+        else:
             draft.put("eval.rows", ratio)
-        draft.evaluation(strategy, data, every)
+        draft.evaluation(strategy, None, settings.whole("eval_steps", settings.whole("save_steps", None)))
     else:
-        draft.skip("nothing is evaluated there", " ".join(_EVALUATION))
+        draft.skip("nothing is evaluated there", " ".join(filter(settings.readable, _EVALUATION)))
 
 
 def _engine(draft: TrlDraft, mode: str) -> None:

@@ -10,7 +10,7 @@ from cohort_check.rules.common import Start, Version
 from cohort_check.rules.trl import sampling_mode
 
 TABLES: dict[str, Rows] = equivalents()["trl"]
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
 
 class TrlDraft(Draft):
@@ -35,7 +35,7 @@ class TrlDraft(Draft):
 
     def batch(self, start: Start | None) -> None:
         """Set the batch, from all of its keys that this version has."""
-        self.settings.used |= {key for key in _BATCH if start is not None and key in self.known}
+        self.settings.used |= {key for key in BATCH if start is not None and key in self.known}
         super().batch(start)
 
     def evaluation(self, strategy: str, path: Any, every: int | None) -> None:
@@ -43,9 +43,16 @@ class TrlDraft(Draft):
         if "eval" not in self.config:
             self.path("eval.path", named=path, missing="eval.jsonl")
         self.put("eval.every", every)
-        self.copy(TABLES["evaluation"])
+        self.sampled_evaluation()
         if strategy != "steps":
             self.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
+
+    def sampled_evaluation(self) -> None:
+        """Set how evaluation samples: as training does, which has to be set before."""
+        for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            self.put(f"eval.{key}", self.get(f"rollout.{key}"))
+        self.put("eval.num_samples", self.get("rollout.num_generations"))
+        self.copy(TABLES["evaluation"], defaults=True)
 
     def engine(self, mode: str, *, tensor_parallel: int) -> None:
         """Set where completions are sampled: none (in the training processes), colocate, or servers of their own."""
@@ -74,9 +81,8 @@ class TrlDraft(Draft):
                 given["policy_loss"] = "gspo_token"
                 self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
         elif level != "token" and loss != "vespo":  # which is of whole completions anyway
-            self.decide.append(
-                f"no equivalent: importance_sampling_level {level} with loss_type {loss}; ratios are tokens'"
-            )
+            text = f"importance_sampling_level {level} with loss_type {loss}; ratios are tokens'"
+            self.decide.append(f"no equivalent: {text}")
         if "delta" in given and given["policy_loss"].startswith("gspo"):
             self.no_dual_clip()
         if loss == "cispo":
@@ -84,10 +90,8 @@ class TrlDraft(Draft):
             if cap >= 1:
                 given["clip_high"] = cap - 1
             else:
-                self.differs(
-                    f"a cap of {cap:g} on CISPO's weights multiplies what is on-policy by {cap:g} there; here such a "
-                    f"weight is 1, and the cap is that of algorithm.clip_high"
-                )
+                text = f"a cap of {cap:g} on CISPO's weights multiplies what is on-policy by {cap:g} there"
+                self.differs(f"{text}; here such a weight is 1, and the cap is that of algorithm.clip_high")
         self.copy(TABLES["reference"])
         if not given["beta"]:
             self.skip("there is no KL term", "sync_ref_model")
@@ -107,11 +111,11 @@ def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     draft.model(model)
     if not _dataset(draft, "data", "trainer.train_dataset"):
         put_sources(draft, _data(draft))
-    _evaluation(draft)
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     draft.rewards(rewards, settings.said("reward_weights"))
     draft.training()
     draft.copy(TABLES["trl"])
+    _evaluation(draft)
     draft.batch(start)
     if "max_prompt_length" not in settings and version >= (0, 26):
         draft.differs("prompts have no limit there; here rollout.max_prompt_tokens drops longer ones")
@@ -148,27 +152,29 @@ def _data(draft: TrlDraft) -> list[dict[str, Any]]:
 
 
 def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
-    """Set the path, name and split of a section from the arguments of `load_dataset`, if they are known.
+    """Set the data of a section from the arguments of each `load_dataset` that it is made of, if they are known."""
+    one = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
+    loads = draft.settings.said(f"{source}.datasets") or ([one] if any(one.values()) else [])
+    put = [entry for loaded in loads for entry in _loaded(draft, section, loaded)]
+    if put:
+        put_sources(draft, put, section=section)
+    return bool(put)
 
-    A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
-    """
-    loaded = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
-    files, split = loaded["data_files"], loaded["split"]
+
+def _loaded(draft: TrlDraft, section: str, loaded: dict[str, Any]) -> list[dict[str, Any]]:
+    """The path, name and split of a `load_dataset`; once for each of its files, which replace a builder like "json"."""
+    files, split = loaded.get("data_files"), loaded.get("split")
+    path = None if loaded.get("path") in _BUILDERS else loaded.get("path")
     if isinstance(files, dict):
         files = files.get(split) or next(iter(files.values()), None)
-    if not any(loaded.values()):
-        return False
-    path = None if loaded["path"] in _BUILDERS else loaded["path"]
-    draft.path(f"{section}.path", named=files or path, missing="train.jsonl")
     if files and path:
         draft.decide.append(f"{section}.path: {path} with data_files; only the files are used")
-    draft.put(f"{section}.name", loaded["name"])
     match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
     if split and (match is None or match[2]):
         draft.decide.append(f"{section}.split: {split} is a part of a split; save that part as a file")
-    if match and not files:
-        draft.put(f"{section}.split", match[1])
-    return True
+    own = {"name": loaded.get("name"), "split": match[1] if match and not files else None}
+    places = files if isinstance(files, list) else [files or path]
+    return [{"path": place, **{key: value for key, value in own.items() if value is not None}} for place in places]
 
 
 def _evaluation(draft: TrlDraft) -> None:
@@ -180,6 +186,7 @@ def _evaluation(draft: TrlDraft) -> None:
         draft.copy({"eval.split": "dataset_test_split"})
     elif found:
         draft.put("eval.every", 0)
+        draft.sampled_evaluation()
 
 
 def _algorithm(draft: TrlDraft) -> None:

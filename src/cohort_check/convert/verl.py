@@ -5,7 +5,7 @@ import re
 from cohort.config.other_trainers import equivalents
 from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
-from cohort_check.rules.common import Start, Version
+from cohort_check.rules.common import VERL, Start, Version
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _FILTER = "algorithm.filter_groups"
@@ -39,7 +39,10 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
         convert(draft)
     if start and start.generation_batch_size and start.global_batch_size:
         draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
-    if re.search("one_step_off|fully_async", draft.launch.program or ""):
+    program = draft.launch.program or VERL
+    if not program.startswith(("verl.", "recipe.")):
+        draft.decide.append(f"program: {program} is not verl's, and may sample or reward in a way of its own")
+    if re.search("one_step_off|fully_async", program):
         draft.put("rollout.max_staleness", 1)
         draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")
 
@@ -57,9 +60,9 @@ def _rewards(draft: Draft) -> None:
     names, paths = ([settings.said(f"{section}.{key}") for section in _CUSTOM] for key in ("name", "path"))
     draft.rewards(names[0] or names[1], None)
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
-    manager = [settings.text(key, "naive") for key in _MANAGERS if key in settings]
+    manager = [name for name in map(settings.text, _MANAGERS) if name]
     draft.decide += [f"rewards: those of the reward manager {name}" for name in {*manager} - {"naive", "dapo"}]
-    if "dapo" not in manager and (manager or draft.launch.program == "verl.trainer.main_ppo"):
+    if "dapo" not in manager and (manager or draft.launch.program == VERL):
         draft.skip("the reward manager naive does not read it", "*.overlong_buffer.* *.overlong_buffer_cfg.*")
         return
     for section in _OVERLONG:
@@ -129,9 +132,8 @@ def _algorithm(draft: Draft) -> None:
         draft.skip("this policy loss sums in a way of its own", f"{_ACTOR}.loss_agg_mode")
     if given["policy_loss"] == "cispo":
         low = given.pop("clip_low")
-        draft.decide.append(
-            f"no equivalent: clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here"
-        )
+        text = f"clip_ratio_low {low:g} with policy loss cispo, which has no lower bound here"
+        draft.decide.append(f"no equivalent: {text}")
     if given["sampling_correction"] == "none":
         draft.drop("rollout_is is off", ["algorithm.sampling_correction_cap"])
     draft.algorithm(_TABLES["names"].get(estimator, given["policy_loss"]))

@@ -14,7 +14,7 @@ from cohort_check.findings import Finding
 from cohort_check.launch import Setting
 
 MAX_BYTES = 500_000
-MAX_NOTEBOOK_BYTES = 20_000_000  # with the output of its cells
+MAX_NOTEBOOK_BYTES = 20_000_000  # with the output of its cells; lock files list all packages
 _LEVELS_UP = 2  # from a script to where it is started
 
 
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
     """
     try:
         problem = _no_file(path)
-        most = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_BYTES
+        most = MAX_NOTEBOOK_BYTES if path.suffix in (".ipynb", ".lock") else MAX_BYTES
         if problem is None and path.stat().st_size > most:
             problem = f"larger than {most:,} bytes, which no configuration is"
         text = path.read_text(encoding="utf-8-sig") if problem is None else ""

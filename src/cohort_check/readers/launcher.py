@@ -107,7 +107,7 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
         settings=options.settings,
         unread=(
             *options.unread,
-            *(entry for entry in said.unread if entry.key in _DECIDING or entry.key.isupper()),
+            *(entry for entry in said.unread if is_of_launcher(entry)),
             *problems,
         ),
         processes=None if processes is None else Setting(processes, command.where),
@@ -116,6 +116,11 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
         server_gpus=gpus_of(server) if server else None,
         server=parse_options(server.words).settings if server else {},
     )
+
+
+def is_of_launcher(entry: Unread) -> bool:
+    """Whether an option or variable that could not be read says which processes start."""
+    return entry.key in _DECIDING or entry.key.isupper()
 
 
 def with_recipe(launch: Launch, folder: Path) -> Launch:

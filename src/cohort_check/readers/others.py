@@ -1,6 +1,7 @@
 """Cohort's own configurations, and formats that are only recognized: prime-rl and OpenRLHF."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cohort_check.findings import load_table
@@ -27,11 +28,7 @@ def recognize(path: Path, text: str) -> Launch | None:
     """Recognize a TOML file or a script of prime-rl or OpenRLHF; None for any other file."""
     for framework, entry in load_table("recognized.toml").items():
         if found := re.search(entry["pattern"], text):
-            return Launch(
-                framework=framework,
-                form="toml" if path.suffix == ".toml" else "shell",
-                reason=f"it has {found[0]!r}",
-                settings={},
-                not_checked=entry["not_checked"],
-            )
+            reason, told = f"it has {found[0]!r}", entry["not_checked"]
+            launch = Launch(framework=framework, form="shell", reason=reason, settings={}, not_checked=told)
+            return replace(launch, form="toml") if path.suffix == ".toml" else launch
     return None

@@ -1,6 +1,7 @@
-"""The version of a framework that a launch file, or a file beside it, pins."""
+"""The version of a framework that a launch file, or a file beside it, pins; copies of a framework beside it."""
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,19 +28,33 @@ def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     package, copies = _IN_REPOSITORY[framework]
     if found := _pin(text, framework, package, path.name):
         return found
-    folder = path.resolve().parent
-    for place in (folder, *folder.parents[:_LEVELS_UP]):
+    for place in _around(path.parent):
         for file in (file for name in _FILES for file in sorted(place.glob(name))[:20]):
             with suppress(UserError):
                 if found := _pin(read_text(file), framework, package, file.name):
                     return found
-        for name in copies:
-            with suppress(UserError):
-                if match := re.search(rf"(?:^|__version__\s*=\s*[\"']){_NUMBER}", read_text(place / name).strip()):
-                    return Setting(match[1], name)
-        if (place / ".git").exists():
-            break
+    for copy, file in ((name, file) for name in copies for file in find_copies(path.parent, name)):
+        with suppress(UserError):
+            if match := re.search(rf"(?:^|__version__\s*=\s*[\"']){_NUMBER}", read_text(file).strip()):
+                return Setting(match[1], copy)
     return None
+
+
+def _around(folder: Path) -> list[Path]:
+    """A folder and those above it, up to that of the repository."""
+    places = [folder.resolve(), *folder.resolve().parents[:_LEVELS_UP]]
+    last = next((i for i, place in enumerate(places) if (place / ".git").exists()), len(places) - 1)
+    return places[: last + 1]
+
+
+def find_copies(folder: Path, name: str) -> Iterator[Path]:
+    """Yield what a copy of a framework around a folder has by this name, nearest first.
+
+    In a repository the copy may also be in a folder beside those above, such as `src/verl` or `third_party/verl`.
+    """
+    places = _around(folder)
+    beside = ("", "*/", "*/*/") if (places[-1] / ".git").exists() else ("",)
+    yield from (found for place in places for more in beside for found in sorted(place.glob(more + name))[:20])
 
 
 def _pin(text: str, framework: str, package: str, name: str) -> Setting | None:

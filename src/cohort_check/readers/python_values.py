@@ -4,11 +4,11 @@ import ast
 import contextlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cohort_check.launch import Setting, parse_number
+from cohort_check.launch import Launch, parse_number
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -38,8 +38,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.Match)
-_LONGEST = 1_000  # characters of text that is put together
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
 
@@ -55,34 +54,30 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
-def _functions(body: Sequence[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 class Script:
-    """A script and the values of its command line."""
+    """A script and the values of the command line that starts it."""
 
-    def __init__(self, tree: ast.Module, path: Path, given: Mapping[str, Setting]) -> None:
+    def __init__(self, tree: ast.Module, path: Path, started: Launch) -> None:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
-        self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.functions = {function.name: function for function in functions}
+        self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
-        trainers = {
-            name: node for name, node in classes.items() if any(base.endswith(TRAINERS) for base in bases[name])
-        }
+        trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
-        self.trainers = {name: [f.name for f in _functions(node.body)] for name, node in trainers.items()}
+        self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
-        # by NAME, of `NAME.key = x`, `NAME["key"] = x` and `NAME.update(...)`: key, value and the statement
+        # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value and the statement
         self.parts: dict[str, list[tuple[str | None, ast.expr, ast.AST]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
-            if isinstance(node, ast.ImportFrom):
-                self.defined |= {alias.asname or alias.name: str(node.module) for alias in node.names}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
             for target in _targets(node):
                 self._assign(target, node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -90,18 +85,18 @@ class Script:
         # in what may not run, or may run several times
         branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
         self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
-        lines = _straight_lines(tree, list(self.functions.values()))
+        mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+        # outside of branches and loops, but `if __name__ == "__main__":`
+        lines: list[Any] = [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        self.stored = {*names, *(node.arg for node in nodes if isinstance(node, ast.arg))}
-        stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+        self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
         # assigned once, outside of branches and loops
         self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
         self._constants: dict[str, Any] = {}
         self._options: dict[str, Any] = {}  # of the script's own command line
-        fields = [line for node in classes.values() if node.decorator_list for line in node.body if _targets(line)]
-        self._read_options(fields, given)
+        self._read_options([node for node in classes.values() if node.decorator_list], started)
 
     def _assign(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, ast.Tuple):
@@ -115,22 +110,11 @@ class Script:
             self.parts[name_of(target.value)].append((str(target.slice.value), node.value, node))
 
     def _change(self, call: ast.Call, line: ast.AST) -> None:
-        """Note `setattr(NAME, key, value)`, and the keys of `NAME.update({...}, key=value)`.
-
-        A mapping that is made elsewhere, or a key that is, may be any.
-        """
-        if ast.unparse(call.func) == "setattr" and len(call.args) == 3:
-            self.parts[name_of(call.args[0])].append((constant(call.args[1]), call.args[2], line))
-        if name_of(call) != "update":
-            return
-        name = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        for given in [*(ast.keyword(None, arg) for arg in call.args), *call.keywords]:
-            pairs = (
-                [(given.arg, given.value)]
-                if given.arg
-                else list(_pairs(self.resolved(given.value)) or [(None, given.value)])
-            )
-            self.parts[name] += [(key, value, line) for key, value in pairs]
+        """Note `setattr(NAME, ...)` and `NAME.update(...)`, after which any key may have another value."""
+        updated = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "update" else None
+        owner = call.args[0] if ast.unparse(call.func) == "setattr" and call.args else updated
+        if isinstance(owner, ast.Name):
+            self.parts[owner.id].append((None, call, line))
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
@@ -148,12 +132,13 @@ class Script:
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
         """
-        if isinstance(node, ast.Name) and node.id in self._once:
-            assigned = self._once.pop(node.id)  # so that a name cannot refer to itself
-            self._constants[node.id] = self.value(assigned)
+        if isinstance(node, ast.Name) and node.id in self._once:  # popped, so that a name cannot refer to itself
+            self._constants[node.id] = self.value(self._once.pop(node.id))
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
+            if {node.attr, None} & {key for key, *_ in self.parts.get(node.value.id, ())}:
+                raise ValueError("an option that is set anew")
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
@@ -165,9 +150,6 @@ class Script:
             return [*ends, values[-1]][0]
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
             return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
-        if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-            return "".join(str(self.value(part)) for part in parts)[:_LONGEST]
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
@@ -178,14 +160,12 @@ class Script:
         return ast.literal_eval(node)
 
     def _called(self, node: ast.Call) -> Any:
-        """`dict(...)`, `int(x)`, and the default of `os.environ.get("NAME", default)`."""
+        """`dict(...)` and `int(x)`."""
         name = name_of(node)
         if name == "dict" and not node.args:
             return {keyword.arg: self._part(keyword.value) for keyword in node.keywords if keyword.arg}
         if name in _FUNCTIONS and len(node.args) == 1:
             return _FUNCTIONS[name](self.value(node.args[0]))
-        if len(node.args) == 2 and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
-            return self.value(node.args[1])
         raise ValueError("a call")
 
     def _part(self, node: ast.expr) -> Any:
@@ -202,23 +182,47 @@ class Script:
 
     def reached(self, *expressions: ast.expr | None) -> Iterator[ast.Call]:
         """Yield all calls that expressions consist of, also in what is assigned to their names and in functions."""
-        waiting, seen = list[ast.AST | None](expressions), set[str]()
+        waiting, seen, told = list[ast.AST | None](expressions), set[str](), set[ast.Call]()
         while waiting:
             for node in ast.walk(waiting.pop() or ast.Constant(None)):
                 name = name_of(node)
-                if isinstance(node, ast.Call):
+                if isinstance(node, ast.Call) and node not in told:
+                    told.add(node)
                     yield node
                 elif name not in seen and isinstance(node, ast.Name):
                     seen.add(name)
                     waiting += self.values.get(name, [])
+                    waiting += [value for _, value, _ in self.parts.get(name, [])]
                     waiting += self.functions[name].body if name in self.functions else []
 
-    def _read_options(self, fields: Sequence[Any], given: Mapping[str, Setting]) -> None:
-        """Read argparse options and fields of dataclasses: values of the command line, else defaults."""
+    def why(self, node: ast.expr) -> str:
+        """Describe an expression whose value is not known."""
+        name = node.id if isinstance(node, ast.Name) else ""
+        found = self.values.get(name, [])
+        if name in self.parameters:
+            return f"{name}, a parameter of {self.parameters[name]}()"
+        if len(found) == 1:
+            return f"{name} = {ast.unparse(found[0])}"
+        lines = ", ".join(str(each.lineno) for each in found)
+        return f"{name}, which lines {lines} set" if found else ast.unparse(node)
+
+    def _read_options(self, dataclasses: Sequence[ast.ClassDef], started: Launch) -> None:
+        """Read argparse options and fields of dataclasses: values of the command line, else defaults.
+
+        Fields that a call fills are not known, unless a parser's options do.
+        """
         defaults: dict[str, list[ast.expr | None]] = defaultdict(list)
-        for line in fields:
-            is_field = isinstance(line.value, ast.Call) and name_of(line.value) == "field"
-            defaults[name_of(_targets(line)[0])].append(keyword_of(line.value, "default") if is_field else line.value)
+        defaults |= {entry.key: [None] for entry in started.unread}
+        for of in dataclasses:
+            lines: dict[str, Any] = {name_of(_targets(line)[0]): line for line in of.body if _targets(line)}
+            for name, line in lines.items():
+                is_field = isinstance(line.value, ast.Call) and name_of(line.value) == "field"
+                defaults[name].append(keyword_of(line.value, "default") if is_field else line.value)
+            inside = {id(call) for call in ast.walk(of) if name_of(call) == "cls"}
+            made = [call for call in self.calls if name_of(call) == of.name or id(call) in inside]
+            for keyword in [keyword for call in made for keyword in call.keywords]:
+                if keyword.arg or "parse_" not in ast.unparse(keyword.value):
+                    defaults |= {name: [None] for name in ([keyword.arg] if keyword.arg else lines)}
         for call in self.calls:
             flags = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             if name_of(call) == "add_argument" and flags:
@@ -228,8 +232,8 @@ class Script:
                 default = keyword_of(call, "default") or (None if required else ast.Constant(False if switch else None))
                 defaults[name].append(default)
         for name, (node, *others) in defaults.items():
-            if name in given:
-                self._options[name] = parse_number(given[name].value)
+            if name in started.settings:
+                self._options[name] = parse_number(started.settings[name].value)
             elif node is not None and not others:
                 with contextlib.suppress(*UNREADABLE):
                     self._options[name] = self.value(node)
@@ -265,12 +269,3 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.AnnAssign):
         return [node.target] if node.value else []
     return node.targets if isinstance(node, ast.Assign) else []
-
-
-def _straight_lines(tree: ast.Module, functions: list[Any]) -> list[Any]:
-    """Statements outside of branches and loops. `if __name__ == "__main__":` is not a branch."""
-    lines: list[ast.stmt] = []
-    for node in tree.body:
-        is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        lines += node.body if isinstance(node, ast.If) and is_main else [node]
-    return lines + [line for function in functions for line in function.body]

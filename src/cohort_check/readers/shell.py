@@ -32,6 +32,7 @@ class Word:
     text: str
     where: str = field(default="", compare=False)  # NAME:LINE
     missing: tuple[str, ...] = ()  # why a part of it is not known
+    choices: tuple[str, ...] = field(default=(), compare=False)  # values of which a branch decides; "": none
 
     @property
     def name(self) -> str:
@@ -95,6 +96,7 @@ class _Walker:
         # one word each, or those of an array, which have their own places
         self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
         self._exported: set[str] = set()
+        self._never: list[Word] = []  # in a loop over nothing: why its commands are not run
         self._expanded = 0
 
     def walk(self, node: tree_sitter.Node) -> None:
@@ -120,10 +122,13 @@ class _Walker:
     def _branches(self, node: tree_sitter.Node) -> None:
         arms = [child for child in node.named_children if child.type in _BRANCHES]
         rest = [child for child in node.named_children if child.type not in _BRANCHES]
-        variable = node.child_by_field_name("variable")
+        variable, never = node.child_by_field_name("variable"), self._never
         if variable:  # of a loop
             name = _text(variable)
             self.variables[name] = [Word("", missing=(f"${name} is set by a loop",))]
+            given = [child for child in node.children if child.type in ("in", "ERROR")]  # ERROR: `in` and no word
+            if given and not any(self._argument(child) for child in rest if child not in (variable, *given)):
+                self._never = [Word("", missing=(f"the loop over ${name} runs over nothing",))]
         elif node.type == "list" and rest:  # A && B
             self.walk(rest.pop(0))
         before, ends = self.variables, []
@@ -133,10 +138,14 @@ class _Walker:
                 for part in child.named_children if child.type in _BRANCHES else [child]:
                     self.walk(part)
             ends.append(self.variables)
-        self.variables = before
+        self.variables, self._never = before, never
+        if not any(arm.type == "else_clause" or _text(arm).lstrip("(").startswith("*)") for arm in arms):
+            ends.insert(0, before.new_child())
         for name in dict.fromkeys(name for end in ends for name in end.maps[0]):
-            values = [end[name] for end in (before, *ends) if name in end]
-            before[name] = _merged(name, values)
+            values = [end[name] for end in ends if name in end]
+            before[name] = merged = _merged(name, values)
+            if len(values) < len(ends) and len(merged) == 1 and not merged[0].where:  # not set in one of them
+                before[name] = [replace(merged[0], choices=("", *_choices(merged[0])))]
 
     def _command(self, node: tree_sitter.Node) -> None:
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
@@ -150,6 +159,7 @@ class _Walker:
                 words += self._argument(inner)
         if not words:
             return
+        words += [replace(word, where=self._where(node)) for word in self._never]
         known = {key: replace(value[0], where=self._where(node)) for key, value in env.items() if value}
         self.commands.append(Command(tuple(words), known))
         unread = [replace(words[-1], text="")] if words[-1].missing else []
@@ -226,10 +236,9 @@ class _Walker:
         name, operator = match[1], match[3]
         value = self.variables.get(name)
         if value is not None and not (operator.startswith(":") and value == [Word("")]):
-            if operator.startswith(":-") and len(value) == 1 and "is nothing or " in "".join(value[0].missing):
+            if operator.startswith(":-") and len(value) == 1 and "" in value[0].choices:
                 default = self._default(node, operator)[0].text  # stands in the place of nothing
-                reasons = [reason.replace("nothing", default, 1) for reason in value[0].missing]
-                return [replace(value[0], missing=tuple(reasons))]
+                return [_chosen(name, (choice or default for choice in value[0].choices))]
             return value
         if operator.endswith(("-", "=")):
             return self._default(node, operator)
@@ -252,7 +261,8 @@ class _Walker:
         try:
             return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body))))
         except UNREADABLE:
-            return Word("", missing=(f"{text:.80} is not worked out",))
+            used = [word for name in re.findall(r"[A-Za-z_]\w*", text) for word in self.variables.get(name, [])]
+            return Word("", missing=_joined(used).missing or (f"{text:.80} is not worked out",))
 
 
 def _literal(text: bytes, *, quoted: bool) -> list[Word]:
@@ -285,9 +295,21 @@ def _merged(name: str, values: Sequence[list[Word]]) -> list[Word]:
     if all(value == values[0] for value in values):
         return values[0]
     if all(len(value) == 1 and not value[0].where for value in values):
-        choices = " or ".join(dict.fromkeys(value[0].text or "nothing" for value in values))
-        return [Word("", missing=(f"${name} is {choices:.80}, which a branch decides",))]
+        return [_chosen(name, (choice for value in values for choice in _choices(value[0])))]
     pairs = zip(*values, strict=False)
     same = sum(1 for _ in takewhile(lambda words: all(word == words[0] for word in words), pairs))
     added = {word: None for value in values for word in value[same:]}
     return [*values[0][:same], *(replace(word, missing=("only a branch adds it",)) for word in added)]
+
+
+def _choices(word: Word) -> tuple[str, ...]:
+    return word.choices or (word.text or "".join(word.missing).partition(" is ")[0],)
+
+
+def _chosen(name: str, values: Iterable[str]) -> Word:
+    """The value of a variable that has several after branches, or the only one."""
+    choices = tuple(dict.fromkeys(values))
+    if len(choices) == 1 and not choices[0].startswith("$"):
+        return Word(choices[0])
+    told = " or ".join(choice or "nothing" for choice in choices)
+    return Word("", missing=(f"${name} is {told:.80}, which a branch decides",), choices=choices)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Unread
-from cohort_check.readers.launcher import read_command, with_recipe
+from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
 from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
 
@@ -26,10 +27,8 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
-_TRAINER_MODULES = re.compile(r"(trl|swift|unsloth|cohort)\b")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
 _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
-_IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 
@@ -46,15 +45,17 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
             tree = ast.parse(text, path.name)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not valid Python: {error}") from error
-    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & _classes_of(tree):
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & classes:
         return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
-        script = Script(tree, path, launch.settings)
+        script = Script(tree, path, launch)
         launch = replace(launch, form="python")
+        unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
         for run in _runs(script, launch, by_command=bool(started)):
-            yield replace(run, not_checked=UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
+            yield replace(run, not_checked=UNSLOTH, findings=()) if unsloth and not run.not_checked else run
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
@@ -69,15 +70,16 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
     made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
+    if made:  # what the command line says are options of the script's own, whose values `script` knows
+        unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))
+        launch = replace(launch, unread=unread)
     for call in made:
         kind = name_of(call)
         run = _Run(script, call)
         run.arguments(call)
         if kind != "RLHFArguments":
             module = script.defined.get(kind, "trl")
-            other = (
-                None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"
-            )  # such as AsyncGRPOConfig
+            other = None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"  # AsyncGRPOConfig
             if kind in _CONFIGS and ":" not in module and not _MODULES.match(module):
                 other = f"{kind} of {module}, which is not TRL's"
             yield replace(run.launch(launch), not_checked=other)
@@ -95,7 +97,9 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     for call in [] if made or parsers else (trainers or script.calls)[:1]:
         run = _Run(script, call)
         run.unread.append(Unread("(recipe)", script.where(call), "the configuration is made elsewhere"))
-        yield run.launch(launch)
+        found = run.launch(launch)
+        foreign = call in trainers and run.foreign(call)
+        yield replace(found, settings={}, unread=(), not_checked=foreign) if foreign else found
 
 
 def _part(trainer: ast.Call, name: str) -> ast.expr | None:
@@ -105,8 +109,10 @@ def _part(trainer: ast.Call, name: str) -> ast.expr | None:
     return keyword_of(trainer, name)
 
 
-def _classes_of(tree: ast.Module) -> set[str]:
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def _loaded(call: ast.Call) -> ast.expr | None:
+    """The name of the model that `from_pretrained` loads."""
+    names = (keyword_of(call, name) for name in ("pretrained_model_name_or_path", "model_name"))
+    return next(filter(None, (*call.args[:1], *names)), None)
 
 
 def _classes(call: ast.Call) -> set[str]:
@@ -124,6 +130,7 @@ class _Run:
             self.settings["num_generations"] = Setting(2, script.where(config))  # its default; GRPOConfig's is 8
         self.unread: list[Unread] = []
         self.todo: list[Setting] = []
+        self.findings: list[Finding] = []
 
     def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
         """Add the value of a key. It is unread if it cannot be evaluated or is not `certain` to be set."""
@@ -132,7 +139,7 @@ class _Run:
                 raise ValueError("it may be anything")
             self._set(prefix + key, self.script.value(node), node)
         except UNREADABLE:
-            reason = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
+            reason = f"{'set in a branch' if key and not certain else 'computed'}: {self.script.why(node):.80}"
             name = prefix.removeprefix("trainer.") + key if key else "(**arguments)"
             self.unread.append(Unread(name, self.script.where(node), reason))
             self.settings.pop(prefix + (key or ""), None)
@@ -157,12 +164,22 @@ class _Run:
             self.add(key, node, certain=certain)
             if key is not None and key in self.settings:  # an attribute is never refused
                 self.settings[key] = replace(self.settings[key], added=True)
+            else:
+                self.unread[-1] = replace(self.unread[-1], added=True)
         for trainer in (mine or trainers)[:1]:
-            self._class(trainer)
+            changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
+            other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
+            if other:
+                self._leave(f"trainer: {other}", trainer)
             self._model(trainer, parsed=parsed)
             self._rewards(trainer, parsed=parsed)
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
+            of_trl = name_of(trainer) == "GRPOTrainer" and not other
+            if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer"):
+                says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
+                text, where = "tokenizer is called processing_class", self.script.where(trainer)
+                self.findings.append(Finding("CHK006", None, text, ("processing_class=tokenizer",), where, says))
             for keyword in trainer.keywords:
                 if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
                     self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
@@ -174,24 +191,20 @@ class _Run:
             settings=self.settings,
             unread=(*self.unread, *(entry for entry in started.unread if entry.key not in self.settings)),
             todo=tuple(dict.fromkeys(self.todo)),
+            findings=tuple(self.findings),
         )
 
     def _trains(self, call: ast.Call) -> bool:
-        name = name_of(call)
-        own = (
-            name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
-        )  # of another module, or by another name
+        name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
+        own = name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
         return name.endswith(TRAINERS) or name in self.script.trainers or own
 
-    def _class(self, trainer: ast.Call) -> None:
-        """Note a trainer that may train otherwise than TRL's."""
-        name = name_of(trainer)
-        changed = [each for each in self.script.trainers.get(name, ()) if each not in _HARMLESS]
-        module = self.script.defined.get(name, "trl")
-        if name in self.script.trainers and changed:
-            self._leave(f"trainer: {name} changes {', '.join(changed)}", trainer)
-        elif name not in self.script.trainers and not _TRAINER_MODULES.match(module):
-            self._leave(f"trainer: {name} of {module} is not TRL's", trainer)
+    def foreign(self, trainer: ast.Call) -> str | None:
+        """Whose trainer it is, if it is neither TRL's nor the script's own."""
+        name, of = name_of(trainer), getattr(trainer.func, "value", None)
+        module = self.script.defined.get(name_of(of) or name, ast.unparse(of) if of else "trl")
+        known = name in self.script.trainers or _MODULES.match(module)
+        return None if known else f"{name} of {module}, which is not TRL's"
 
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
         self.settings[key] = Setting(value, self.script.where(node))
@@ -202,41 +215,40 @@ class _Run:
     def _is_loaded(self, tokenizer: ast.expr) -> bool:
         """Whether a tokenizer is one as it was loaded, with its own chat template."""
         changed = [key for key, *_ in self.script.parts.get(name_of(tokenizer), ())]
-        loaded = any(name_of(call) == "from_pretrained" for call in self.script.reached(tokenizer))
-        return loaded and "chat_template" not in changed
+        made = [name_of(call) for call in self.script.reached(tokenizer)]
+        return "from_pretrained" in made and "chat_template" not in changed
 
     def _rewards(self, trainer: ast.Call, *, parsed: bool) -> None:
         """Add the names of the reward functions, and where they are defined."""
         said = _part(trainer, "reward_funcs")
-        given = self.script.resolved(said)
+        given = first = self.script.resolved(said)
         if given is None:
             return
-        made = isinstance(given, ast.Call) and name_of(given) in ("list", "tuple")
-        if isinstance(given, ast.Call) and made and len(given.args) == 1:
+        if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
             given = self.script.resolved(given.args[0]) or given
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
-        unclear = [
-            n
-            for n in nodes
-            if isinstance(n, ast.Name) and n.id not in self.script.defined and n.id in self.script.stored
-        ]
+        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
+        made = [n.id for n in nodes if isinstance(n, ast.Name) and n.id in self.script.stored]
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
-        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        if isinstance(given, ast.Call) and not (made or own):
-            self.unread.append(Unread("reward_funcs", self.script.where(given), f"made by {ast.unparse(given):.60}"))
+        reason = ""
+        if any(isinstance(node, ast.Lambda) for node in nodes):
+            reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
+        elif isinstance(given, ast.Call) and not own:
+            reason = "made by a call"
+        elif (
+            {*made} - self.script.defined.keys() or grown or not all(names) or (given is not first and given in listed)
+        ):
+            reason = "a list that the script puts together"
+        if reason:
+            self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))
             return
-        if unclear or grown or not all(names) or (made and not isinstance(given, ast.List | ast.Tuple)):
-            reason = f"a list that the script puts together: {ast.unparse(given):.60}"
-            self.unread.append(Unread("reward_funcs", self.script.where(given), reason))
-            return
-        self._set("trainer.reward_funcs", [name for name in names if name], given)
-        for name in names:
+        self._set("trainer.reward_funcs", names, given)
+        for name, node in zip(names, nodes, strict=True):
             if name in self.script.defined:
                 self._set(f"trainer.reward_funcs.{name}", self.script.defined[name], given)
-        for name, node in zip(names, nodes, strict=True):
             if not isinstance(node, ast.Call):
                 continue
             if not own and (node.args or not node.keywords):
@@ -246,25 +258,33 @@ class _Run:
                     self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
-        """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
+        """Add the arguments of each `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
         given = self.script.resolved(_part(trainer, which))
         if given is None or (isinstance(given, ast.Constant) and given.value is None):
             return
-        before, loaded = len(self.todo), False
-        for call in self.script.reached(given):
-            if name_of(call) == "load_dataset" and not loaded:
-                loaded = True
-                keywords = [(keyword.arg or "**", keyword.value) for keyword in call.keywords]
-                for key, value in [*zip(("path", "name"), call.args, strict=False), *keywords]:
-                    try:
-                        self._set(f"trainer.{which}.{key}", self.script.value(value), call)
-                    except UNREADABLE:
-                        self._leave(f"{key}={ast.unparse(value)}", call)
-            elif name_of(call) in _DATASET_CODE.split():
+        before, calls = len(self.todo), list(self.script.reached(given))
+        loads = sorted((call for call in calls if name_of(call) == "load_dataset"), key=lambda call: call.lineno)
+        joined = len(loads) > 1 and any(name_of(call) == "concatenate_datasets" for call in calls)
+        sets: list[dict[str, Any]] = [{} for _ in loads]
+        for load, known in zip(loads, sets, strict=True):
+            keywords = [(keyword.arg or "**", keyword.value) for keyword in load.keywords]
+            for key, value in [*zip(("path", "name"), load.args, strict=False), *keywords]:
+                try:
+                    known[key] = self.script.value(value)
+                except UNREADABLE:
+                    self._leave(f"{key}={ast.unparse(value)}", load)
+        if joined:
+            self._set(f"trainer.{which}.datasets", sets, given)
+        for key, value in sets[0].items() if not joined and sets else ():
+            self._set(f"trainer.{which}.{key}", value, loads[0])
+        for load in [] if joined else loads[1:]:
+            self._leave(f"{which}: or {ast.unparse(load)}", load)
+        for call in calls:
+            if name_of(call) in _DATASET_CODE.split() and not (joined and name_of(call) == "concatenate_datasets"):
                 self._leave(f"{ast.unparse(call.func):.60}(...)", call)
         if isinstance(given, ast.Subscript) and (split := constant(given.slice)):
             self.settings.setdefault(f"trainer.{which}.split", Setting(split, self.script.where(given)))
-        if not loaded and len(self.todo) == before:
+        if not loads and len(self.todo) == before:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
     def _model(self, trainer: ast.Call, *, parsed: bool) -> None:
@@ -275,22 +295,30 @@ class _Run:
         calls = list(self.script.reached(given, *parts))
         named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
         loads = [call for name, call in named if not _IS_OTHER.search(name)]
-        for loaded in loads[:1]:
-            names = (keyword_of(loaded, name) for name in ("pretrained_model_name_or_path", "model_name"))
-            given = next(filter(None, (*loaded.args[:1], *names)), None)
-            dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
-            if dtype is not None and ast.unparse(dtype) != "None":
-                self._set("trainer.dtype", ast.unparse(dtype).strip("'\"").removeprefix("torch."), loaded)
-            if _SEES.search(ast.unparse(loaded.func)):
-                self._leave(f"images: {ast.unparse(loaded.func)} loads a model that reads images", loaded)
-        if given is not None:
+        models = {ast.unparse(_loaded(load) or load) for load in loads}
+        given = _loaded(loads[0]) if loads else given
+        if len(models) > 1:
+            text = f"loaded in several places, as {' or '.join(sorted(models)):.80}"
+            self.unread.append(Unread("model", self.script.where(loads[0]), text))
+        elif given is not None:
             self.add("model", given, prefix="trainer.")
-        for call in calls:
-            for key in ("load_in_4bit", "load_in_8bit"):
-                if keyword_of(call, key) is not None:
-                    self.add(key, keyword_of(call, key) or call, prefix="trainer.")
-            if name_of(call) in ("get_peft_model", "PeftModel") or "PeftModel" in ast.unparse(call.func):
-                self._wrapped(call)
+        types = [(key, keyword_of(load, key)) for load in loads for key in ("dtype", "torch_dtype")]
+        dtypes = {ast.unparse(node) for _, node in types if node is not None} - {"None"}
+        if len(dtypes) == 1:
+            self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loads[0])
+        elif dtypes:
+            self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loads[0])
+        for load in loads:
+            if _SEES.search(ast.unparse(load.func)):
+                self._leave(f"images: {ast.unparse(load.func)} loads a model that reads images", load)
+            if None in [keyword.arg for keyword in load.keywords]:
+                self._leave(f"model: {ast.unparse(load)}", load)
+        for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
+            if (flag := keyword_of(call, key)) is not None:
+                self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")
+        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in ast.unparse(call.func)]
+        for call in wraps:
+            self._wrapped(call, alone=len(wraps) == 1)
         node = self.script.resolved(adapter)
         if adapter is None or (isinstance(node, ast.Constant) and node.value is None):
             pass
@@ -301,11 +329,12 @@ class _Run:
         for place in self.script.frozen():
             self._leave("frozen: some parameters do not require gradients", place)
 
-    def _wrapped(self, call: ast.Call) -> None:
+    def _wrapped(self, call: ast.Call, *, alone: bool) -> None:
         """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
         config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
-        if id(call) in self.script.branched:
-            self._unclear(f"adapter, in a branch: {ast.unparse(call):.60}", call)
+        if id(call) in self.script.branched or not alone:
+            where = "in a branch" if id(call) in self.script.branched else "one of several"
+            self._unclear(f"adapter, {where}: {ast.unparse(call):.60}", call)
         elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
             self._lora(config, call)
         elif name_of(call) == "get_peft_model" and config is None and keyword_of(call, "r") is not None:

@@ -12,13 +12,15 @@ import yaml
 from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers.files import YamlTree, read_text
 from cohort_check.readers.launcher import gpus_of, unknown_word
+from cohort_check.readers.pins import find_copies
 from cohort_check.readers.shell import Command, Word
 from cohort_check.readers.swift import MEGATRON
+from cohort_check.rules.common import VERL, key_tables
 
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
 _SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
 _GPUS = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}  # with verl's defaults
-_LEVELS_UP, _MOST_FILES = 4, 200
+_MOST_FILES = 200
 _OWN_CONFIG = "ppo_trainer"  # of which verl's defaults are known
 
 
@@ -28,7 +30,8 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         return None
     settings: dict[str, Setting] = {}
     unread: dict[str, Unread] = {}
-    config, module = _OWN_CONFIG, "verl.trainer.main_ppo"
+    config, module = _OWN_CONFIG, VERL
+    types = {key: entry.get("type") for table in key_tables("verl").values() for key, entry in table.items()}
     for word, after in pairwise((*command.words, Word(""))):
         match = _OVERRIDE.fullmatch(word.text)
         if word.text.startswith(("--config-name", "-cn")):
@@ -37,21 +40,25 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             if config != _OWN_CONFIG:
                 reason = "; ".join(named.missing) or f"it starts from {config}"
                 unread["(config)"] = Unread("(config)", word.where, reason)
-        elif word.text == "-m":
-            module = after.text
-        elif match and word.missing:
+        elif word.text == "-m" or (word.name.endswith(".py") and not match):
+            name = after.text if word.text == "-m" else word.text.removesuffix(".py").replace("/", ".")
+            module = name[max(name.rfind("verl.trainer."), 0) :]
+            settings, unread = {}, {}  # words before are of the launcher
+        elif match and (word.missing or (not match[3] and types.get(match[2]) in ("int", "float", "bool"))):
             settings.pop(match[2], None)  # the last one counts
-            unread[match[2]] = Unread(match[2], word.where, "; ".join(word.missing))
+            unread[match[2]] = Unread(match[2], word.where, "; ".join(word.missing) or "empty here")
         elif match:
             unread.pop(match[2], None)
             settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
             unread[word.where] = unknown_word(word)
-    own = _own_keys(path.parent) if any(not said.added for said in settings.values()) else set()
-    settings = {
-        key: replace(said, added=said.added or (key.rpartition(".")[2] in own and "fork"))
-        for key, said in settings.items()
-    }
+    if module.endswith("sft_trainer"):
+        sft = f"{module} trains on given answers (SFT), and neither GRPO nor PPO"
+        return Launch(framework="verl", form="shell", reason=f"verl at {command.where}", settings={}, not_checked=sft)
+    own = _own_keys(path.parent)  # which may have what others add with +, or not
+    for key, said in settings.items() if own else ():
+        if said.added or key.rpartition(".")[2] in own:
+            settings[key] = replace(said, added="fork")
     resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
     for key, entry in [*unread.items()][:1]:
         unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")
@@ -70,11 +77,9 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
 
 def _own_keys(folder: Path) -> set[str]:
     """Names of the keys in the configuration folder of a copy of verl around a script."""
-    for place in (folder, *folder.resolve().parents[:_LEVELS_UP]):
-        files = sorted((place / "verl" / "trainer" / "config").rglob("*.yaml"))[:_MOST_FILES]
-        if files:
-            return {name for file in files for name in re.findall(r"(?m)^\s*(\w+):", read_text(file))}
-    return set()
+    place = next(find_copies(folder, "verl/trainer/config"), None)
+    files = sorted(place.rglob("*.yaml"))[:_MOST_FILES] if place else []
+    return {name for file in files for name in re.findall(r"(?m)^\s*(\w+):", read_text(file))}
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:

@@ -25,12 +25,8 @@ class Start:
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as `--json` prints it."""
-        return {
-            "starts": self.starts,
-            "message": self.message,
-            "generation_batch_size": self.generation_batch_size,
-            "steps_per_generation": self.steps_per_generation,
-        }
+        keys = ("starts", "message", "generation_batch_size", "steps_per_generation")
+        return {key: getattr(self, key) for key in keys}
 
 
 def refused(message: str, **numbers: Any) -> Start:
@@ -39,16 +35,8 @@ def refused(message: str, **numbers: Any) -> Start:
 
 
 # keys that only evaluation depends on: training is checked without them
-EVALUATION = frozenset(
-    (
-        "per_device_eval_batch_size",
-        "num_generations_eval",
-        "eval_strategy",
-        "evaluation_strategy",
-        "save_strategy",
-        "split_dataset_ratio",
-    )
-)
+_EVALUATION = "per_device_eval_batch_size num_generations_eval eval_strategy evaluation_strategy save_strategy"
+EVALUATION = frozenset((*_EVALUATION.split(), "split_dataset_ratio"))
 BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 
@@ -158,6 +146,8 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     tables = key_tables(framework)
     own = set().union(*key_tables("open-r1").values()) if launch.framework == "open-r1" else set()
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
+    if framework == "verl":
+        keys |= _signs(launch)
     has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
     known = set().union(*has.values())  # what no version knows says nothing about versions
     number = parse_version(_newest_release(framework, default))
@@ -168,12 +158,28 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     name = _KNOWN[framework][0]
     first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
     span = first if first == last else f"{first} to {last}"
-    who = "the version that knows" if first == last else "the versions that know"
+    verb = "fit" if any(key.startswith(("+", "no ")) for key in newer) else "know"
+    who = f"the version that {verb}s" if first == last else f"the versions that {verb}"
     shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
     return last, f"judged as {name} {span}, {who} {shown}; {name} {default} does not"
 
 
+VERL, ENGINE = "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name"
+
+
+def _signs(launch: Launch) -> set[str]:
+    """`+key`, which a version of verl refuses that has the key, and `no KEY` if none says which engine samples."""
+    signs = {f"+{key}" for key, said in launch.settings.items() if said.added == "+"}
+    said = launch.settings.keys() | {entry.key for entry in launch.unread}
+    needs = launch.program == VERL and not said & {ENGINE, "(arguments)", *ANY_SETTING}
+    return {*signs, f"no {ENGINE}"} if needs else signs
+
+
 def _is_in(key: str, table: Keys) -> bool:
+    if key.startswith("no "):
+        return "required" not in table[ENGINE]
+    if key.startswith("+"):
+        return table.get(key[1:], {}).get("default") is None
     return key in table or any(name.startswith(f"{key}.") for name in table)
 
 

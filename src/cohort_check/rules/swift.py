@@ -11,22 +11,7 @@ from dataclasses import replace
 from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Settings
 from cohort_check.rules import common, trl
-from cohort_check.rules.common import (
-    BatchSizes,
-    RunRules,
-    Start,
-    Version,
-    choose_version,
-    contradictions,
-    counted,
-    divisors,
-    key_tables,
-    known_keys,
-    nearest_version,
-    parse_version,
-    unknown_key,
-    version_findings,
-)
+from cohort_check.rules.common import BatchSizes, RunRules, Start, Version, parse_version
 
 UNSET = trl.TrlBatch(per_device=1, per_device_eval=1)  # its defaults where they are not those of TRL
 _NEWEST = (4, 6)
@@ -55,21 +40,21 @@ def _refusals(batch: trl.TrlBatch, world_size: int, steps: int) -> Iterator[trl.
         yield f"generation_batch_size ({given}) {text} = {micro_step * steps}.", None
     size = given or micro_step * steps
     if size % generations:
-        possible = divisors(*([given] if given else [batch.per_device, world_size, steps]))
+        possible = common.divisors(*([given] if given else [batch.per_device, world_size, steps]))
         text = f"must be evenly divisible by num_generations ({generations}). Valid values: {possible}."
         yield f"generation_batch_size ({size}) {text}", None
     of_evaluation = batch.generations_eval or generations
     if batch.evaluates and generations > 1 and batch.per_device_eval * world_size % of_evaluation:
         text = f"The global eval batch size ({world_size} x {batch.per_device_eval}) must be evenly divisible by"
-        possible = divisors(batch.per_device_eval, world_size, smallest=1)
+        possible = common.divisors(batch.per_device_eval, world_size, smallest=1)
         yield f"{text} num_generations_eval ({of_evaluation}). Valid values: {possible}.", trl.EVAL_BATCH
     yield from trl.engine_refusals(batch, world_size)
 
 
 def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of a version of ms-swift to a launch."""
-    name, reason = choose_version(launch, version)
-    number, settings = nearest_version("ms-swift", parse_version(name)), Settings(launch)
+    name, reason = common.choose_version(launch, version)
+    number, settings = common.nearest_version("ms-swift", parse_version(name)), Settings(launch)
     mode = sampling_mode(settings, launch, number)
     batch = _batch(settings, mode, number)
     # up to 3.7 as many steps as 16 completions need
@@ -77,9 +62,9 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     decides = frozenset(settings.used - _NEED_NOT_BE_READ)
     local = mode == "workers" or (mode == "server" and common.is_server_local(settings))
     findings = [
-        *contradictions("ms-swift", settings, number),
+        *common.contradictions("ms-swift", settings, number),
         *_device_findings(settings, launch, mode, number),
-        *version_findings("ms-swift", name),
+        *common.version_findings("ms-swift", name),
         *_key_findings(launch, number),
         *common.gpu_findings(launch, local_server=local),
         *common.server_findings(launch, "vllm_"),
@@ -110,7 +95,8 @@ def sampling_mode(settings: Settings, launch: Launch, version: Version) -> str:
     if not settings.flag("use_vllm") and not (version < (3, 5) and settings.flag("use_lmdeploy")):
         return "none"
     if version >= (3, 5):
-        return str(settings.text("vllm_mode", "none" if version >= (3, 11) else "colocate"))
+        none = version >= (3, 11) and settings.readable("vllm_mode")
+        return str(settings.text("vllm_mode", "none" if none else "colocate"))
     if settings.said("vllm_server_host"):
         return "server"
     gpus, workers = launch.training_gpus, settings.whole("num_infer_workers", 1)
@@ -148,14 +134,15 @@ def _device_findings(settings: Settings, launch: Launch, mode: str, version: Ver
         key, says = "deepspeed", f"DeepSpeed {says} {counts}."
     elif per_node < gpus and settings.flag("use_vllm"):
         key, says = "use_vllm", f"GRPO with vLLM {says} Please set NPROC_PER_NODE equal to num_processes."
-    text = f"{counted(per_node)} of {gpus} visible GPUs"
+    text = f"{common.counted(per_node)} of {gpus} visible GPUs"
     return [Finding("CHK008", key, text, (f"NPROC_PER_NODE={gpus}",), says=says)] if key else []
 
 
 def _key_findings(launch: Launch, version: Version) -> list[Finding]:
     """Arguments that this version does not know. argparse completes one that is the start of a single name."""
-    newer = min((known for known in key_tables("ms-swift") if known[:2] >= version), default=_NEWEST)
-    known = {**known_keys("ms-swift", newer), **known_keys("ms-swift", version)}  # of versions without a table of keys
+    newer = min((known for known in common.key_tables("ms-swift") if known[:2] >= version), default=_NEWEST)
+    tables = (common.known_keys("ms-swift", each) for each in (newer, version))  # newer: of versions without a table
+    known = {key: entry for table in tables for key, entry in table.items()}
     is_shell = launch.form == "shell"
     unknown: list[str] = []
     remaining: list[str] = []
@@ -171,6 +158,6 @@ def _key_findings(launch: Launch, version: Version) -> list[Finding]:
     says = f"remaining_argv: {remaining}"
     found = [] if unknown or not remaining else [Finding(code, None, "words that belong to no argument", says=says)]
     for key in unknown:
-        text, nearest = unknown_key("ms-swift", version, key, known, _RENAMED.get(key, ""))
+        text, nearest = common.unknown_key("ms-swift", version, key, known, _RENAMED.get(key, ""))
         found.append(Finding(code, key, f"{text}, and {effect}", nearest, says=says))
     return found

@@ -13,19 +13,7 @@ from typing import Any
 from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Settings
 from cohort_check.rules import common
-from cohort_check.rules.common import (
-    EVALUATION,
-    BatchSizes,
-    RunRules,
-    Start,
-    Version,
-    choose_version,
-    contradictions,
-    divisors,
-    parse_version,
-    refused,
-    version_findings,
-)
+from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, Version, parse_version, refused
 
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
@@ -152,11 +140,11 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
             yield _too_few(generations), None
         train.append(_steps(batch, version) if given is None else given // math.prod(train))
     names = ("effective train", "effective eval") if version >= (0, 17) else ("global train", "global eval")
-    possible = divisors(*(train if given is None else [given]))
+    possible = common.divisors(*(train if given is None else [given]))
     if generations not in possible:
         yield _uneven(names[0], train, possible, generations, version), None
     evaluation = [world_size, batch.per_device_eval]
-    possible = divisors(*evaluation)
+    possible = common.divisors(*evaluation)
     if batch.evaluates and generations not in possible:
         name = "global eval" if version >= (0, 18) else names[1]
         yield _uneven(name, evaluation, possible, generations, version), EVAL_BATCH
@@ -202,7 +190,7 @@ _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
 
 def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
-    name, reason = choose_version(launch, version)
+    name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
     known, mode = common.known_keys("trl", number), sampling_mode(settings, number)
     batch = read_batch(
@@ -215,9 +203,9 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
     findings = [
-        *version_findings("trl", name),
+        *common.version_findings("trl", name),
         *_key_findings(launch, number),
-        *contradictions("trl", settings, number),
+        *common.contradictions("trl", settings, number),
         *_weights(settings),
         *_quantization(settings, launch, number),
         *_losses(settings, number),
@@ -273,9 +261,10 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
     every = {*_OF_THE_TRAINER, *_OF_THE_COMMAND}.union(*common.key_tables("trl").values())
     for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
-        if unread.key.isidentifier() and unread.key not in every:
+        if unread.key.isidentifier() and unread.key not in every and not unread.added:
             yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
-    for entry in launch.todo:  # arguments of GRPOTrainer(...) that it does not have
+    own = any(str(entry.value).startswith("trainer:") for entry in launch.todo)  # one that may have other arguments
+    for entry in () if own else launch.todo:  # arguments of GRPOTrainer(...) that it does not have
         key = str(entry.value).partition("=")[0]
         if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
             says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"

@@ -10,23 +10,9 @@ from typing import Any
 
 from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Settings
-from cohort_check.rules.common import (
-    BatchSizes,
-    Keys,
-    RunRules,
-    Start,
-    Version,
-    choose_version,
-    contradictions,
-    gpu_findings,
-    known_keys,
-    parse_version,
-    refused,
-    unknown_key,
-    version_findings,
-)
+from cohort_check.rules import common
+from cohort_check.rules.common import ENGINE, VERL, BatchSizes, Keys, RunRules, Start, Version, parse_version, refused
 
-_TRAINER = "verl.trainer.main_ppo"
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 _FIELDS = {
     "data.train_batch_size": "train_batch_size",
@@ -42,9 +28,8 @@ _MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they c
 }
 _USUAL_MICRO_BATCHES = (8, 4, 2, 1)
 _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
-_NO_FIELD = _IN_CLASS.format(
-    "PolicyLossConfig", "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
-)
+_UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
+_NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
 _GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
@@ -170,16 +155,16 @@ def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
 
 def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply verl's rules to a launch. `version` overrides the file's own and the default."""
-    name, reason = choose_version(launch, version)
+    name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    table = known_keys("verl", number)
+    table = common.known_keys("verl", number)
     batch = _batch(settings, number, table)
     per_node = settings.whole("trainer.n_gpus_per_node", 8)
     settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
-    notes = [*version_findings("verl", name), *_warnings(settings, batch)]
-    stops = [*_overrides(launch, number, table), *contradictions("verl", settings, number)]
-    gpus = gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
+    notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
+    stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
+    gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def changed_batch(changed: BatchSizes) -> VerlBatch:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
@@ -201,9 +186,8 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
 
 def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     sizes = {name: settings.whole(key, table[key]["default"]) for key, name in _FIELDS.items()}
-    micro: dict[str, Any] = {
-        name: (settings.whole(key, None), settings.whole(f"{key}_per_gpu", None)) for name, key in _MICRO_FIELDS.items()
-    }
+    keys = {name: (key, f"{key}_per_gpu") for name, key in _MICRO_FIELDS.items()}
+    micro: dict[str, Any] = {name: tuple(settings.whole(key, None) for key in both) for name, both in keys.items()}
     parallel = [settings.whole(f"{_ROLLOUT}.{name}_parallel_size", 1) for name in ("data", "pipeline_model")]
     dynamic = settings.flag(f"{_ACTOR}.use_dynamic_bsz")
     ulysses = f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
@@ -232,20 +216,19 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != _TRAINER or has_own or "." not in key or {"@", "/"} & {*key}:
+        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key}:
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
             yield Finding("CHK006", key, f"verl has {key}; + adds new keys", (f"{key}={said.value}",), says=says)
         elif not said.added and not known:
-            text, nearest = unknown_key("verl", version, key, table)
+            text, nearest = common.unknown_key("verl", version, key, table)
             says = f"Could not override '{key}'. To append to your config use +{key}={said.value}"
             yield Finding("CHK006", key, text, (*nearest, f"+{key}"), says=says)
-    engine = f"{_ROLLOUT}.name"
-    unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", engine}
-    if launch.program == _TRAINER and "required" in table[engine] and engine not in launch.settings and not unknown:
-        says = f"Missing mandatory value: {engine}"
-        yield Finding("CHK006", engine, "verl has no default engine", (f"{engine}=vllm",), says=says)
+    unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", ENGINE}
+    if launch.program == VERL and "required" in table[ENGINE] and ENGINE not in launch.settings and not unknown:
+        says = f"Missing mandatory value: {ENGINE}"
+        yield Finding("CHK006", ENGINE, "verl has no default engine", (f"{ENGINE}=vllm",), says=says)
 
 
 def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
