@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import Config
-from cohort.data import read_content, read_rows
+from cohort.data import numbered_rows, read_content, read_rows
 from cohort.errors import UserError, excerpt
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
@@ -196,17 +196,18 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
         is_given, field = settings.data.is_given, settings.data.field
     if not is_given:  # an environment brought the rows
         return {}
-    dataset = run.parts.eval_rows if is_eval else run.parts.rows
-    if not is_eval and settings.data.stream:  # of which the parts have the first rows
-        dataset = read_rows(str(settings.data.path), field=field, split=settings.data.split, name=settings.data.name)
     ids = dict.fromkeys(row["prompt_id"] for row in rows)
-    missing = next((i for i in ids if i not in range(len(dataset))), None)
+    if is_eval or run.parts.stream is None:
+        dataset = run.parts.eval_rows if is_eval else run.parts.rows
+        known, num_rows = {i: dataset[i] for i in ids if i in range(len(dataset))}, len(dataset)
+    else:
+        known, num_rows = numbered_rows(run.parts.stream, ids)
+    missing = next((i for i in ids if i not in known), None)
     if missing is not None:
         raise UserError(
-            f"--completions: prompt_id {missing} is not a row of the dataset, which has {len(dataset)} rows; use the "
+            f"--completions: prompt_id {missing} is not a row of the dataset, which has {num_rows} rows; use the "
             f"configuration of the run that wrote the file"
         )
-    known = {i: dataset[i] for i in ids}
     column = settings.eval.prompt if is_eval and settings.eval is not None else None
     for number, row in enumerate(rows):
         prompt = known[row["prompt_id"]].get(column or settings.data.prompt)

@@ -14,7 +14,7 @@ from cohort.data.prompts import (
 )
 from cohort.data.rows import columns_of, describe_row, values_of
 from cohort.data.sources import TrainingRows, read_sources, read_training_rows
-from cohort.data.stream import RowStream, StreamedPrompts, first_rows, open_stream
+from cohort.data.stream import RowStream, StreamedPrompts, first_rows, numbered_rows, open_stream
 from cohort.data.successes import Successes
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "describe_row",
     "first_rows",
     "longest_tokens",
+    "numbered_rows",
     "open_stream",
     "read_content",
     "read_rows",

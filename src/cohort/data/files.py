@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from typing import Any
 from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
 from cohort.data.cache import content_key
-from cohort.data.rows import ConvertedRows, DatasetRows, JoinedRows, ParquetRows, Row, StoredRows, file_state
+from cohort.data.rows import (
+    ConvertedRows,
+    DatasetRows,
+    JoinedRows,
+    ParquetRows,
+    Row,
+    StoredRows,
+    file_state,
+    python_rows,
+)
 from cohort.errors import UserError, describe_error, did_you_mean, suggest
 
 Rows = list[Row] | StoredRows
@@ -60,20 +70,50 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
         UserError: the data is missing, empty, broken or of an unknown kind, or `name`, or a `split` other than "train"
             and "test", is given for data without them.
     """
-    try:
-        rows = _read(path, split, name, f"{field}={path!r:.300}")
+    with _naming(where := f"{field}={path!r:.300}"):
+        rows = _read(path, split, name, where)
         if not rows:
             raise _UnreadableError("has no rows; at least one prompt is needed")
-    except _UnreadableError as error:
-        raise UserError(f"{field}={path!r:.300}: {error}") from error
-    except PermissionError as error:
-        raise UserError(f"{field}={path!r:.300}: cannot be read: {error.strerror}: {error.filename}") from error
     return rows
+
+
+def find_stream(path: str, *, field: str, split: str, name: str | None) -> Any:
+    """Return the file at `path`, or the `datasets.IterableDataset` of the folder or the Hub id, of which rows are read
+    later.
+
+    Raises:
+        UserError: the data is missing, or `name`, or a `split` other than "train" and "test", is given for a file.
+    """
+    with _naming(f"{field}={path!r:.300}"):
+        found = _find(path, split, name)
+        if found is None:
+            return _read_hub(path, split, name, streaming=True)
+        return _load_dataset(str(found), split, name, streaming=True) if found.is_dir() else found
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Begin the messages of errors with `where`, the field and the path."""
+    try:
+        yield
+    except _UnreadableError as error:
+        raise UserError(f"{where}: {error}") from error
+    except PermissionError as error:
+        raise UserError(f"{where}: cannot be read: {error.strerror}: {error.filename}") from error
 
 
 def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     if isinstance(path, NamedObject):
         return _read_object(path.value)
+    found = _find(path, split, name)
+    if found is None:
+        hub_rows: Rows = _read_hub(path, split, name)
+        return hub_rows
+    return _read_folder(found, split, name, where) if found.is_dir() else _read_file(found, where)
+
+
+def _find(path: str, split: str, name: str | None) -> Path | None:
+    """Return the file or folder at `path`; None if it is meant as a Hub id."""
     if is_unnamed(path):
         raise _UnreadableError("was a Python object when the run started; run it from Python again, or write a file")
     if not path.strip():
@@ -86,7 +126,7 @@ def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     except (FileNotFoundError, NotADirectoryError):
         if _is_meant_as_file(path):
             raise _UnreadableError(_missing(found)) from None
-        return _read_hub(path, split, name, found)
+        return None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -94,11 +134,10 @@ def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     if found.is_dir():
         if found.resolve() == Path(found.resolve().anchor):
             raise _UnreadableError(f"is the root of the file system; use {_what_works()}")
-        return _read_folder(found, split, name, where)
-    if split not in _DEFAULT_SPLITS or name is not None:
+    elif split not in _DEFAULT_SPLITS or name is not None:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
         raise _UnreadableError(f"is a single file, where {option} has no effect; leave it out, or use a folder or id")
-    return _read_file(found, where)
+    return found
 
 
 def _read_object(rows: Iterable[Any]) -> Rows:
@@ -160,7 +199,8 @@ def read_file_rows(file: Path, where: str) -> Iterator[Row]:
     try:
         if kind not in _READERS:
             raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
-        yield from (_READERS[kind] or _parquet_rows)(file)
+        read = _READERS[kind]
+        yield from _parquet_rows(file, where) if read is None else read(file)
     except (_UnreadableError, OSError) as error:
         raise UserError(f"{where}: {error}") from error
 
@@ -275,14 +315,15 @@ def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
             _refuse_repeated(parquet.schema_arrow.names)
             groups = (parquet.metadata.row_group(i) for i in range(parquet.num_row_groups))
             if not is_large and sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
-                rows: list[Row] = parquet.read().to_pylist()
-                return rows
-        return ParquetRows(file, where)
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
+                table = parquet.read()
+            else:
+                return ParquetRows(file, where)
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
+    return python_rows(table, where)
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path, where: str) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -290,8 +331,10 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         with pq.ParquetFile(file) as parquet:
             _refuse_repeated(parquet.schema_arrow.names)
             for batch in parquet.iter_batches():
-                yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+                yield from python_rows(pa.Table.from_batches([batch]), where)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
 
 
@@ -383,21 +426,25 @@ def _read_saved(folder: Path, split: str, name: str | None) -> Rows:
     return _rows_of_dataset(saved, is_read_here=True)
 
 
-def _read_hub(path: str, split: str, name: str | None, file: Path) -> Rows:
+def _read_hub(path: str, split: str, name: str | None, *, streaming: bool = False) -> Any:
     try:
-        return _load_dataset(path, split, name)
+        return _load_dataset(path, split, name, streaming=streaming)
     except _UnreadableError as error:
-        raise _UnreadableError(f"{error}; nor is it a file or folder here: {_missing(file)}") from error
+        here = _missing(Path.cwd() / expand_home(path))
+        raise _UnreadableError(f"{error}; nor is it a file or folder here: {here}") from error
 
 
-def _load_dataset(path: str, split: str, name: str | None) -> Rows:
+def _load_dataset(path: str, split: str, name: str | None, *, streaming: bool = False) -> Any:
+    """Return rows, or an `IterableDataset` of them."""
     import datasets
 
     try:
-        return _rows_of_dataset(datasets.load_dataset(path, name=name, split=split), is_read_here=True)
+        dataset = datasets.load_dataset(path, name=name, split=split, streaming=streaming)
+        return dataset if streaming else _rows_of_dataset(dataset, is_read_here=True)
     except Exception as error:  # network, access, unknown name or split, broken file: all user errors
+        how = "streaming=True, " if streaming else ""
         raise _UnreadableError(
-            f"datasets.load_dataset with name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
+            f"datasets.load_dataset with {how}name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
         ) from error
 
 

@@ -363,6 +363,7 @@ def build_prompts(
     overlong: Literal["drop", "error"],
     field: str = "data.path",
     optional: bool = False,
+    weighted: bool = False,
 ) -> PromptSet:
     """Check every row, and render them if they are few. A prompt's id is its row number, counted from 0 (error
     messages count from 1).
@@ -370,7 +371,7 @@ def build_prompts(
     A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
     than `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated.
     `field` is the data's configuration key, "data.path" or "eval.path". With `optional`, rows may lack a prompt, whose
-    content is then "".
+    content is then "". With `weighted`, each source of the mixture needs a prompt.
 
     Raises:
         UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.
@@ -384,9 +385,11 @@ def build_prompts(
     if isinstance(rows, StoredRows) or len(rows) > _RENDERED_ROWS:
         lengths = _find_lengths(rows, renderer, max_prompt_tokens=max_prompt_tokens, where=where, optional=optional)
         _check_overlong(lengths.overlong, rows, max_prompt_tokens, overlong, field)
+        sources = rows.sources if isinstance(rows, StoredRows) else ()
+        if weighted:
+            _check_shares(sources, lengths, max_prompt_tokens)
         options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
         sampled = SampledPrompts(rows, renderer, lengths, **options)
-        sources = rows.sources if isinstance(rows, StoredRows) else ()
         ends = np.searchsorted(lengths.kept, [end for _, end in sources]).tolist()
         return PromptSet(
             prompts=sampled,
@@ -549,3 +552,23 @@ def _check_overlong(
         f"{len(overlong)} of {num_rows} prompts are too long; use at least {max(lengths)}, or "
         f"data.overlong_prompts: drop"
     )
+
+
+def _check_shares(sources: Sequence[tuple[str, int]], lengths: Lengths, max_prompt_tokens: int) -> None:
+    """Refuse a mixture in which a source has no prompt, and so cannot have a share."""
+    start = 0
+    for number, (name, end) in enumerate(sources):
+        field = f"data.sources.{number}"
+        if start == end:
+            raise UserError(
+                f"{field}: eval.rows leaves no row of {name!r} to train on, so that it cannot have a share of the "
+                f"mixture; hold fewer rows out, or remove the source"
+            )
+        if np.searchsorted(lengths.kept, start) == np.searchsorted(lengths.kept, end):
+            shortest = min(lengths.overlong[row] for row in range(start, end))
+            raise UserError(
+                f"rollout.max_prompt_tokens={max_prompt_tokens}: no prompt of {field} ({name!r}) is that short, so "
+                f"that it cannot have a share of the mixture; the shortest of {end - start} has {shortest} tokens; use "
+                f"at least {shortest}, or remove the source"
+            )
+        start = end

@@ -278,7 +278,7 @@ class ParquetRows(StoredRows):
         """See `StoredRows`.
 
         Raises:
-            UserError: the file is damaged, or has changed since it was opened.
+            UserError: the file is damaged, or has changed since it was opened, or Python has no type for a value.
         """
         import pyarrow as pa
 
@@ -286,13 +286,13 @@ class ParquetRows(StoredRows):
             if column not in self._read:
                 key = content_key(self.digest, "column", column)
                 self._read[column] = cached_table(key, lambda sink: self._convert(column, sink))[0].column(0)
-            return _cut(self._read[column], start, stop)
-        except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
                 f"{self._field}: is not a readable Parquet file: column {column!r}: {describe_error(error, 300)}"
             ) from error
+        return _python_values(self._read[column].slice(start, stop - start), column, self._field)
 
     def _convert(self, column: str, sink: Any) -> None:
         import pyarrow as pa
@@ -314,6 +314,34 @@ class ParquetRows(StoredRows):
                 yield batch.column(batch.schema.get_field_index(column))
         except OSError as error:  # of the source, not of the cache
             raise pa.ArrowInvalid(str(error)) from error
+
+
+def python_rows(table: "pa.Table", where: str) -> list[Row]:
+    """Return the rows of an Arrow table.
+
+    Raises:
+        UserError: see `_python_values`.
+    """
+    columns = [_python_values(values, name, where) for name, values in zip(table.column_names, table, strict=True)]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _python_values(values: "pa.ChunkedArray", column: str, where: str) -> list[Any]:
+    """Return the values of an Arrow column.
+
+    Raises:
+        UserError: Python has no type for one of them, such as a date after the year 9999.
+    """
+    import pyarrow as pa
+
+    try:
+        found: list[Any] = values.to_pylist()
+        return found
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise UserError(
+            f"{where}: column {column!r}, of type {values.type}, has a value that Python cannot hold: "
+            f"{describe_error(error, 300)}; write the column as text or numbers"
+        ) from error
 
 
 class DatasetRows(StoredRows):

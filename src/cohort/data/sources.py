@@ -51,7 +51,8 @@ def read_training_rows(config: Config) -> TrainingRows:
     rows = _read_plain(data, "data") if data.is_plain else _read_all(data, seed)
     if config.eval is None or config.eval.rows is None:
         return TrainingRows(train=rows)
-    return hold_out(_stored(rows), config.eval.rows, prompt=data.prompt, seed=seed)
+    optional = config.rollout.environment is not None or config.rollout.agent is not None
+    return hold_out(_stored(rows), config.eval.rows, prompt=data.prompt, seed=seed, optional=optional)
 
 
 def _read_plain(source: DataConfig | SourceConfig, field: str) -> Rows:
@@ -374,14 +375,22 @@ def _results(rows: StoredRows, function: Callable[[Row], Any], field: str) -> It
                 f"{field}: {rows.describe(i)}: returned {excerpt(result)}; return a dict of columns, or None to leave "
                 f"the row out"
             )
-        try:
-            json.dumps([value for value in result.values() if type(value) is not str])
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{field}: {rows.describe(i)}: returned a value that cannot be kept, {describe_error(error)}; return "
-                f"text, numbers, true, false, None, and lists and dicts of them"
-            ) from error
+        for column, value in result.items():
+            if type(value) is not str and (problem := _why_not_kept(value)) is not None:
+                raise UserError(
+                    f"{field}: {rows.describe(i)}: returned {excerpt(value)} as {column!r}, which cannot be kept: "
+                    f"{problem}; return text, such as str(row[{column!r}]), or numbers, true, false, None, and lists "
+                    f"and dicts of them, or leave the column out"
+                )
         yield {**result, _NUMBER: i}
+
+
+def _why_not_kept(value: Any) -> str | None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        return describe_error(error)
+    return None
 
 
 # Random choice
@@ -404,18 +413,19 @@ def _draw(num_rows: int, wanted: int | float, *, stream: Sequence[int], field: s
     return np.sort(_permutation(num_rows, stream)[: _number_of(wanted, num_rows, field)])
 
 
-def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int) -> TrainingRows:
+def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int, optional: bool) -> TrainingRows:
     """Split rows into those to train on and those to hold out, which have other prompts.
 
-    Of rows with the same prompt, at most one is held out, and none is trained on then.
+    Of rows with the same prompt, at most one is held out, and none is trained on then. With `optional`, an environment
+    may write the prompts: rows without one are the same if they are equal.
 
     Raises:
         UserError: there is no such column, or nothing would be left to train on.
     """
-    if prompt not in rows.columns:
+    if prompt not in rows.columns and not optional:
         raise UserError(f"data.prompt={prompt!r}: the data has no such column{did_you_mean(prompt, rows.columns)}")
-    key = rows.digest and content_key("prompts", rows.digest, prompt)
-    hashes = cached_numbers(key, lambda: _hash_all(rows.values(prompt), len(rows)))
+    key = rows.digest and content_key("tasks", rows.digest, prompt)
+    hashes = cached_numbers(key, lambda: np.fromiter(_hashes(rows, prompt), np.uint64, len(rows)).view(np.int64))
     order = _permutation(len(rows), (seed, *_HELD_OUT))
     number = _number_of(wanted, len(rows), "eval.rows")
     _, first = np.unique(hashes[order], return_index=True)  # of each prompt, in the order drawn
@@ -434,10 +444,12 @@ def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int) -
     )
 
 
-def _hash_all(values: Iterator[Any], num: int) -> IntArray:
-    # rows without a prompt, for an environment to write, are all different
-    texts = (
-        f"row {i}" if value is None else json.dumps(value, sort_keys=True, default=str)
-        for i, value in enumerate(values)
-    )
-    return np.fromiter((xxhash.xxh3_64_intdigest(text.encode()) for text in texts), np.uint64, num).view(np.int64)
+def _hashes(rows: StoredRows, prompt: str) -> Iterator[int]:
+    """Yield a hash of each row's prompt; of the whole row if it has none, which an environment writes."""
+    for start in range(0, len(rows), _BATCH):
+        stop = min(start + _BATCH, len(rows))
+        values = rows.read(prompt, start, stop) if prompt in rows.columns else [None] * (stop - start)
+        whole = rows.read_rows(start, stop) if None in values else values
+        for value, row in zip(values, whole, strict=True):
+            what = row if value is None else value
+            yield xxhash.xxh3_64_intdigest(json.dumps(what, sort_keys=True, default=str).encode())

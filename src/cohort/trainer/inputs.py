@@ -173,7 +173,7 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards, field=config.eval.field)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     rendering = _rendering(config, parts, column=config.data.prompt, field=field)
-    prompts = build_prompts(parts.rows, **rendering)
+    prompts = build_prompts(parts.rows, **rendering, weighted=config.data.weights is not None)
     _check_answers(rewards, prompts.prompts, parts.rows, field=field)
     _check_context(
         config,
