@@ -151,6 +151,13 @@ def test_the_result_of_a_function_is_kept_for_the_same_rows_and_code_only(folder
     assert {row["n"] for row in rows_of(folder, function)} == {4}
 
 
+def test_how_many_rows_a_function_has_seen_is_told(folder):
+    told: list[tuple[str, float, float]] = []
+    config = config_from_dict({**MINIMAL, "data": {"path": "a.jsonl", "map": "rows.py:to_row"}}, base_dir=folder)
+    read_training_rows(config, on_progress=lambda *how: told.append(how))
+    assert [how[1:] for how in told if how[0] == "calling data.map"] == [(0, 9), (9, 9)]
+
+
 def test_a_function_from_elsewhere_is_called_anew_when_its_file_changes(folder, monkeypatch):
     monkeypatch.setattr("cohort.data.files._IN_MEMORY_BYTES", 0)
     code = "from functools import partial\ndef f(row, n): return {**row, 'n': n}\nto_row = partial(f, n=%d)\n"

@@ -13,9 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import partial
+from io import TextIOWrapper
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
@@ -24,11 +27,14 @@ from cohort.data.rows import (
     ConvertedRows,
     DatasetRows,
     JoinedRows,
+    OnProgress,
     ParquetRows,
     Row,
     StoredRows,
     file_state,
+    no_progress,
     python_rows,
+    reporting,
 )
 from cohort.errors import UserError, describe_error, did_you_mean, suggest
 
@@ -48,14 +54,31 @@ class _UnreadableError(Exception):
     """Describes what is wrong with the data; `read_rows` adds the name of the field."""
 
 
-def read_rows(path: str, *, field: str, split: str = "train", name: str | None = None) -> Rows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """How messages name a file, and how its progress is told."""
+
+    where: str  # begins the messages of errors in columns of Parquet that are read later
+    name: str  # of the file, or of the folder of which it is one
+    before: int = 0  # bytes of the folder's files before it
+    total: int  # bytes of all of them
+    on_progress: OnProgress
+
+    def tell(self, doing: str, num_bytes: int) -> None:
+        """Report that bytes of this file are done."""
+        self.on_progress(f"{doing} {self.name} (MB)", (self.before + num_bytes) / 1e6, self.total / 1e6)
+
+
+def read_rows(
+    path: str, *, field: str, split: str = "train", name: str | None = None, on_progress: OnProgress = no_progress
+) -> Rows:
     """Return the rows of the data at `path`, in file order, each a dict from column name to value.
 
     They are checked from the first to the last, and only small data are a list. Columns of large Parquet files are
     read, and found damaged, when they are asked for.
 
     A path that does not exist is taken as an id on the Hugging Face Hub. `field` is the configuration key named in
-    messages.
+    messages, and `on_progress` is called while large files are read or converted.
 
     - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
       skipped. Rows may have different keys.
@@ -71,7 +94,7 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
             and "test", is given for data without them.
     """
     with _naming(where := f"{field}={path!r:.300}"):
-        rows = _read(path, split, name, where)
+        rows = _read(path, split, name, where, on_progress)
         if not rows:
             raise _UnreadableError("has no rows; at least one prompt is needed")
     return rows
@@ -102,14 +125,17 @@ def _naming(where: str) -> Iterator[None]:
         raise UserError(f"{where}: cannot be read: {error.strerror}: {error.filename}") from error
 
 
-def _read(path: str, split: str, name: str | None, where: str) -> Rows:
+def _read(path: str, split: str, name: str | None, where: str, on_progress: OnProgress) -> Rows:
     if isinstance(path, NamedObject):
         return _read_object(path.value)
     found = _find(path, split, name)
     if found is None:
         hub_rows: Rows = _read_hub(path, split, name)
         return hub_rows
-    return _read_folder(found, split, name, where) if found.is_dir() else _read_file(found, where)
+    if found.is_dir():
+        return _read_folder(found, split, name, where, on_progress)
+    size = found.stat().st_size
+    return _read_file(found, _Reading(where=where, name=found.name, total=size, on_progress=on_progress))
 
 
 def _find(path: str, split: str, name: str | None) -> Path | None:
@@ -173,8 +199,7 @@ def _missing(file: Path) -> str:
     return f"no such file in the folder {folder}{hint}"
 
 
-def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Rows:
-    """Read a file. `where` begins the messages of errors in columns of Parquet that are read later."""
+def _read_file(file: Path, reading: _Reading, *, is_part_of_large: bool = False) -> Rows:
     kind = file.suffix.lower()
     if kind not in _READERS:
         raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
@@ -183,8 +208,11 @@ def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Row
             raise _UnreadableError("the file is empty (0 bytes)")
         is_large = is_part_of_large or file.stat().st_size > _IN_MEMORY_BYTES
         if (read := _READERS[kind]) is None:
-            return _read_parquet(file, where, is_large=is_large)
-        return _convert(file, read) if is_large else list(read(file))
+            return _read_parquet(file, reading, is_large=is_large)
+        if is_large:
+            return _convert(file, read, reading)
+        with file.open("rb") as opened:
+            return list(read(opened))
     except OSError as error:
         raise _UnreadableError(f"cannot be read: {error.strerror or error}") from error
 
@@ -200,14 +228,23 @@ def read_file_rows(file: Path, where: str) -> Iterator[Row]:
         if kind not in _READERS:
             raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
         read = _READERS[kind]
-        yield from _parquet_rows(file, where) if read is None else read(file)
+        if read is None:
+            yield from _parquet_rows(file, where)
+            return
+        with file.open("rb") as opened:
+            yield from read(opened)
     except (_UnreadableError, OSError) as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _convert(file: Path, read: "_Reader") -> StoredRows:
+def _convert(file: Path, read: "_Reader", reading: _Reading) -> StoredRows:
+    def rows_of_file() -> Iterator[Row]:
+        with file.open("rb") as opened:
+            yield from reporting(read(opened), lambda _: reading.tell("converting", opened.tell()))
+
     before = file_state(file)
-    rows = ConvertedRows(content_key(file, file.suffix.lower()), lambda: read(file))
+    key = content_key(file, file.suffix.lower(), on_bytes=partial(reading.tell, "reading"))
+    rows = ConvertedRows(key, rows_of_file)
     if file_state(file) != before:
         raise _UnreadableError("the file has changed while it was read; start again when it is complete")
     return rows
@@ -216,23 +253,22 @@ def _convert(file: Path, read: "_Reader") -> StoredRows:
 # JSON
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
+def _json_lines(lines: BinaryIO) -> Iterator[Row]:
     """Yield one object per line. Splits at line feeds only: JSON strings may hold other Unicode line breaks."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"line {number}"
-                yield _require_object(_parse_json(line, where), where)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"line {number}"
+            yield _require_object(_parse_json(line, where), where)
 
 
-def _json(file: Path) -> Iterator[Row]:
+def _json(file: BinaryIO) -> Iterator[Row]:
     """Yield the objects of an array, or one object per line."""
-    with file.open("rb") as lines:
-        start = next((line.strip() for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    start = next((line.strip() for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    file.seek(0)
     if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _json_lines(file)
         return
-    for number, value in enumerate(_parse_json(file.read_bytes(), "the file"), start=1):
+    for number, value in enumerate(_parse_json(file.read(), "the file"), start=1):
         yield _require_object(value, f"element {number}")
 
 
@@ -275,21 +311,21 @@ def _require_object(value: Any, where: str) -> Row:
 # CSV and Parquet
 
 
-def _csv(file: Path) -> Iterator[Row]:
+def _csv(file: BinaryIO) -> Iterator[Row]:
     """Yield rows of strings; the `csv` module infers no types."""
     # Long prompts exceed the module's 128 KiB limit, which is global: restore it afterwards.
     previous_limit = csv.field_size_limit(_CSV_FIELD_BYTES)
+    lines = TextIOWrapper(file, newline="", encoding="utf-8-sig")
+    reader = csv.reader(lines, strict=True)
     try:
-        with file.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.reader(lines, strict=True)
-            try:
-                yield from _csv_rows(reader)
-            except csv.Error as error:
-                raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
-            except UnicodeDecodeError as error:
-                raise _UnreadableError("the file is not UTF-8 text; save the file as UTF-8") from error
+        yield from _csv_rows(reader)
+    except csv.Error as error:
+        raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
+    except UnicodeDecodeError as error:
+        raise _UnreadableError("the file is not UTF-8 text; save the file as UTF-8") from error
     finally:
         csv.field_size_limit(previous_limit)
+        lines.detach()  # it would close the file
 
 
 def _csv_rows(reader: Any) -> Iterator[Row]:
@@ -306,7 +342,7 @@ def _csv_rows(reader: Any) -> Iterator[Row]:
         yield dict(zip(header, record, strict=True))
 
 
-def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
+def _read_parquet(file: Path, reading: _Reading, *, is_large: bool) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -317,10 +353,11 @@ def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
             if not is_large and sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
                 table = parquet.read()
             else:
-                return ParquetRows(file, where)
+                digest = content_key(file, on_bytes=partial(reading.tell, "reading"))
+                return ParquetRows(file, reading.where, digest=digest, on_progress=reading.on_progress)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
-    return python_rows(table, where)
+    return python_rows(table, reading.where)
 
 
 def _parquet_rows(file: Path, where: str) -> Iterator[Row]:
@@ -344,7 +381,7 @@ def _refuse_repeated(columns: Iterable[str]) -> None:
         raise _UnreadableError(f"names the column {repeated[0]!r} more than once; give every column its own name")
 
 
-_Reader = Callable[[Path], Iterator[Row]]
+_Reader = Callable[[BinaryIO], Iterator[Row]]
 # None: Parquet, whose columns can be read on their own
 _READERS: Mapping[str, _Reader | None] = {
     ".jsonl": _json_lines,
@@ -357,7 +394,7 @@ _READERS: Mapping[str, _Reader | None] = {
 # Folders and the Hub
 
 
-def _read_folder(folder: Path, split: str, name: str | None, where: str) -> Rows:
+def _read_folder(folder: Path, split: str, name: str | None, where: str, on_progress: OnProgress) -> Rows:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _read_saved(folder, split, name)
     import datasets
@@ -380,29 +417,33 @@ def _read_folder(folder: Path, split: str, name: str | None, where: str) -> Rows
     # Formats known above are read here, and `datasets` only assigns files to splits: it would turn "007" into 7 and
     # give every row the keys of all others. It reads the rest: other formats, and slices such as train[:100].
     if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
-        return _read_members(chosen, folder, where)
+        return _read_members(chosen, folder, where, on_progress)
     if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
         raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported; use a whole split")
     return _load_dataset(str(folder), split, name)
 
 
-def _read_members(files: Sequence[Path], folder: Path, where: str) -> Rows:
+def _read_members(files: Sequence[Path], folder: Path, where: str, on_progress: OnProgress) -> Rows:
     """Read files and join their rows. If one file is large, all are read as large ones."""
-    is_large = sum(file.stat().st_size for file in files) > _IN_MEMORY_BYTES
-    parts = [_read_member(file, folder, where, is_large=is_large) for file in files]
+    ends = [*accumulate((file.stat().st_size for file in files), initial=0)]
+    plain = _Reading(where=where, name=folder.name, total=ends[-1], on_progress=on_progress)
+    readings = [replace(plain, before=before) for before in ends[:-1]]
+    is_large = plain.total > _IN_MEMORY_BYTES
+    parts = [_read_member(file, folder, reading, is_large) for file, reading in zip(files, readings, strict=True)]
     if any(isinstance(part, StoredRows) for part in parts):  # compressed Parquet may be larger than its file
         parts = [
-            part if isinstance(part, StoredRows) else _read_member(file, folder, where, is_large=True)
-            for file, part in zip(files, parts, strict=True)
+            part if isinstance(part, StoredRows) else _read_member(file, folder, reading, is_large=True)
+            for file, reading, part in zip(files, readings, parts, strict=True)
         ]
         return JoinedRows([part for part in parts if isinstance(part, StoredRows)])
     return [row for part in parts for row in part]
 
 
-def _read_member(file: Path, folder: Path, where: str, *, is_large: bool) -> Rows:
+def _read_member(file: Path, folder: Path, reading: _Reading, is_large: bool) -> Rows:
     shown = file.relative_to(folder) if file.is_relative_to(folder) else file
     try:
-        return _read_file(file, f"{where}: file {str(shown)!r}", is_part_of_large=is_large)
+        where = f"{reading.where}: file {str(shown)!r}"
+        return _read_file(file, replace(reading, where=where), is_part_of_large=is_large)
     except _UnreadableError as error:
         raise _UnreadableError(f"file {str(shown)!r}: {error}") from error
 

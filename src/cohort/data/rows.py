@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -18,11 +18,30 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = dict[str, Any]
+# Called with the name of something that takes long, how much of it is done, and all of it. Equal numbers end it.
+OnProgress = Callable[[str, float, float], None]
+T = TypeVar("T")
 
 _BATCH = 1024  # rows that are read or written at a time
 _SPARSE = 16  # rows that are read for one that is wanted, rather than reading wanted ones one by one
 _MOST_TEXT_COLUMNS = 100
 _OTHERS = "others"  # the column with what is no text, as JSON
+_REPORTED_EVERY = 64  # rows
+
+
+def no_progress(name: str, done: float, total: float) -> None:
+    """Tell nobody."""
+
+
+def reporting(items: Iterable[T], tell: Callable[[int], None]) -> Iterator[T]:
+    """Yield items, and tell now and then, and at the end, how many have been used."""
+    num_done = 0
+    tell(num_done)
+    for num_done, item in enumerate(items, start=1):
+        yield item
+        if num_done % _REPORTED_EVERY == 0:
+            tell(num_done)
+    tell(num_done)
 
 
 class StoredRows(Sequence[Row]):
@@ -255,8 +274,14 @@ def _is_encodable(value: Any) -> bool:
 class ParquetRows(StoredRows):
     """Rows of a Parquet file. A column is converted to Arrow when it is first asked for."""
 
-    def __init__(self, file: Path, field: str):
-        """Open a file. `field` begins the messages of errors while columns are read.
+    def __init__(self, file: Path, field: str, *, digest: str, on_progress: OnProgress = no_progress):
+        """Open a file.
+
+        Args:
+            file: path of the file.
+            field: begins the messages of errors while columns are read.
+            digest: identifies the content of the file.
+            on_progress: called while a column is converted.
 
         Raises:
             OSError, pa.ArrowException: it is not Parquet.
@@ -265,10 +290,11 @@ class ParquetRows(StoredRows):
 
         self._file = file
         self._field = field
+        self._on_progress = on_progress
         self._state = file_state(file)
         self._parquet = pq.ParquetFile(file)
         self.columns = tuple(self._parquet.schema_arrow.names)
-        self.digest: str = content_key(file)
+        self.digest: str = digest
         self._read: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -299,10 +325,12 @@ class ParquetRows(StoredRows):
 
         field = self._parquet.schema_arrow.field(column)
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        schema = pa.schema([pa.field(column, kind)])
+        schema, name, num_done = pa.schema([pa.field(column, kind)]), f"converting {column} of {self._file.name}", 0
+        self._on_progress(name, 0, len(self))
         with pa.ipc.new_file(sink, schema) as writer:
             for values in self._batches(column):
                 writer.write_batch(pa.record_batch([values.cast(kind)], schema=schema))
+                self._on_progress(name, num_done := num_done + len(values), len(self))
         if file_state(self._file) != self._state:
             raise UserError(f"{self._field}: the file has changed since the run started; start again")
 

@@ -19,7 +19,17 @@ from cohort.config.objects import NamedObject
 from cohort.config.user_code import error_location, is_user_code, load_function
 from cohort.data.cache import cached_numbers, content_key, recall, remember
 from cohort.data.files import Rows, read_rows
-from cohort.data.rows import ConvertedRows, JoinedRows, ListedRows, Row, SelectedRows, StoredRows
+from cohort.data.rows import (
+    ConvertedRows,
+    JoinedRows,
+    ListedRows,
+    OnProgress,
+    Row,
+    SelectedRows,
+    StoredRows,
+    no_progress,
+    reporting,
+)
 from cohort.errors import UserError, describe_error, did_you_mean, excerpt, suggest
 from cohort.records import IntArray
 
@@ -40,38 +50,46 @@ class TrainingRows:
     num_left_out: int = 0  # rows with the prompts of held-out ones
 
 
-def read_training_rows(config: Config) -> TrainingRows:
-    """Read the training data, and hold rows out of them.
+def read_training_rows(config: Config, *, on_progress: OnProgress = no_progress) -> TrainingRows:
+    """Read the training data, and hold rows out of them. `on_progress` is called while that takes long.
 
     Raises:
         UserError: data are missing, empty or broken; a condition or a function cannot be used; or a number of rows is
             larger than there are.
     """
     data, seed = config.data, config.train.seed
-    rows = _read_plain(data, "data") if data.is_plain else _read_all(data, seed)
+    rows = _read_plain(data, "data", on_progress) if data.is_plain else _read_all(data, seed, on_progress)
     if config.eval is None or config.eval.rows is None:
         return TrainingRows(train=rows)
     optional = config.rollout.environment is not None or config.rollout.agent is not None
     return hold_out(_stored(rows), config.eval.rows, prompt=data.prompt, seed=seed, optional=optional)
 
 
-def _read_plain(source: DataConfig | SourceConfig, field: str) -> Rows:
+def _read_plain(source: DataConfig | SourceConfig, field: str, on_progress: OnProgress) -> Rows:
     assert source.path is not None, "checked in the configuration"
-    return read_rows(source.path, field=f"{field}.path", split=source.split, name=source.name)
+    split, name = source.split, source.name
+    return read_rows(source.path, field=f"{field}.path", split=split, name=name, on_progress=on_progress)
 
 
 def _stored(rows: Rows) -> StoredRows:
     return rows if isinstance(rows, StoredRows) else ListedRows(rows)
 
 
-def _read_all(data: DataConfig, seed: int) -> StoredRows:
+def _read_all(data: DataConfig, seed: int, on_progress: OnProgress) -> StoredRows:
     if not data.sources:
-        return _read_source(data, "data", seed)
-    return read_sources(data.sources, prompt=data.prompt, seed=seed, field="data.sources", use=data.map)
+        return _read_source(data, "data", seed, on_progress)
+    options: dict[str, Any] = {"prompt": data.prompt, "seed": seed, "use": data.map, "on_progress": on_progress}
+    return read_sources(data.sources, field="data.sources", **options)
 
 
 def read_sources(
-    sources: Sequence[SourceConfig], *, prompt: str, seed: int, field: str, use: str | None = None
+    sources: Sequence[SourceConfig],
+    *,
+    prompt: str,
+    seed: int,
+    field: str,
+    use: str | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> "MixedRows":
     """Read the rows of several sources, one after the other.
 
@@ -81,28 +99,35 @@ def read_sources(
         seed: of what is drawn.
         field: configuration key of the sources, for messages.
         use: function that maps the rows of sources without one of their own.
+        on_progress: called while that takes long.
 
     Raises:
         UserError: as `read_training_rows`.
     """
     parts = []
     for i, source in enumerate(sources):
-        rows = _read_source(source, f"{field}.{i}", seed, use=source.map or use, number=i)
+        rows = _read_source(source, f"{field}.{i}", seed, on_progress, use=source.map or use, number=i)
         parts.append(_Source(rows, source, prompt, f"{field}.{i}"))
     return MixedRows(parts, [source.label for source in sources])
 
 
 def _read_source(
-    source: DataConfig | SourceConfig, field: str, seed: int, *, use: str | None = None, number: int = 0
+    source: DataConfig | SourceConfig,
+    field: str,
+    seed: int,
+    on_progress: OnProgress,
+    *,
+    use: str | None = None,
+    number: int = 0,
 ) -> StoredRows:
     """Read the rows of one source. `number`: of the source, for its random stream."""
-    rows = _stored(_read_plain(source, field))
+    rows = _stored(_read_plain(source, field, on_progress))
     if source.columns:
         rows = RenamedRows(rows, source.columns, field=f"{field}.columns")
     if source.where is not None:
         rows = _where(rows, source.where, field=f"{field}.where")
     if (use := use or source.map) is not None:
-        rows = _map(rows, use, field="data.map" if source.map is None else f"{field}.map")
+        rows = _map(rows, use, field="data.map" if source.map is None else f"{field}.map", on_progress=on_progress)
     if source.rows is not None:
         chosen = _draw(len(rows), source.rows, stream=(seed, *_DRAWN, number), field=f"{field}.rows")
         rows = SelectedRows(rows, chosen)
@@ -314,7 +339,7 @@ class MappedRows(StoredRows):
         return [{k: v for k, v in row.items() if k != _NUMBER} for row in self._made.read_rows(start, stop)]
 
 
-def _map(rows: StoredRows, use: str, *, field: str) -> StoredRows:
+def _map(rows: StoredRows, use: str, *, field: str, on_progress: OnProgress) -> StoredRows:
     """Call a function with each row, which is done once for the same rows and code.
 
     Raises:
@@ -323,7 +348,7 @@ def _map(rows: StoredRows, use: str, *, field: str) -> StoredRows:
     function = load_function(use, field=field)
     code = [] if isinstance(use, NamedObject) else _code_of(use, function)  # an object may depend on anything
     key = content_key("map", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
-    made = ConvertedRows(key, partial(_results, rows, function, f"{field}={use!r}"))
+    made = ConvertedRows(key, partial(_results, rows, function, f"{field}={use!r}", on_progress))
     if not len(made):
         raise UserError(f"{field}={use!r} returns None for each of {len(rows)} rows; at least one row is needed")
     return MappedRows(rows, made, digest=key and _digest(made, key))
@@ -360,8 +385,9 @@ def _digest(made: StoredRows, key: str) -> str:
     return str(known)
 
 
-def _results(rows: StoredRows, function: Callable[[Row], Any], field: str) -> Iterator[Row]:
-    for i, row in enumerate(rows):
+def _results(rows: StoredRows, function: Callable[[Row], Any], field: str, on_progress: OnProgress) -> Iterator[Row]:
+    name = f"calling {field.partition('=')[0]}"
+    for i, row in enumerate(reporting(rows, lambda done: on_progress(name, done, len(rows)))):
         try:
             result = function(dict(row))
         except Exception as error:  # whatever the user's function does wrong
