@@ -278,7 +278,7 @@ def _parse_json(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise _UnreadableError(f"{where} is not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
     try:
-        return json.loads(text, object_pairs_hook=_object_of_pairs)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
         at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
@@ -297,6 +297,9 @@ def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"duplicate key {key!r}")
     return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of_pairs)
 
 
 def _require_object(value: Any, where: str) -> Row:

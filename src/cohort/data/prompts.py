@@ -261,8 +261,10 @@ class PromptRenderer:
         self, waiting: "list[tuple[int, Any, list[str]]]", max_prompt_tokens: int, where: Callable[[int], object]
     ) -> Iterator[tuple[int, int]]:
         texts = [text for _, _, of_row in waiting for text in of_row]
-        options = {"add_special_tokens": False, "return_attention_mask": False}
-        lengths = map(len, self._tokenizer(texts, **options)["input_ids"] if texts else [])
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        lengths = map(len, backend.encode_batch_fast(texts, add_special_tokens=False))
         for row, value, of_row in waiting:
             bound = self._bound(sum(next(lengths) for _ in of_row), len(of_row))
             yield row, bound if bound <= max_prompt_tokens else len(self.render(value, where=where(row))[1])

@@ -189,10 +189,14 @@ class JoinedRows(StoredRows):
 class ConvertedRows(StoredRows):
     """Rows of JSON or CSV, converted to Arrow: texts as such, everything else as JSON, so that no value changes."""
 
-    def __init__(self, key: str | None, make: Callable[[], Iterator[Row]]):
-        """Convert the rows that `make` yields, unless the cache has those of `key`. None: keep them in memory."""
-        table, metadata = cached_table(key, lambda sink: _convert(make(), sink))
+    def __init__(self, key: str | None, make: Callable[[], Iterator[Row]], *, note: Callable[[], str] = str):
+        """Convert the rows that `make` yields, unless the cache has those of `key`. None: keep them in memory.
+
+        `note` is called after the last row, and its result is kept with the rows.
+        """
+        table, metadata = cached_table(key, lambda sink: _convert(make(), sink, note))
         known = json.loads(metadata[b"columns"])
+        self.note: str = known.get("note", "")
         self.columns = tuple(known["all"])
         self.digest = key
         self._texts = {name: table.column(str(n)) for n, name in enumerate(known["texts"])}
@@ -226,7 +230,7 @@ def _cut(column: "pa.ChunkedArray", start: int, stop: int) -> list[Any]:
     return found
 
 
-def _convert(rows: Iterator[Row], sink: Any) -> None:
+def _convert(rows: Iterator[Row], sink: Any, note: Callable[[], str]) -> None:
     """Write rows as an Arrow file. Which columns are stored as text is decided by the first rows."""
     import pyarrow as pa
 
@@ -248,7 +252,7 @@ def _convert(rows: Iterator[Row], sink: Any) -> None:
             as_json = pa.array([json.dumps(row) if row else None for row in others], pa.large_string())
             writer.write_batch(pa.record_batch([*arrays, as_json], schema=schema))
             batch = list(islice(rows, _BATCH))
-        known = json.dumps({"all": list(seen), "texts": texts, "others": list(in_others)})
+        known = json.dumps({"all": list(seen), "texts": texts, "others": list(in_others), "note": note()})
         writer.write_batch(
             pa.record_batch([pa.array([], field.type) for field in schema], schema=schema),
             custom_metadata={"columns": known},

@@ -17,7 +17,7 @@ from cohort.config import Config
 from cohort.config.data import SOURCE, DataConfig, SourceConfig
 from cohort.config.objects import NamedObject
 from cohort.config.user_code import error_location, is_user_code, load_function
-from cohort.data.cache import cached_numbers, content_key, recall, remember
+from cohort.data.cache import cached_numbers, content_key
 from cohort.data.files import Rows, read_rows
 from cohort.data.rows import (
     ConvertedRows,
@@ -347,11 +347,12 @@ def _map(rows: StoredRows, use: str, *, field: str, on_progress: OnProgress) -> 
     """
     function = load_function(use, field=field)
     code = [] if isinstance(use, NamedObject) else _code_of(use, function)  # an object may depend on anything
-    key = content_key("map", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
-    made = ConvertedRows(key, partial(_results, rows, function, f"{field}={use!r}", on_progress))
+    key = content_key("results", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
+    results = _Results(rows, function, f"{field}={use!r}", on_progress)
+    made = ConvertedRows(key, lambda: iter(results), note=results.digest)
     if not len(made):
         raise UserError(f"{field}={use!r} returns None for each of {len(rows)} rows; at least one row is needed")
-    return MappedRows(rows, made, digest=key and _digest(made, key))
+    return MappedRows(rows, made, digest=key and made.note)
 
 
 def _code_of(use: str, function: Callable[..., Any]) -> list[Path]:
@@ -373,50 +374,59 @@ def _file_of(module: str) -> str | None:
     return getattr(sys.modules.get(module), "__file__", None)
 
 
-def _digest(made: StoredRows, key: str) -> str:
-    """Identify results by their content: a run resumes with the same rows, whatever has changed in the code."""
-    kept = content_key("digest of results", key)
-    if (known := recall(kept)) is None:
-        digest = xxhash.xxh3_128()
-        for row in made:
-            digest.update(json.dumps(row, sort_keys=True).encode())
-        known = digest.hexdigest()
-        remember(kept, known)
-    return str(known)
+class _Results:
+    """What a function makes of rows."""
 
+    def __init__(self, rows: StoredRows, function: Callable[[Row], Any], where: str, on_progress: OnProgress):
+        """Call nothing yet. `where` begins the messages of errors: the field, and the function."""
+        self._rows, self._function, self._where = rows, function, where
+        self._on_progress = on_progress
+        self._digest = xxhash.xxh3_128()
 
-def _results(rows: StoredRows, function: Callable[[Row], Any], field: str, on_progress: OnProgress) -> Iterator[Row]:
-    name = f"calling {field.partition('=')[0]}"
-    for i, row in enumerate(reporting(rows, lambda done: on_progress(name, done, len(rows)))):
-        try:
-            result = function(dict(row))
-        except Exception as error:  # whatever the user's function does wrong
-            raise UserError(
-                f"{field}: {rows.describe(i)}: {describe_error(error)} (at {error_location(error)})"
-            ) from error
-        if result is None:
-            continue
-        if not isinstance(result, Mapping) or not all(isinstance(key, str) for key in result):
-            raise UserError(
-                f"{field}: {rows.describe(i)}: returned {excerpt(result)}; return a dict of columns, or None to leave "
-                f"the row out"
-            )
-        for column, value in result.items():
-            if type(value) is not str and (problem := _why_not_kept(value)) is not None:
+    def digest(self) -> str:
+        """Identify the results by their content: a run resumes with the same rows, whatever has changed in the code."""
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Row]:
+        self._digest.reset()
+        for i, row in enumerate(reporting(self._rows, self._tell)):
+            try:
+                result = self._function(dict(row))
+            except Exception as error:  # whatever the user's function does wrong
+                raise UserError(f"{self._at(i)}: {describe_error(error)} (at {error_location(error)})") from error
+            if result is None:
+                continue
+            if not isinstance(result, Mapping) or not all(isinstance(key, str) for key in result):
                 raise UserError(
-                    f"{field}: {rows.describe(i)}: returned {excerpt(value)} as {column!r}, which cannot be kept: "
-                    f"{problem}; return text, such as str(row[{column!r}]), or numbers, true, false, None, and lists "
-                    f"and dicts of them, or leave the column out"
+                    f"{self._at(i)}: returned {excerpt(result)}; return a dict of columns, or None to leave the row out"
                 )
-        yield {**result, _NUMBER: i}
+            made = {**result, _NUMBER: i}
+            try:
+                self._digest.update(_as_json(made))
+            except (TypeError, ValueError) as error:
+                column = next(name for name, value in result.items() if not _is_kept(value))
+                raise UserError(
+                    f"{self._at(i)}: returned {excerpt(result[column])} as {column!r}, which cannot be kept: "
+                    f"{describe_error(error)}; return text, such as str(row[{column!r}]), or numbers, true, false, "
+                    f"None, and lists and dicts of them, or leave the column out"
+                ) from error
+            yield made
+
+    def _tell(self, num_done: int) -> None:
+        self._on_progress(f"calling {self._where.partition('=')[0]}", num_done, len(self._rows))
+
+    def _at(self, row: int) -> str:
+        return f"{self._where}: {self._rows.describe(row)}"
 
 
-def _why_not_kept(value: Any) -> str | None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        return describe_error(error)
-    return None
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _is_kept(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return bool(_as_json(value))
+    return False
 
 
 # Random choice
