@@ -151,6 +151,20 @@ def test_the_result_of_a_function_is_kept_for_the_same_rows_and_code_only(folder
     assert {row["n"] for row in rows_of(folder, function)} == {4}
 
 
+def test_a_mixture_of_small_and_large_data_is_known_by_its_content(folder, monkeypatch):
+    monkeypatch.setattr("cohort.data.files._IN_MEMORY_BYTES", (folder / "a.jsonl").stat().st_size - 1)
+    write_jsonl(folder / "c.jsonl", B[:3])
+    data = [{"path": "a.jsonl"}, {"path": "c.jsonl", "prompt": "question"}]
+    digests = [read_all(folder, data).train.digest for _ in range(2)]
+    assert digests[0] == digests[1] is not None
+    states = [PromptStream(prompts_of(folder, data), seed=1).state() for _ in range(2)]
+    assert states[0] == states[1] and len(list(cache_folder().glob("*.json"))) == 1, "lengths are kept"
+    write_jsonl(folder / "c.jsonl", [*B[:2], {**B[2], "gold": "other"}])
+    assert read_all(folder, data).train.digest != digests[0]
+    with pytest.raises(UserError, match="different order of prompts"):
+        PromptStream(prompts_of(folder, data), seed=1).restore(states[0])
+
+
 def test_how_many_rows_a_function_has_seen_is_told(folder):
     told: list[tuple[str, float, float]] = []
     config = config_from_dict({**MINIMAL, "data": {"path": "a.jsonl", "map": "rows.py:to_row"}}, base_dir=folder)

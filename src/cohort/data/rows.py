@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+import xxhash
 
 from cohort.data.cache import cached_table, content_key
 from cohort.errors import UserError, describe_error
@@ -162,8 +163,9 @@ class JoinedRows(StoredRows):
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts]).tolist()
         self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
-        digests = [part.digest for part in parts]
-        self.digest = None if None in digests else content_key(*filter(None, digests))
+        self.digest = None
+        if any(part.digest for part in parts):  # large ones; those in memory are hashed
+            self.digest = content_key(*(part.digest or _digest_of(part) for part in parts))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -184,6 +186,13 @@ class JoinedRows(StoredRows):
     def read_rows(self, start: int, stop: int) -> list[Row]:
         """See `StoredRows`. Rows have the keys of their own file."""
         return [row for part, first, last in self._parts_of(start, stop) for row in part.read_rows(first, last)]
+
+
+def _digest_of(rows: StoredRows) -> str:
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 class ConvertedRows(StoredRows):
