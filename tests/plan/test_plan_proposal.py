@@ -72,7 +72,7 @@ def test_a_proposal_keeps_the_keys_that_are_given(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     assert config.model.path == str(model) and config.rollout.num_generations == 4
-    assert config.data.path == "mine.jsonl" and config.train.learning_rate == 3e-5
+    assert config.data.path == str(tmp_path / "mine.jsonl") and config.train.learning_rate == 3e-5
     seven = proposal("--model", "7b", "--gpus", "1", "--gpu", "l40s", "train.learning_rate=5.0e-5")
     assert "learning_rate: 5.0e-05" in seven and "adapter: {rank: " in seven
     assert "learning_rate: 1.0e-05" in proposal("--model", "7b", "--gpus", "1", "--gpu", "l40s", "train.steps=50")

@@ -12,6 +12,7 @@ from torch import nn
 
 from cohort import train
 from cohort.config import ModelConfig
+from cohort.display import Display
 from cohort.errors import DoesNotFitError, UserError
 from cohort.launch import local
 from cohort.learner import TrainEngine
@@ -149,11 +150,10 @@ def test_ranks_that_refuse_a_configuration_are_not_waited_for():
     ranks: Any = SimpleNamespace(
         world_size=2, rank=0, local_rank=0, is_rank0=True, command=commands.append, stop=NEVER_STOPPED
     )
-    display: Any = SimpleNamespace(close=lambda: None, notify=lambda text: None)
     with pytest.raises(UserError, match="parameter_offload: true has no effect on CPU"):
         run.train(
             parsed(model={"parameter_offload": True}, hardware={"device": "cpu", "processes": 2}),
-            display=display,
+            display=Display(),
             ranks=ranks,
         )
     assert commands == []
