@@ -147,7 +147,8 @@ def _script_at(words: Sequence[Word]) -> int:
         is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
         if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
             return at
-    return len(words)
+    unknown = (at for at, word in enumerate(words) if word.missing and not word.text and words[at - 1].text[:2] != "--")
+    return next(unknown, len(words) - 1) + 1  # after a script whose name is not known
 
 
 def gpus_of(command: Command) -> tuple[str, ...] | None:

@@ -91,10 +91,14 @@ class Script:
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
-        assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
-        # assigned once, outside of branches and loops
-        self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
-        self._constants: dict[str, Any] = {}
+        assigned: dict[str, list[Any]] = defaultdict(list)
+        for line in lines:
+            for target in _targets(line):
+                assigned[name_of(target)] += [line] if isinstance(target, ast.Name) else []
+        # by name: the lines that assign it, if none is in a branch or a loop
+        self._assigned = {n: found for n, found in assigned.items() if len(found) == stores[n] and n not in self.parts}
+        self._inside = {id(node) for function in functions for node in ast.walk(function)}
+        self._constants: dict[int, Any] = {}  # values of such lines
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
@@ -132,10 +136,8 @@ class Script:
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
         """
-        if isinstance(node, ast.Name) and node.id in self._once:  # popped, so that a name cannot refer to itself
-            self._constants[node.id] = self.value(self._once.pop(node.id))
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            return self._constants[node.id]
+        if isinstance(node, ast.Name) and node.id in self._assigned:
+            return self._last(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
             if {node.attr, None} & {key for key, *_ in self.parts.get(node.value.id, ())}:
                 raise ValueError("an option that is set anew")
@@ -158,6 +160,18 @@ class Script:
         if isinstance(node, ast.List | ast.Tuple):
             return [self._part(part) for part in node.elts]
         return ast.literal_eval(node)
+
+    def _last(self, node: ast.Name) -> Any:
+        """The value of a name that one line sets or, where all of this is outside of functions, several do."""
+        found = self._assigned[node.id]
+        if len(found) > 1:
+            inside = any(id(part) in self._inside for part in (node, *found))
+            found = [] if inside else [line for line in found if line.lineno < node.lineno]
+        if not found:
+            raise ValueError("one of several values")
+        if id(found[-1]) not in self._constants:
+            self._constants[id(found[-1])] = self.value(found[-1].value)
+        return self._constants[id(found[-1])]
 
     def _called(self, node: ast.Call) -> Any:
         """`dict(...)` and `int(x)`."""

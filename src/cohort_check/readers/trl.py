@@ -45,13 +45,16 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     """Read a command that trains with TRL or Open-R1, and its recipe; None for any other command."""
     texts = [word.name for word in command.words]
     launched = bool({*_STARTERS} & {*texts}) and texts[0] not in ("echo", "pip")
+    launched &= not any(name.startswith("openrlhf.") for name in texts)
     options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
     script = any(re.search(r"g[rs]po\w*\.py$", name) for name in texts) or "trl.scripts.grpo" in texts
     scripts = [word for word in command.words if word.name.endswith(".py")]
     outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
     serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
     own = command.has("trl", "grpo")
-    beside = launched and bool(scripts) and _trains_beside(scripts[0], path.parent)
+    found = _text_beside(scripts[0], path.parent) if launched and scripts else ""
+    beside = "GRPOTrainer" in found
+    script &= not found or beside or bool(options & {"config", *known_keys("trl", ())})  # else it prepares data
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
@@ -70,12 +73,12 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     return replace(launch, framework=framework, processes=processes)
 
 
-def _trains_beside(script: Word, folder: Path) -> bool:
-    """Whether a script that a command starts is there and trains with GRPO."""
+def _text_beside(script: Word, folder: Path) -> str:
+    """The text of a script that a command starts; empty if it is not there."""
     try:
-        return "GRPOTrainer" in find_text(script.text, folder)[1]
+        return find_text(script.text, folder)[1]
     except (UserError, ValueError):
-        return False
+        return ""
 
 
 def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:

@@ -185,6 +185,9 @@ class _Run:
                     self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
                 elif keyword.arg not in _CONVERTED:
                     self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
+        for keyword in (k for call in self.script.calls if name_of(call) == "train" for k in call.keywords):
+            if keyword.arg not in ("resume_from_checkpoint", "mode"):
+                self._leave(f"train({ast.unparse(keyword)})", keyword.value)
         return replace(
             started,
             reason=f"Python with {name_of(self.config)}(...) at {self.script.where(self.config)}",

@@ -178,7 +178,6 @@ _NEW_NAMES = {  # of keys whose help does not say it while they are there
     "vllm_max_model_len": "vllm_max_model_length",
 }
 _OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
-_OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
 _PURELY_QUANTIZED = (
     "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
     "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
@@ -197,8 +196,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         settings,
         TrlBatch(),
         known=known,
-        evaluates=settings.text("eval_strategy", "no") != "no"
-        or ("evaluation_strategy" in known and settings.text("evaluation_strategy", "no") != "no"),
+        evaluates={settings.text(name, "no") for name in ("eval_strategy", "evaluation_strategy")} != {"no"},
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
@@ -259,7 +257,7 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
         elif deprecated and key.startswith("vllm_") and said.value is not None:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
-    every = {*_OF_THE_TRAINER, *_OF_THE_COMMAND}.union(*common.key_tables("trl").values())
+    every = {*common.OF_THE_TRAINER, *_OF_THE_COMMAND, *known}
     for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
         if unread.key.isidentifier() and unread.key not in every and not unread.added:
             yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
@@ -277,7 +275,7 @@ def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, versio
     new = next(deprecated, _NEW_NAMES.get(key, ""))
     text, nearest = common.unknown_key("trl", version, key, known, new)
     in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
-    if any(entry["of"] == "TrainingArguments" for entry in entries):
+    if key == "evaluation_strategy" or any(entry["of"] == "TrainingArguments" for entry in entries):
         fate = "is dropped silently" if in_recipe else "stops the run"
         return Finding("CHK005", key, f"{text}; with a version of transformers that lacks it, it {fate}", nearest)
     if not in_recipe:
