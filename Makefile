@@ -18,7 +18,7 @@ COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 .PHONY: help setup demo test test-all test-slow test-extras test-oldest test-newest test-torch vllm-env test-vllm check docs docs-site bench clean
 
 help:
-	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
+	@echo "make demo      watch a small model learn by GRPO (a few minutes with the setup; the training, about one on 2 CPU cores)"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  the slow proofs and more random examples too, and of vLLM where it is installed"
 	@echo "make test-extras  the tests that need TRL and other libraries; it installs what it can"

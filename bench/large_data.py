@@ -5,6 +5,8 @@
 - `thousand`: 1,000 short rows; `million`: a million of them as JSON lines, first with an empty cache, then again.
 - `wide`: 4 GB of Parquet, 60,000 rows of 81 kB in columns that nobody reads, as in OpenR1-Math-220k.
 - `long`: 100,000 prompts of about 200 tokens and more bytes than `max_prompt_tokens`, with the chat template.
+- `mixture`: the million and the thousand as two sources with weights; TRL has them from `interleave_datasets`.
+- `mapped`: the million, each row changed by a function (`data.map`, `Dataset.map`).
 
 Each run is a process of its own: two steps of the demo's model with the reward `math`, without an evaluation. CPU time
 is user and system time of the process and its children; on a busy machine it says more than wall time. TRL, with the
@@ -24,7 +26,15 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-NAMES = ("thousand", "million", "wide", "long")
+FILES = {  # of each case
+    "thousand": ("thousand",),
+    "million": ("million",),
+    "wide": ("wide",),
+    "long": ("long",),
+    "mixture": ("million", "thousand"),
+    "mapped": ("million",),
+}
+WEIGHTS = (3, 1)  # of the mixture
 WORDS = ("adding", "two", "numbers", "is", "a", "thing", "of", "joy", "and", "so", "on", "then")
 STEPS, PROMPTS, GENERATIONS, LIMIT = 2, 4, 4, 256
 
@@ -34,34 +44,35 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the million")
     parser.add_argument("--wide", type=int, default=60_000, help="rows of the Parquet file")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cohort-large-data")
-    parser.add_argument("--only", choices=NAMES)
+    parser.add_argument("--only", choices=FILES)
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
-    parser.add_argument("--run", nargs=2, metavar=("TRAINER", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # trainer, case, files
     args = parser.parse_args()
     if args.run:
-        run(*args.run)
+        run(*args.run[:2], args.run[2:])
         return
     args.folder.mkdir(parents=True, exist_ok=True)
     trainers = ["cohort", "trl"] if find_spec("trl") and not args.quick else ["cohort"]
     if args.quick:
-        args.only = "thousand"
+        args.rows = 2000
+    names = [args.only] if args.only else ["mixture", "mapped"] if args.quick else [*FILES]
     print(f"{'':10}{'trainer':9}{'cache':7}{'wall s':>8}{'CPU s':>8}{'peak GB':>9}", flush=True)
-    for name in [args.only] if args.only else NAMES:
-        file = make(name, args)
+    for name in names:
+        files = [str(make(file, args)) for file in FILES[name]]
         for trainer in trainers:
             cache = args.folder / f"cache-{name}-{trainer}"
             shutil.rmtree(cache, ignore_errors=True)
             for seen in ("empty", "filled"):
-                wall, cpu, peak = measure(trainer, file, cache)
+                wall, cpu, peak = measure(trainer, name, files, cache)
                 print(f"{name:10}{trainer:9}{seen:7}{wall:8.1f}{cpu:8.1f}{peak:9.2f}", flush=True)
 
 
-def measure(trainer: str, file: Path, cache: Path) -> tuple[float, float, float]:
+def measure(trainer: str, name: str, files: list[str], cache: Path) -> tuple[float, float, float]:
     """Train in a process of its own. Return wall seconds, CPU seconds and the peak of memory in GB."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1"}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, __file__, "--run", trainer, str(file)], env=environment, capture_output=True, text=True
+        [sys.executable, __file__, "--run", trainer, name, *files], env=environment, capture_output=True, text=True
     )
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
@@ -70,24 +81,37 @@ def measure(trainer: str, file: Path, cache: Path) -> tuple[float, float, float]
     return wall, cpu, json.loads(done.stdout.splitlines()[-1])["peak_gb"]
 
 
-def run(trainer: str, path: str) -> None:
+def to_row(row: dict[str, str]) -> dict[str, str]:
+    """Change a row, for `mapped`."""
+    return {**row, "answer": row["answer"].strip()}
+
+
+def run(trainer: str, name: str, files: list[str]) -> None:
     """Train two steps, and print the peak of this process."""
     base = Path(__file__).parents[1] / "src" / "cohort" / "demo" / "base"
     with tempfile.TemporaryDirectory() as folder:
         if trainer == "cohort":
-            with_cohort(base, path, folder)
+            with_cohort(base, name, files, folder)
         else:
-            with_trl(base, path, folder)
+            with_trl(base, name, files, folder)
     print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
 
 
-def with_cohort(base: Path, path: str, folder: str) -> None:
+def with_cohort(base: Path, name: str, files: list[str], folder: str) -> None:
     import cohort
     from cohort.display import Display
 
+    data: object = {"path": files[0]}
+    if name == "mapped":
+        data = {"path": files[0], "map": f"{Path(__file__).resolve()}:to_row"}
+    elif name == "mixture":
+        data = [
+            {"path": file, "weight": weight, "columns": {"source": "origin"}}
+            for file, weight in zip(files, WEIGHTS, strict=True)
+        ]
     config = {
         "model": {"path": str(base)},
-        "data": {"path": path},
+        "data": data,
         "rewards": [{"use": "math"}],
         "rollout": {"num_generations": GENERATIONS, "max_prompt_tokens": LIMIT, "max_completion_tokens": 8},
         "train": {"steps": STEPS, "prompts_per_step": PROMPTS},
@@ -96,15 +120,20 @@ def with_cohort(base: Path, path: str, folder: str) -> None:
     cohort.train(config, display=Display())
 
 
-def with_trl(base: Path, path: str, folder: str) -> None:
+def with_trl(base: Path, name: str, files: list[str], folder: str) -> None:
     import datasets
     from trl import GRPOConfig, GRPOTrainer
 
     def is_right(completions, answer, **kwargs):
         return [float(str(a) in str(c)) for c, a in zip(completions, answer, strict=True)]
 
-    kind = "parquet" if path.endswith(".parquet") else "json"
-    data = datasets.load_dataset(kind, data_files=path, split="train")
+    kind = "parquet" if name == "wide" else "json"
+    data, *others = (datasets.load_dataset(kind, data_files=file, split="train") for file in files)
+    if name == "mapped":
+        data = data.map(to_row)
+    elif name == "mixture":
+        shares = [weight / sum(WEIGHTS) for weight in WEIGHTS]
+        data = datasets.interleave_datasets([data, *others], shares, seed=0, stopping_strategy="all_exhausted")
     config = GRPOConfig(
         output_dir=f"{folder}/run",
         max_steps=STEPS,

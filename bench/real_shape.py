@@ -76,7 +76,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         seconds, wall, peak = means[name]
         ratios = [f"{seconds / base[0]:.2f}x", f"{peak / base[2]:.2f}x"]
         rows.append([name, f"{seconds:.1f}", f"{wall:.1f}", f"{peak:.2f}", *ratios])
-    return markdown(["", "s of the processor per step", "s per step", "peak GB", "time", "memory"], rows)
+    return markdown(["", "s of CPU time per step", "s per step", "peak GB", "time", "memory"], rows)
 
 
 def write_tokenizer(vocab: int, folder: Path) -> None:

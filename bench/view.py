@@ -168,13 +168,13 @@ def measure_views(folder: Path, steps: int, rows: int, repeats: int) -> None:
         timed = [measure(page, "first paint, warm", [first] * repeats)]
         for name, paths in views(run["id"], steps, rows, rng, repeats).items():
             timed.append(measure(page, name, [[path] for path in paths]))
-        print(markdown(["ms", "p50", "max", "of the processor", "kB", "memory, MB"], timed))
+        print(markdown(["ms", "p50", "max", "CPU time", "kB", "memory, MB"], timed))
         queries = (("", "reward < 0.2 and length > 300"), ("answer", ""), (NEEDLE, ""), ("", "reward > 2"))
         found = [search(page, run["id"], *query) for query in queries]
         print()
         print(
             markdown(
-                ["search", "first match, s", "end, s", "of the processor, s", "matches", "ended by", "memory, MB"],
+                ["search", "first match, s", "end, s", "CPU time, s", "matches", "ended by", "memory, MB"],
                 found,
             )
         )

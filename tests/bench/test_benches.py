@@ -23,7 +23,7 @@ SCRIPTS = {
     "campaign.py": "kills: 1 (",
     "checkpoint.py": "with checksums a save takes ",
     "invariance.py": "| grpo | ",
-    "large_data.py": "thousand  cohort   filled ",
+    "large_data.py": "mapped    cohort   filled ",
     "models.py": "| Llama | `llama` | shared prompts |",
     "modes.py": "| the defaults |",
     "packing.py": "| 1,000 | 8 |",

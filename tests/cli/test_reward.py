@@ -75,6 +75,18 @@ def test_a_file_of_a_run_gets_its_columns_from_the_dataset(folder):
     assert "exact and digits differ for 0 of 6 completions" in output
 
 
+def test_of_a_stream_no_more_rows_are_read_than_the_file_has(folder):
+    Path("run.yaml").write_text(CONFIG.replace("prompt: question}", "prompt: question, stream: true}"))
+    before = run("--completions", "step-000001.parquet")
+    with Path("train.jsonl").open("a") as lines:
+        lines.write("{broken\n")
+    assert run("--completions", "step-000001.parquet").splitlines()[:3] == before.splitlines()[:3]
+    assert "exact and digits differ for 0 of 6 completions" in before
+    Path("train.jsonl").write_text('{"question": "0+1", "answer": "1"}\n' * 2)
+    result = CliRunner().invoke(app, ["reward", "run.yaml", "--completions", "step-000001.parquet"])
+    assert "prompt_id 2 is not a row of the dataset, which has 2 rows" in result.output
+
+
 def test_a_text_that_happens_to_be_json_is_no_chat(folder):
     Path("mine.py").write_text("def chat(prompts):\n    return [float(not isinstance(p, str)) for p in prompts]\n")
     row = {"prompt": json.dumps([{"role": "user", "content": "hi"}]), "completion": "1"}

@@ -265,8 +265,8 @@ def test_what_the_trainer_is_given_is_kept_for_convert(tmp_path: Path):
         **{f"trainer.eval_dataset.{key}": value for key, value in data.items()},
     }
     assert [(said.value, said.where) for said in launch.todo] == [
-        ("train.map(to_prompt).filter(...)", "a.py:5"),
-        ("train.map(...)", "a.py:5"),
+        ("train_dataset goes through filter(...): write it as data.map, or save its rows", "a.py:5"),
+        ("train_dataset goes through map(...): write it as data.map, or save its rows", "a.py:5"),
         ("callbacks=[Print()]", "a.py:9"),
     ]
     assert unread(launch) == [("peft_config.lora_alpha", "computed: ALPHA")]

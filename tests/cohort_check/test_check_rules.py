@@ -261,9 +261,9 @@ def test_files_of_cohorts_own_that_are_not_there(tmp_path: Path):
     text = COHORT.replace("org/d", "d.jsonl").replace("use: math", "use: 'r.py:judge'") + "eval: {path: ./e.jsonl}\n"
     found = [f for f in report(tmp_path, text, "c.yaml").findings if f.code == "CHK021"]
     assert [(f.field, f.message.split(";")[0]) for f in found] == [
-        ("data.path", "data.path: 'd.jsonl': no such file"),
-        ("eval.path", "eval.path: './e.jsonl': no such file"),
-        ("rewards.0.use", "rewards.0.use: 'r.py:judge': no such file"),
+        ("data.path", f"data.path: '{tmp_path}/d.jsonl': no such file"),
+        ("eval.path", f"eval.path: '{tmp_path}/e.jsonl': no such file"),
+        ("rewards.0.use", f"rewards.0.use: '{tmp_path}/r.py:judge': no such file"),
     ]
     for name in ("d.jsonl", "e.jsonl", "r.py"):  # beside the configuration
         (tmp_path / name).touch()

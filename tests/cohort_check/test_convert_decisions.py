@@ -119,7 +119,7 @@ def test_a_model_that_is_wrapped_before_the_trainer(tmp_path: Path, before: str,
         ),
         ({"data": "interleave_datasets([load_dataset('org/a'), load_dataset('org/b')])"}, "interleave_datasets(...)"),
         ({"data": "load_dataset('json', data_files={'data': path})"}, "data.path: fill it in"),
-        ({"data": "load_dataset('org/d', split='train').map(f)"}, ".map(...)"),
+        ({"data": "load_dataset('org/d', split='train').map(f)"}, " map(...)"),
     ],
 )
 def test_what_could_not_be_carried_over_is_to_decide_first(tmp_path: Path, parts: dict[str, str], said: str) -> None:
@@ -167,7 +167,7 @@ def test_a_program_that_is_not_verls_is_to_decide(tmp_path: Path) -> None:
 def test_a_run_with_open_decisions_does_not_start(tmp_path: Path) -> None:
     text = "model: {path: m}\ndata: {path: org/d}\nrewards: [{use: math}]\ndecide_first: [images are dropped, b]\n"
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(UserError, match="decide_first: 2 open, such as 'images are dropped'"):
+    with pytest.raises(UserError, match="decide_first: 2 open: 'images are dropped'; 'b'; settle"):
         train(load_config(tmp_path / "run.yaml"))
     assert check_file(tmp_path / "run.yaml").outcome == "refused"
 

@@ -143,6 +143,19 @@ def test_overrides_that_cannot_work(override, expected):
     assert message(MINIMAL, override).startswith(expected)
 
 
+def test_keys_for_all_sources_of_a_list_are_no_overrides():
+    sources = {**MINIMAL, "data": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
+    assert message(sources, "data.shuffle=false") == (
+        "override 'data.shuffle=false': data is a list of sources; a key for all of them stands beside the list: write "
+        "data: {sources: [...], shuffle: false}"
+    )
+    said = "override 'data.rows=5': data is a list of sources; say it of one: data.0.rows=5"
+    assert message(sources, "data.rows=5") == said
+    assert message(sources, "data.2.rows=5").endswith("'2': must be a list position from 0 to 1")
+    beside = {**MINIMAL, "data": {"sources": sources["data"]}}
+    assert not config_from_dict(beside, ["data.shuffle=false"]).data.shuffle
+
+
 @pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 8}, {"processes": "auto"}])
 def test_numbers_that_may_be_left_to_the_program(given):
     config = config_from_dict({**MINIMAL, "hardware": given})

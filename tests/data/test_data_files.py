@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import datasets
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cohort.data import open_stream
 from cohort.errors import UserError
 from data_files import ROWS, read
 
@@ -197,7 +199,7 @@ def test_broken_folders_say_what_is_wrong(tmp_path):
 def test_hub_id(tmp_path, monkeypatch):
     asked = []
 
-    def load_dataset(path: str, *, name: str | None, split: str) -> datasets.Dataset:
+    def load_dataset(path: str, *, name: str | None, split: str, streaming: bool) -> datasets.Dataset:
         asked.append((path, name, split))
         if path == "nobody/nothing":
             raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub\nTraceback ...")
@@ -209,12 +211,16 @@ def test_hub_id(tmp_path, monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test"), ("user/math-v1.5", None, "train")]
     message = refusal(tmp_path, "nobody/nothing")
     assert "ConnectionError: Couldn't reach 'nobody/nothing' on the Hub; nor is it a file or folder here" in message
+    with chdir(tmp_path), pytest.raises(UserError) as error:
+        open_stream("nobody/nothing", field="data.path", split="train", name=None)
+    assert str(error.value) == message.replace("load_dataset with name", "load_dataset with streaming=True, name")
 
 
 def test_a_parquet_duration_that_python_cannot_hold_is_refused(tmp_path):
     table = pa.table({"prompt": ["a"], "took": pa.array([2**62], pa.duration("s"))})
     pq.write_table(table, tmp_path / "a.parquet", store_schema=True)
-    assert "is not a readable Parquet file: " in refusal(tmp_path, "a.parquet")
+    said = "column 'took', of type duration[s], has a value that Python cannot hold: OverflowError: "
+    assert said in refusal(tmp_path, "a.parquet")
 
 
 def test_the_root_of_the_file_system_is_no_data(tmp_path):

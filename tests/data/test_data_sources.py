@@ -151,6 +151,27 @@ def test_the_result_of_a_function_is_kept_for_the_same_rows_and_code_only(folder
     assert {row["n"] for row in rows_of(folder, function)} == {4}
 
 
+def test_a_mixture_of_small_and_large_data_is_known_by_its_content(folder, monkeypatch):
+    monkeypatch.setattr("cohort.data.files._IN_MEMORY_BYTES", (folder / "a.jsonl").stat().st_size - 1)
+    write_jsonl(folder / "c.jsonl", B[:3])
+    data = [{"path": "a.jsonl"}, {"path": "c.jsonl", "prompt": "question"}]
+    digests = [read_all(folder, data).train.digest for _ in range(2)]
+    assert digests[0] == digests[1] is not None
+    states = [PromptStream(prompts_of(folder, data), seed=1).state() for _ in range(2)]
+    assert states[0] == states[1] and len(list(cache_folder().glob("*.json"))) == 1, "lengths are kept"
+    write_jsonl(folder / "c.jsonl", [*B[:2], {**B[2], "gold": "other"}])
+    assert read_all(folder, data).train.digest != digests[0]
+    with pytest.raises(UserError, match="different order of prompts"):
+        PromptStream(prompts_of(folder, data), seed=1).restore(states[0])
+
+
+def test_how_many_rows_a_function_has_seen_is_told(folder):
+    told: list[tuple[str, float, float]] = []
+    config = config_from_dict({**MINIMAL, "data": {"path": "a.jsonl", "map": "rows.py:to_row"}}, base_dir=folder)
+    read_training_rows(config, on_progress=lambda *how: told.append(how))
+    assert [how[1:] for how in told if how[0] == "calling data.map"] == [(0, 9), (9, 9)]
+
+
 def test_a_function_from_elsewhere_is_called_anew_when_its_file_changes(folder, monkeypatch):
     monkeypatch.setattr("cohort.data.files._IN_MEMORY_BYTES", 0)
     code = "from functools import partial\ndef f(row, n): return {**row, 'n': n}\nto_row = partial(f, n=%d)\n"
@@ -177,7 +198,12 @@ def test_a_run_resumes_with_the_same_rows_of_changed_code(folder):
     [
         ("return row['anwser']", "row 2: KeyError: 'anwser' (at {file}:3)"),
         ("return 'x'", "row 2: returned 'x'; return a dict of columns, or None"),
-        ("return {**row, 'x': {1, 2}}", "row 2: returned a value that cannot be kept, TypeError: Object of type set"),
+        (
+            "return {**row, 'x': {1, 2}}",
+            "row 2: returned {{1, 2}} as 'x', which cannot be kept: TypeError: Object of type set is not JSON "
+            "serializable; return text, such as str(row['x']), or numbers, true, false, None, and lists and dicts of "
+            "them, or leave the column out",
+        ),
         ("open('missing.txt')", "row 2: FileNotFoundError: [Errno 2] No such file or directory: 'missing.txt'"),
     ],
 )
@@ -187,6 +213,23 @@ def test_a_function_that_fails_names_the_row_and_its_line(folder, body, part):
     assert said.startswith(f"data.map='{folder}/h.py:f': row 3: " + part.format(file=folder / "h.py")[7:])
     said = refused(folder, [{"path": "b.parquet", "prompt": "question"}, {"path": "a.jsonl", "map": "h.py:f"}])
     assert said.startswith(f"data.sources.1.map='{folder}/h.py:f': row 3: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        (pa.array([0], pa.timestamp("us")), "as 'at', which cannot be kept: TypeError: Object of type datetime is not"),
+        (pa.array([b"x"]), "row 1: returned b'x' as 'at', which cannot be kept: TypeError: Object of type bytes is"),
+        (pa.array([2**50], pa.timestamp("ms")), "path='{b}': column 'at', of type timestamp[ms], has a value that Pyt"),
+    ],
+)
+def test_values_of_parquet_that_json_or_python_cannot_hold(folder, values, part):
+    pq.write_table(pa.table({"prompt": ["one"], "at": values}), folder / "b.parquet")
+    (folder / "same.py").write_text("def same(row): return row\n")
+    assert part.format(b=folder / "b.parquet") in refused(folder, {"path": "b.parquet", "map": "same.py:same"})
+    (folder / "text.py").write_text("def text(row): return {**row, 'at': str(row['at'])}\n")
+    if "cannot be kept" in part:
+        assert len(rows_of(folder, {"path": "b.parquet", "map": "text.py:text"})) == 1, "as the message says"
 
 
 def test_a_function_that_drops_all_rows(folder):
@@ -211,6 +254,20 @@ def test_held_out_rows_are_never_trained_on_and_neither_are_their_copies(folder)
     assert {row["source"] for row in mixed.train} == {"a", "twos"} and len(mixed.held_out) == round(0.1 * (16 + 3))
 
 
+def test_rows_without_prompts_are_held_out_where_an_environment_writes_them(folder):
+    environment = {"rollout": {"environment": "e.py:E"}}
+    write_jsonl(folder / "a.jsonl", [{"task": row["prompt"], "level": row["level"]} for row in A * 2])
+    found = read_all(folder, {"path": "a.jsonl"}, eval={"rows": 3}, **environment)
+    train, held_out = ([row["task"] for row in rows] for rows in (found.train, found.held_out))
+    assert len(set(held_out)) == len(held_out) == 3 and not {*train} & {*held_out}
+    assert (len(train), found.num_left_out) == (12, 3)
+    write_jsonl(folder / "a.jsonl", [{"prompt": "one"}, *({"prompt": None, "task": n} for n in (1, 1, 2)), *A[:3]])
+    said = refused(folder, {"path": "a.jsonl"}, eval={"rows": 6}, **environment)
+    assert "of 7 rows, 6 have different prompts; use at most 5" in said
+    said = refused(folder, {"path": "a.jsonl", "prompt": "q"}, eval={"rows": 3})
+    assert "data.prompt='q': the data has no such column" in said
+
+
 # Prompts and their order
 
 
@@ -224,7 +281,8 @@ def prompts_of(folder: Path, data: Any, **sections: Any) -> PromptSet:
     renderer = PromptRenderer(
         TOKENIZER(), system_prompt=config.data.system_prompt, system_prompts=config.data.system_prompts
     )
-    return build_prompts(rows, renderer, max_prompt_tokens=40, overlong="drop", field=config.data.field)
+    options: dict[str, Any] = {"overlong": "drop", "weighted": config.data.weights is not None}
+    return build_prompts(rows, renderer, max_prompt_tokens=40, field=config.data.field, **options)
 
 
 def test_each_source_may_have_its_own_system_prompt(folder):
@@ -304,9 +362,22 @@ def test_another_order_is_not_resumed(folder):
 
 
 def test_a_source_without_short_prompts_has_no_share(folder):
-    write_jsonl(folder / "a.jsonl", [{"prompt": "one " * 60, "level": 0, "answer": "1"}])
-    with pytest.raises(UserError, match=r"no prompt of 'a' is within rollout\.max_prompt_tokens"):
-        PromptStream(prompts_of(folder, WEIGHTED), seed=1, weights=(1, 3))
+    write_jsonl(folder / "a.jsonl", [{"prompt": "one " * n, "level": 0, "answer": "1"} for n in (60, 50)])
+    with pytest.raises(UserError) as error:
+        prompts_of(folder, WEIGHTED)
+    shortest = 3 + 50  # <s> [user] ... [assistant]
+    assert str(error.value) == (
+        "rollout.max_prompt_tokens=40: no prompt of data.sources.0 ('a') is that short, so that it cannot have a share "
+        f"of the mixture; the shortest of 2 has {shortest} tokens; use at least {shortest}, or remove the source"
+    )
+    joined = [{key: value for key, value in source.items() if key != "weight"} for source in WEIGHTED]
+    assert len(prompts_of(folder, joined).prompts) == 5
+
+
+def test_a_source_whose_rows_are_all_held_out_has_no_share(folder):
+    write_jsonl(folder / "a.jsonl", A[:1])
+    with pytest.raises(UserError, match=r"data\.sources\.[01]: eval\.rows leaves no row of '(a|twos)' to train on"):
+        prompts_of(folder, WEIGHTED, eval={"rows": 5})
 
 
 # Damage, found before anything expensive

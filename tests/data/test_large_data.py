@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts, read_rows
+from cohort.data import OnProgress, PromptRenderer, PromptSet, PromptStream, build_prompts, read_rows
 from cohort.data.cache import cache_folder, cached_table
 from cohort.data.rows import StoredRows
 from cohort.errors import UserError
@@ -239,6 +240,53 @@ def test_damaged_parquet(tmp_path, monkeypatch):
     pq.write_table(pa.table({"prompt": ["two"] * 9, "unread": [b"" for _ in range(9)]}), file)
     with pytest.raises(UserError, match=r"changed since the run started|not a readable Parquet file"):
         list(rows.values("prompt"))
+
+
+# Progress
+
+
+def told_by(use: Callable[[OnProgress], object]) -> dict[str, list[tuple[float, float]]]:
+    """What is told of each name: it never goes back, and ends with all of it."""
+    told: dict[str, list[tuple[float, float]]] = {}
+    use(lambda name, done, total: told.setdefault(name, []).append((done, total)))
+    for steps in told.values():
+        assert steps == sorted(steps) and len({total for _, total in steps}) == 1 and steps[-1][0] == steps[-1][1]
+    return told
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_how_far_a_file_is_converted_is_told(tmp_path, name):
+    write(tmp_path / name, PLAIN * 50)
+    size = (tmp_path / name).stat().st_size / 1e6
+    told = told_by(lambda on_progress: list(read(tmp_path, name, on_progress=on_progress).values("prompt")))
+    doing = "converting prompt of a.parquet" if name == "a.parquet" else f"converting {name} (MB)"
+    assert set(told) == {f"reading {name} (MB)", doing}
+    assert told[doing][-1] == ((550, 550) if name == "a.parquet" else (size, size))
+    if name in ("a.jsonl", "a.csv"):
+        assert len({done for done, _ in told[doing]}) > 2, "not only the beginning and the end"
+    again = told_by(lambda on_progress: list(read(tmp_path, name, on_progress=on_progress).values("prompt")))
+    assert set(again) == {f"reading {name} (MB)"}, "it is converted once"
+
+
+def test_files_of_a_folder_have_one_progress(tmp_path):
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        write(tmp_path / "data" / f"train-{number}.jsonl", PLAIN * (1 + 50 * number))
+    size = sum(file.stat().st_size for file in (tmp_path / "data").iterdir()) / 1e6
+    told = told_by(lambda on_progress: read(tmp_path, "data", on_progress=on_progress))
+    assert set(told) == {"reading data (MB)", "converting data (MB)"}
+    assert told["converting data (MB)"][-1] == (size, size)
+
+
+def test_how_many_prompts_are_tokenized_is_told(tmp_path):
+    write(tmp_path / "a.jsonl", PLAIN * 50)
+    rows, settings = read(tmp_path, "a.jsonl"), {"max_prompt_tokens": LIMIT, "overlong": "drop"}
+    build = lambda on_progress: build_prompts(  # noqa: E731
+        rows, PromptRenderer(make_tokenizer()), on_progress=on_progress, **settings
+    )
+    (steps,) = told_by(build).values()
+    assert len(set(steps)) > 2 and steps[-1] == (550, 550)
+    assert told_by(build) == {}, "remembered"
 
 
 # Prompts

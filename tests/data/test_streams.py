@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config.objects import name_rows
-from cohort.data import RowStream, StreamedPrompts, first_rows, open_stream
+from cohort.data import RowStream, StreamedPrompts, first_rows, numbered_rows, open_stream
 from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt
 from selection import examples
@@ -154,6 +154,31 @@ def test_streams_that_cannot_resume_are_refused(tmp_path: Path):
     stream = make_stream(open_stream(str(file), field="data.path", split="train", name=None))
     with pytest.raises(UserError, match=r"data.path='.*train.jsonl': line 10 is not valid JSON"):
         stream.take(9)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "part"),
+    [
+        ("train.jsonl", {"split": "dev"}, "is a single file, where split='dev' has no effect; leave it out"),
+        ("train.jsonl", {"name": "main"}, "is a single file, where name='main' has no effect; leave it out"),
+        ("trian.jsonl", {}, "no such file in the folder .*; did you mean train.jsonl?"),
+        (" ", {}, "is empty; use a .jsonl"),
+        (".", {"split": "dev"}, "datasets.load_dataset with streaming=True, name=None and split='dev' failed: Value"),
+    ],
+)
+def test_data_are_looked_up_as_those_that_are_no_stream(tmp_path: Path, monkeypatch, path, options, part):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "jsonl")
+    with pytest.raises(UserError, match=f"^data.path='{path}': {part}"):
+        open_stream(path, **{"field": "data.path", "split": "train", "name": None, **options})
+
+
+def test_rows_are_found_by_number_without_reading_on():
+    endless = Numbers(10**9)
+    endless.load_state_dict(7)
+    assert numbered_rows(endless, [1500, 3]) == ({3: {"n": 3}, 1500: {"n": 1500}}, 1501)
+    assert endless.position == 1501
+    assert numbered_rows(Numbers(4), [2, 9]) == ({2: {"n": 2}}, 4)
 
 
 def test_a_stream_that_fails_says_where():

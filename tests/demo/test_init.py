@@ -59,6 +59,7 @@ def test_a_script_of_trl_becomes_a_folder_with_its_rewards(tmp_path, monkeypatch
     exec(rewards, names)
     assert names["count"](["1 and 22", "none"]) == [2, 0]  # type: ignore[operator]
     assert "torch" not in rewards and "trl" not in rewards and "unused" not in rewards
+    assert "To do" not in (tmp_path / "mine" / "run.yaml").read_text()  # the rewards are there
     config = load_config(tmp_path / "mine" / "run.yaml")
     assert config.rewards[0].use == f"{tmp_path}/mine/rewards.py:count"
     assert config.rollout.num_generations == 4

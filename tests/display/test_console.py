@@ -74,6 +74,25 @@ def test_the_best_and_the_worst_scored_completion_are_shown():
     assert re.findall(r"reward +(\S+) (.*)", text)[1:] == [("1.00", "[bold]4[/bold]"), ("0.00", "5")]
 
 
+def test_data_that_take_long_have_a_bar_on_a_terminal_before_the_first_step(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("cohort.display.console.time.monotonic", lambda: now)
+    shown = {}
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        display = ConsoleDisplay(console=Console(file=out, width=100, force_terminal=is_terminal))
+        for at, done in ((100.0, 0), (101.0, 100), (103.0, 150), (104.0, 300), (200.0, 0), (201.0, 300)):
+            now = at
+            display.data_progress("converting [a].jsonl (MB)", done, 300)
+            display._progress.refresh()
+        display.close()
+        shown[is_terminal] = out.getvalue()
+    assert shown[False] == ""
+    assert "converting [a].jsonl (MB)" in shown[True] and "150/300" in shown[True]
+    assert "100/300" not in shown[True], "after one second"
+    assert shown[True].count("\x1b[?25l") == shown[True].count("\x1b[?25h") == 1, "and what is quick has none"
+
+
 @pytest.mark.parametrize(
     ("sections", "num_prompts", "first", "eval_line"),
     [

@@ -15,7 +15,7 @@ from cohort.plan.shape import preset_shape
 from cohort.plan.timing import StepTimes, step_times
 from plans import on_gpus, planned
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide-gpu-allocation.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 PROMPT = 150  # tokens, about the mean of OpenMathInstruct-2 with a chat template
 
 # NeMo RL 0.4, "Performance Summary" of its documentation: DGX H100, bfloat16, Megatron, 2,048 completions of at most
@@ -37,7 +37,7 @@ PHASES = {
     "refit": (5.0, lambda times: times.publish_s),
     "step": (112.0, lambda times: times.step_s),
 }
-# prime-rl, benchmarks/results/BENCHMARKS.md of 2026-02-01: seconds per micro-batch of one sequence on each H100, with
+# prime-rl, benchmarks/results/PAGE.md of 2026-02-01: seconds per micro-batch of one sequence on each H100, with
 # recomputed layers and FlashAttention 3: model, GPUs, tokens, rank (0: full fine-tuning), seconds.
 MICRO_BATCHES = {
     "Qwen3-0.6B, full, 16,384 tokens": ("qwen3-0.6b", 1, 16384, 0, 1.38),
@@ -49,7 +49,7 @@ MICRO_BATCHES = {
 }
 ROWS = {
     cells[0]: cells[1:]
-    for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in GUIDE.splitlines() if row.startswith("| "))
+    for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in PAGE.splitlines() if row.startswith("| "))
 }
 
 
@@ -99,7 +99,7 @@ def micro_batch_s(model: str, gpus: int, tokens: int, rank: int) -> float:
 
 
 def comparisons() -> dict[str, tuple[float, float]]:
-    """Published and predicted seconds by row of the guide."""
+    """Published and predicted seconds by row of docs/benchmarks.md."""
     found = {
         name: (published, grpo_step(*about, checkpointing="8B" in name).step_s)  # type: ignore[arg-type]
         for name, (*about, published) in STEPS.items()
@@ -113,7 +113,7 @@ def comparisons() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("run", [*STEPS, *PHASES, *MICRO_BATCHES])
-def test_the_guide_compares_predicted_with_published_times(run: str) -> None:
+def test_the_page_compares_predicted_with_published_times(run: str) -> None:
     published, found = comparisons()[run]
     said, shown, ratio, reason = ROWS[run]
     assert (float(said), float(shown)) == (published, float(f"{found:.3g}"))

@@ -72,6 +72,16 @@ def test_a_mixture_resumes_bit_for_bit_and_is_reported_by_source(tmp_path):
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
 
 
+def test_a_source_without_short_prompts_is_refused_before_the_weights_are_loaded(tmp_path, monkeypatch):
+    config = mixture(tmp_path, weights=(1, 2))
+    for module in ("build", "open_run"):
+        monkeypatch.setattr(f"cohort.trainer.{module}.load_policy", None)
+    write_jsonl(tmp_path / "other.jsonl", [{"q": "1" * n, "answer": "1", "level": 2} for n in range(90, 99)])
+    for start in (train, lambda raw: sample_rows(config_from_dict(raw), rows=1, generations=1)):
+        with pytest.raises(UserError, match=r"max_prompt_tokens=64: no prompt of data\.sources\.1 \('other'\) is"):
+            start(config)
+
+
 @slow("one process reads the data, and test_launch trains with several")
 @pytest.mark.parametrize("weights", [None, (3.0, 1.0)])
 def test_a_mixture_is_the_same_on_any_number_of_ranks(tmp_path, weights):

@@ -243,6 +243,16 @@ def test_evaluation_during_and_after_a_run(folder: Path):
     assert len(result.groups) == 3 and before != after
 
 
+def test_rows_without_prompts_are_held_out(folder: Path):
+    write_jsonl(folder / "train.jsonl", [{"level": n} for n in range(8)])
+    game = {"rollout": {"environment": f"{folder}/e.py:Game"}, "eval": {"rows": 3, "every": 1}}
+    train(config(folder, data=True, train={"steps": 1}, **game))
+    assert metric(folder / "run", "eval/num_prompts") == [3, 3]
+    after = metric(folder / "run", "eval/rewards/Game/mean")[-1]
+    again = evaluate_model(eval_config(str(folder / "run"), {}))
+    assert again.metrics["eval/rewards/Game/mean"] == pytest.approx(after)
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [

@@ -171,7 +171,12 @@ def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
     if out is not None:
         _check_can_be_written(out)
     with ProgressBar("evaluating") as progress:
-        result = evaluate_model(config, on_progress=progress.update, notify=partial(typer.echo, err=True))
+        result = evaluate_model(
+            config,
+            on_progress=progress.update,
+            on_data_progress=progress.data_progress,
+            notify=partial(typer.echo, err=True),
+        )
     metrics = {name.removeprefix("eval/"): value for name, value in result.metrics.items()}
     if out is not None:
         write_completions_file(out, step=0, groups=result.groups)

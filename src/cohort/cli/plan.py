@@ -330,9 +330,11 @@ def _count_prompts(settings: Config, notes: list[str]) -> int | None:
     if not all(path is not None and Path(path).exists() for path in paths):  # ids are not downloaded
         return None
     from cohort.data import read_training_rows
+    from cohort.display import ProgressBar
 
     try:
-        return len(read_training_rows(settings).train)
+        with ProgressBar("reading data") as progress:
+            return len(read_training_rows(settings, on_progress=progress.data_progress).train)
     except UserError as error:
         notes.append(f"{error}; `cohort train` will not start")
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import Config
-from cohort.data import read_content, read_rows
+from cohort.data import OnProgress, no_progress, numbered_rows, read_content, read_rows
 from cohort.errors import UserError, excerpt
 from cohort.records import BROKEN, FloatArray, ModelCall, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
@@ -102,6 +102,7 @@ def rescore(
     only: Sequence[str] = (),
     examples: int = 1,
     on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    on_data_progress: OnProgress = no_progress,
 ) -> Rescored:
     """Score completions, and find where rewards disagree.
 
@@ -111,15 +112,17 @@ def rescore(
         only: names of the rewards to compute; empty: all. Gates before them are computed too.
         examples: number of completions to show for each disagreement.
         on_progress: called with a reward's name, its verdicts that are done, and all of them.
+        on_data_progress: called while data take long.
 
     Raises:
         UserError: the file or the dataset cannot be read, or they do not belong together; or a reward fails.
     """
-    rows = [row for row in read_rows(str(completions), field="--completions") if row.get("end") not in BROKEN]
+    recorded = read_rows(str(completions), field="--completions", on_progress=on_data_progress)
+    rows = [row for row in recorded if row.get("end") not in BROKEN]
     if not rows or "completion" not in rows[0]:
         raise UserError(f"--completions: {str(completions)!r} has no column 'completion'")
     _check_rows(rows)
-    with open_run(settings) as run:
+    with open_run(settings, on_data_progress=on_data_progress) as run:
         groups, order = _groups(settings, rows, _dataset(run, completions, rows))
         runner, chosen = _runner(run, groups, only)
         runner.on_progress = on_progress
@@ -196,17 +199,18 @@ def _dataset(run: OpenRun, completions: Path, rows: Sequence[Row]) -> Mapping[in
         is_given, field = settings.data.is_given, settings.data.field
     if not is_given:  # an environment brought the rows
         return {}
-    dataset = run.parts.eval_rows if is_eval else run.parts.rows
-    if not is_eval and settings.data.stream:  # of which the parts have the first rows
-        dataset = read_rows(str(settings.data.path), field=field, split=settings.data.split, name=settings.data.name)
     ids = dict.fromkeys(row["prompt_id"] for row in rows)
-    missing = next((i for i in ids if i not in range(len(dataset))), None)
+    if is_eval or run.parts.stream is None:
+        dataset = run.parts.eval_rows if is_eval else run.parts.rows
+        known, num_rows = {i: dataset[i] for i in ids if i in range(len(dataset))}, len(dataset)
+    else:
+        known, num_rows = numbered_rows(run.parts.stream, ids)
+    missing = next((i for i in ids if i not in known), None)
     if missing is not None:
         raise UserError(
-            f"--completions: prompt_id {missing} is not a row of the dataset, which has {len(dataset)} rows; use the "
+            f"--completions: prompt_id {missing} is not a row of the dataset, which has {num_rows} rows; use the "
             f"configuration of the run that wrote the file"
         )
-    known = {i: dataset[i] for i in ids}
     column = settings.eval.prompt if is_eval and settings.eval is not None else None
     for number, row in enumerate(rows):
         prompt = known[row["prompt_id"]].get(column or settings.data.prompt)

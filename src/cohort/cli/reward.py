@@ -38,5 +38,6 @@ def reward(
             only=only or (),
             examples=examples,
             on_progress=lambda name, done, total: bar.update(done, total),
+            on_data_progress=bar.data_progress,
         )
     typer.echo(json.dumps(asdict(rescored), indent=2) if json_ else rescored.as_text())

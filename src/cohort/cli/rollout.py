@@ -48,12 +48,13 @@ def rollout(
     from cohort.trainer.without_training import sample_rows
 
     errors = Console(stderr=True, highlight=False, markup=False)
-    with ProgressBar("sampling"), redirect_stdout(sys.stderr):  # what tools print is no part of the result
+    with ProgressBar("sampling") as progress, redirect_stdout(sys.stderr):  # what tools print is no part of the result
         sampled = sample_rows(
             settings,
             rows=rows,
             generations=generations,
             notify=lambda text: errors.print(text, soft_wrap=True),
+            on_data_progress=progress.data_progress,
         )
     if json_:
         typer.echo(json.dumps(as_json(sampled), default=str))

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cohort.config.algorithm import unknown_name
+from cohort.config.data import DataConfig, SourceConfig
 from cohort.config.other_trainers import explain_trl_key
 from cohort.config.rewards import REWARD_SETTINGS
 from cohort.config.rollout import ENVIRONMENT_FORMS
@@ -97,6 +98,7 @@ class _Loader(yaml.SafeLoader):
 CONFIG_HEADER = "# Written by cohort: a run's configuration with every default.\n"
 _MAX_FILE_BYTES = 200_000
 _MAX_ERRORS = 20  # per report
+_OF_ALL_SOURCES = ("map", "prompt", "system_prompt")  # keys of a source that `data` has beside its sources, too
 _ALGORITHM_NOTE = "# `algorithm` lists only what differs from its name's defaults: see `cohort algorithms NAME`.\n"
 
 
@@ -204,7 +206,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     node: Any = raw
     for depth, part in enumerate(parents):
         if isinstance(node, list):
-            node = node[_list_index(node, part, override)]
+            node = node[_list_index(node, part, override, ".".join(parents[:depth]))]
         elif isinstance(node, dict):
             if node.get(part) is None:
                 node[part] = {}
@@ -212,12 +214,18 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict | list):
             raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is {node!r}, which has no keys")
     if isinstance(node, list):
-        node[_list_index(node, last, override)] = value
+        node[_list_index(node, last, override, ".".join(parents))] = value
     else:
         node[last] = value
 
 
-def _list_index(items: list[Any], part: str, override: str) -> int:
+def _list_index(items: list[Any], part: str, override: str, field: str) -> int:
+    if field == "data" and part in DataConfig.model_fields:
+        value = override.partition("=")[2]
+        works = f"a key for all of them stands beside the list: write data: {{sources: [...], {part}: {value}}}"
+        if part in SourceConfig.model_fields and part not in _OF_ALL_SOURCES:
+            works = f"say it of one: data.0.{part}={value}"
+        raise UserError(f"override {override!r}: data is a list of sources; {works}")
     if not part.isdecimal() or int(part) >= len(items):
         positions = f"must be a list position from 0 to {len(items) - 1}" if items else "the list is empty"
         raise UserError(f"override {override!r}: {part!r}: {positions}")

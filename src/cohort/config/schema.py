@@ -479,8 +479,8 @@ class Config(Section):
         """
         if self.decide_first:
             raise UserError(
-                f"decide_first: {len(self.decide_first)} open, such as {self.decide_first[0]!r:.300}; settle each of "
-                f"them in this configuration, then remove it from the list"
+                f"decide_first: {len(self.decide_first)} open: {'; '.join(map(repr, self.decide_first)):.600}; settle "
+                f"each of them in this configuration, then remove it from the list"
             )
 
     @property

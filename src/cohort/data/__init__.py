@@ -12,12 +12,13 @@ from cohort.data.prompts import (
     describe_lost_text,
     longest_tokens,
 )
-from cohort.data.rows import columns_of, describe_row, values_of
+from cohort.data.rows import OnProgress, columns_of, describe_row, no_progress, values_of
 from cohort.data.sources import TrainingRows, read_sources, read_training_rows
-from cohort.data.stream import RowStream, StreamedPrompts, first_rows, open_stream
+from cohort.data.stream import RowStream, StreamedPrompts, first_rows, numbered_rows, open_stream
 from cohort.data.successes import Successes
 
 __all__ = [
+    "OnProgress",
     "PromptRenderer",
     "PromptSet",
     "PromptStream",
@@ -33,6 +34,8 @@ __all__ = [
     "describe_row",
     "first_rows",
     "longest_tokens",
+    "no_progress",
+    "numbered_rows",
     "open_stream",
     "read_content",
     "read_rows",

@@ -33,14 +33,15 @@ def cache_folder() -> Path:
     return Path(base) / "cohort" / "data"
 
 
-def content_key(*parts: Path | str | bytes) -> str:
-    """Return a key of the contents of files, and of texts."""
-    digest = xxhash.xxh3_128(_VERSION)
+def content_key(*parts: Path | str | bytes, on_bytes: Callable[[int], None] = lambda num_read: None) -> str:
+    """Return a key of the contents of files, and of texts. `on_bytes` is called with the bytes of files read so far."""
+    digest, num_read = xxhash.xxh3_128(_VERSION), 0
     for part in parts:
         if isinstance(part, Path):
             with part.open("rb") as file:
                 while block := file.read(_BLOCK):
                     digest.update(block)
+                    on_bytes(num_read := num_read + len(block))
         else:
             digest.update(part if isinstance(part, bytes) else part.encode(errors="surrogatepass"))
         digest.update(b"\0")

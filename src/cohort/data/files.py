@@ -12,14 +12,30 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from io import TextIOWrapper
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cohort.config.objects import NamedObject, is_unnamed
 from cohort.config.section import expand_home
 from cohort.data.cache import content_key
-from cohort.data.rows import ConvertedRows, DatasetRows, JoinedRows, ParquetRows, Row, StoredRows, file_state
+from cohort.data.rows import (
+    ConvertedRows,
+    DatasetRows,
+    JoinedRows,
+    OnProgress,
+    ParquetRows,
+    Row,
+    StoredRows,
+    file_state,
+    no_progress,
+    python_rows,
+    reporting,
+)
 from cohort.errors import UserError, describe_error, did_you_mean, suggest
 
 Rows = list[Row] | StoredRows
@@ -38,14 +54,31 @@ class _UnreadableError(Exception):
     """Describes what is wrong with the data; `read_rows` adds the name of the field."""
 
 
-def read_rows(path: str, *, field: str, split: str = "train", name: str | None = None) -> Rows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """How messages name a file, and how its progress is told."""
+
+    where: str  # begins the messages of errors in columns of Parquet that are read later
+    name: str  # of the file, or of the folder of which it is one
+    before: int = 0  # bytes of the folder's files before it
+    total: int  # bytes of all of them
+    on_progress: OnProgress
+
+    def tell(self, doing: str, num_bytes: int) -> None:
+        """Report that bytes of this file are done."""
+        self.on_progress(f"{doing} {self.name} (MB)", (self.before + num_bytes) / 1e6, self.total / 1e6)
+
+
+def read_rows(
+    path: str, *, field: str, split: str = "train", name: str | None = None, on_progress: OnProgress = no_progress
+) -> Rows:
     """Return the rows of the data at `path`, in file order, each a dict from column name to value.
 
     They are checked from the first to the last, and only small data are a list. Columns of large Parquet files are
     read, and found damaged, when they are asked for.
 
     A path that does not exist is taken as an id on the Hugging Face Hub. `field` is the configuration key named in
-    messages.
+    messages, and `on_progress` is called while large files are read or converted.
 
     - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
       skipped. Rows may have different keys.
@@ -60,20 +93,53 @@ def read_rows(path: str, *, field: str, split: str = "train", name: str | None =
         UserError: the data is missing, empty, broken or of an unknown kind, or `name`, or a `split` other than "train"
             and "test", is given for data without them.
     """
-    try:
-        rows = _read(path, split, name, f"{field}={path!r:.300}")
+    with _naming(where := f"{field}={path!r:.300}"):
+        rows = _read(path, split, name, where, on_progress)
         if not rows:
             raise _UnreadableError("has no rows; at least one prompt is needed")
-    except _UnreadableError as error:
-        raise UserError(f"{field}={path!r:.300}: {error}") from error
-    except PermissionError as error:
-        raise UserError(f"{field}={path!r:.300}: cannot be read: {error.strerror}: {error.filename}") from error
     return rows
 
 
-def _read(path: str, split: str, name: str | None, where: str) -> Rows:
+def find_stream(path: str, *, field: str, split: str, name: str | None) -> Any:
+    """Return the file at `path`, or the `datasets.IterableDataset` of the folder or the Hub id, of which rows are read
+    later.
+
+    Raises:
+        UserError: the data is missing, or `name`, or a `split` other than "train" and "test", is given for a file.
+    """
+    with _naming(f"{field}={path!r:.300}"):
+        found = _find(path, split, name)
+        if found is None:
+            return _read_hub(path, split, name, streaming=True)
+        return _load_dataset(str(found), split, name, streaming=True) if found.is_dir() else found
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Begin the messages of errors with `where`, the field and the path."""
+    try:
+        yield
+    except _UnreadableError as error:
+        raise UserError(f"{where}: {error}") from error
+    except PermissionError as error:
+        raise UserError(f"{where}: cannot be read: {error.strerror}: {error.filename}") from error
+
+
+def _read(path: str, split: str, name: str | None, where: str, on_progress: OnProgress) -> Rows:
     if isinstance(path, NamedObject):
         return _read_object(path.value)
+    found = _find(path, split, name)
+    if found is None:
+        hub_rows: Rows = _read_hub(path, split, name)
+        return hub_rows
+    if found.is_dir():
+        return _read_folder(found, split, name, where, on_progress)
+    size = found.stat().st_size
+    return _read_file(found, _Reading(where=where, name=found.name, total=size, on_progress=on_progress))
+
+
+def _find(path: str, split: str, name: str | None) -> Path | None:
+    """Return the file or folder at `path`; None if it is meant as a Hub id."""
     if is_unnamed(path):
         raise _UnreadableError("was a Python object when the run started; run it from Python again, or write a file")
     if not path.strip():
@@ -86,7 +152,7 @@ def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     except (FileNotFoundError, NotADirectoryError):
         if _is_meant_as_file(path):
             raise _UnreadableError(_missing(found)) from None
-        return _read_hub(path, split, name, found)
+        return None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -94,11 +160,10 @@ def _read(path: str, split: str, name: str | None, where: str) -> Rows:
     if found.is_dir():
         if found.resolve() == Path(found.resolve().anchor):
             raise _UnreadableError(f"is the root of the file system; use {_what_works()}")
-        return _read_folder(found, split, name, where)
-    if split not in _DEFAULT_SPLITS or name is not None:
+    elif split not in _DEFAULT_SPLITS or name is not None:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
         raise _UnreadableError(f"is a single file, where {option} has no effect; leave it out, or use a folder or id")
-    return _read_file(found, where)
+    return found
 
 
 def _read_object(rows: Iterable[Any]) -> Rows:
@@ -134,8 +199,7 @@ def _missing(file: Path) -> str:
     return f"no such file in the folder {folder}{hint}"
 
 
-def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Rows:
-    """Read a file. `where` begins the messages of errors in columns of Parquet that are read later."""
+def _read_file(file: Path, reading: _Reading, *, is_part_of_large: bool = False) -> Rows:
     kind = file.suffix.lower()
     if kind not in _READERS:
         raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
@@ -144,8 +208,11 @@ def _read_file(file: Path, where: str, *, is_part_of_large: bool = False) -> Row
             raise _UnreadableError("the file is empty (0 bytes)")
         is_large = is_part_of_large or file.stat().st_size > _IN_MEMORY_BYTES
         if (read := _READERS[kind]) is None:
-            return _read_parquet(file, where, is_large=is_large)
-        return _convert(file, read) if is_large else list(read(file))
+            return _read_parquet(file, reading, is_large=is_large)
+        if is_large:
+            return _convert(file, read, reading)
+        with file.open("rb") as opened:
+            return list(read(opened))
     except OSError as error:
         raise _UnreadableError(f"cannot be read: {error.strerror or error}") from error
 
@@ -160,14 +227,24 @@ def read_file_rows(file: Path, where: str) -> Iterator[Row]:
     try:
         if kind not in _READERS:
             raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
-        yield from (_READERS[kind] or _parquet_rows)(file)
+        read = _READERS[kind]
+        if read is None:
+            yield from _parquet_rows(file, where)
+            return
+        with file.open("rb") as opened:
+            yield from read(opened)
     except (_UnreadableError, OSError) as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _convert(file: Path, read: "_Reader") -> StoredRows:
+def _convert(file: Path, read: "_Reader", reading: _Reading) -> StoredRows:
+    def rows_of_file() -> Iterator[Row]:
+        with file.open("rb") as opened:
+            yield from reporting(read(opened), lambda _: reading.tell("converting", opened.tell()))
+
     before = file_state(file)
-    rows = ConvertedRows(content_key(file, file.suffix.lower()), lambda: read(file))
+    key = content_key(file, file.suffix.lower(), on_bytes=partial(reading.tell, "reading"))
+    rows = ConvertedRows(key, rows_of_file)
     if file_state(file) != before:
         raise _UnreadableError("the file has changed while it was read; start again when it is complete")
     return rows
@@ -176,23 +253,22 @@ def _convert(file: Path, read: "_Reader") -> StoredRows:
 # JSON
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
+def _json_lines(lines: BinaryIO) -> Iterator[Row]:
     """Yield one object per line. Splits at line feeds only: JSON strings may hold other Unicode line breaks."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"line {number}"
-                yield _require_object(_parse_json(line, where), where)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"line {number}"
+            yield _require_object(_parse_json(line, where), where)
 
 
-def _json(file: Path) -> Iterator[Row]:
+def _json(file: BinaryIO) -> Iterator[Row]:
     """Yield the objects of an array, or one object per line."""
-    with file.open("rb") as lines:
-        start = next((line.strip() for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    start = next((line.strip() for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    file.seek(0)
     if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _json_lines(file)
         return
-    for number, value in enumerate(_parse_json(file.read_bytes(), "the file"), start=1):
+    for number, value in enumerate(_parse_json(file.read(), "the file"), start=1):
         yield _require_object(value, f"element {number}")
 
 
@@ -202,7 +278,7 @@ def _parse_json(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise _UnreadableError(f"{where} is not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
     try:
-        return json.loads(text, object_pairs_hook=_object_of_pairs)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
         at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
@@ -223,6 +299,9 @@ def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of_pairs)
+
+
 def _require_object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise _UnreadableError(
@@ -235,21 +314,21 @@ def _require_object(value: Any, where: str) -> Row:
 # CSV and Parquet
 
 
-def _csv(file: Path) -> Iterator[Row]:
+def _csv(file: BinaryIO) -> Iterator[Row]:
     """Yield rows of strings; the `csv` module infers no types."""
     # Long prompts exceed the module's 128 KiB limit, which is global: restore it afterwards.
     previous_limit = csv.field_size_limit(_CSV_FIELD_BYTES)
+    lines = TextIOWrapper(file, newline="", encoding="utf-8-sig")
+    reader = csv.reader(lines, strict=True)
     try:
-        with file.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.reader(lines, strict=True)
-            try:
-                yield from _csv_rows(reader)
-            except csv.Error as error:
-                raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
-            except UnicodeDecodeError as error:
-                raise _UnreadableError("the file is not UTF-8 text; save the file as UTF-8") from error
+        yield from _csv_rows(reader)
+    except csv.Error as error:
+        raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
+    except UnicodeDecodeError as error:
+        raise _UnreadableError("the file is not UTF-8 text; save the file as UTF-8") from error
     finally:
         csv.field_size_limit(previous_limit)
+        lines.detach()  # it would close the file
 
 
 def _csv_rows(reader: Any) -> Iterator[Row]:
@@ -266,7 +345,7 @@ def _csv_rows(reader: Any) -> Iterator[Row]:
         yield dict(zip(header, record, strict=True))
 
 
-def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
+def _read_parquet(file: Path, reading: _Reading, *, is_large: bool) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -275,14 +354,16 @@ def _read_parquet(file: Path, where: str, *, is_large: bool) -> Rows:
             _refuse_repeated(parquet.schema_arrow.names)
             groups = (parquet.metadata.row_group(i) for i in range(parquet.num_row_groups))
             if not is_large and sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
-                rows: list[Row] = parquet.read().to_pylist()
-                return rows
-        return ParquetRows(file, where)
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
+                table = parquet.read()
+            else:
+                digest = content_key(file, on_bytes=partial(reading.tell, "reading"))
+                return ParquetRows(file, reading.where, digest=digest, on_progress=reading.on_progress)
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
+    return python_rows(table, reading.where)
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path, where: str) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -290,8 +371,10 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         with pq.ParquetFile(file) as parquet:
             _refuse_repeated(parquet.schema_arrow.names)
             for batch in parquet.iter_batches():
-                yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+                yield from python_rows(pa.Table.from_batches([batch]), where)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
         raise _UnreadableError(f"is not a readable Parquet file: {describe_error(error, 300)}") from error
 
 
@@ -301,7 +384,7 @@ def _refuse_repeated(columns: Iterable[str]) -> None:
         raise _UnreadableError(f"names the column {repeated[0]!r} more than once; give every column its own name")
 
 
-_Reader = Callable[[Path], Iterator[Row]]
+_Reader = Callable[[BinaryIO], Iterator[Row]]
 # None: Parquet, whose columns can be read on their own
 _READERS: Mapping[str, _Reader | None] = {
     ".jsonl": _json_lines,
@@ -314,7 +397,7 @@ _READERS: Mapping[str, _Reader | None] = {
 # Folders and the Hub
 
 
-def _read_folder(folder: Path, split: str, name: str | None, where: str) -> Rows:
+def _read_folder(folder: Path, split: str, name: str | None, where: str, on_progress: OnProgress) -> Rows:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _read_saved(folder, split, name)
     import datasets
@@ -337,29 +420,33 @@ def _read_folder(folder: Path, split: str, name: str | None, where: str) -> Rows
     # Formats known above are read here, and `datasets` only assigns files to splits: it would turn "007" into 7 and
     # give every row the keys of all others. It reads the rest: other formats, and slices such as train[:100].
     if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
-        return _read_members(chosen, folder, where)
+        return _read_members(chosen, folder, where, on_progress)
     if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
         raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported; use a whole split")
     return _load_dataset(str(folder), split, name)
 
 
-def _read_members(files: Sequence[Path], folder: Path, where: str) -> Rows:
+def _read_members(files: Sequence[Path], folder: Path, where: str, on_progress: OnProgress) -> Rows:
     """Read files and join their rows. If one file is large, all are read as large ones."""
-    is_large = sum(file.stat().st_size for file in files) > _IN_MEMORY_BYTES
-    parts = [_read_member(file, folder, where, is_large=is_large) for file in files]
+    ends = [*accumulate((file.stat().st_size for file in files), initial=0)]
+    plain = _Reading(where=where, name=folder.name, total=ends[-1], on_progress=on_progress)
+    readings = [replace(plain, before=before) for before in ends[:-1]]
+    is_large = plain.total > _IN_MEMORY_BYTES
+    parts = [_read_member(file, folder, reading, is_large) for file, reading in zip(files, readings, strict=True)]
     if any(isinstance(part, StoredRows) for part in parts):  # compressed Parquet may be larger than its file
         parts = [
-            part if isinstance(part, StoredRows) else _read_member(file, folder, where, is_large=True)
-            for file, part in zip(files, parts, strict=True)
+            part if isinstance(part, StoredRows) else _read_member(file, folder, reading, is_large=True)
+            for file, reading, part in zip(files, readings, parts, strict=True)
         ]
         return JoinedRows([part for part in parts if isinstance(part, StoredRows)])
     return [row for part in parts for row in part]
 
 
-def _read_member(file: Path, folder: Path, where: str, *, is_large: bool) -> Rows:
+def _read_member(file: Path, folder: Path, reading: _Reading, is_large: bool) -> Rows:
     shown = file.relative_to(folder) if file.is_relative_to(folder) else file
     try:
-        return _read_file(file, f"{where}: file {str(shown)!r}", is_part_of_large=is_large)
+        where = f"{reading.where}: file {str(shown)!r}"
+        return _read_file(file, replace(reading, where=where), is_part_of_large=is_large)
     except _UnreadableError as error:
         raise _UnreadableError(f"file {str(shown)!r}: {error}") from error
 
@@ -383,21 +470,25 @@ def _read_saved(folder: Path, split: str, name: str | None) -> Rows:
     return _rows_of_dataset(saved, is_read_here=True)
 
 
-def _read_hub(path: str, split: str, name: str | None, file: Path) -> Rows:
+def _read_hub(path: str, split: str, name: str | None, *, streaming: bool = False) -> Any:
     try:
-        return _load_dataset(path, split, name)
+        return _load_dataset(path, split, name, streaming=streaming)
     except _UnreadableError as error:
-        raise _UnreadableError(f"{error}; nor is it a file or folder here: {_missing(file)}") from error
+        here = _missing(Path.cwd() / expand_home(path))
+        raise _UnreadableError(f"{error}; nor is it a file or folder here: {here}") from error
 
 
-def _load_dataset(path: str, split: str, name: str | None) -> Rows:
+def _load_dataset(path: str, split: str, name: str | None, *, streaming: bool = False) -> Any:
+    """Return rows, or an `IterableDataset` of them."""
     import datasets
 
     try:
-        return _rows_of_dataset(datasets.load_dataset(path, name=name, split=split), is_read_here=True)
+        dataset = datasets.load_dataset(path, name=name, split=split, streaming=streaming)
+        return dataset if streaming else _rows_of_dataset(dataset, is_read_here=True)
     except Exception as error:  # network, access, unknown name or split, broken file: all user errors
+        how = "streaming=True, " if streaming else ""
         raise _UnreadableError(
-            f"datasets.load_dataset with name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
+            f"datasets.load_dataset with {how}name={name!r} and split={split!r} failed: {describe_error(error, 300)}"
         ) from error
 
 

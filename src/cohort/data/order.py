@@ -163,20 +163,11 @@ class _Mixture:
     """
 
     def __init__(self, sources: Sequence[tuple[str, int]], weights: Sequence[float], *, seed: int, shuffle: bool):
-        """Mix sources, given as name and number of prompts up to its end.
-
-        Raises:
-            UserError: a source has no prompts.
-        """
+        """Mix sources, given as name and number of prompts up to its end."""
         ends = [end for _, end in sources]
         self._starts = [0, *ends[:-1]]
         self._sizes = [end - start for start, end in zip(self._starts, ends, strict=True)]
-        if 0 in self._sizes:
-            empty = self._sizes.index(0)
-            raise UserError(
-                f"data.sources.{empty}: no prompt of {sources[empty][0]!r} is within rollout.max_prompt_tokens, so "
-                f"that it cannot have a share of the mixture; remove the source, or raise that limit"
-            )
+        assert all(self._sizes), "build_prompts refuses sources without a prompt"
         self._shares = [weight / sum(weights) for weight in weights]
         self._seed, self._shuffle = seed, shuffle
         self._counts = [0] * len(ends)  # prompts of each source among the first ones

@@ -8,15 +8,24 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cohort.chat import ChatTemplate, prompt_messages
-from cohort.data.cache import content_key, recall, remember
-from cohort.data.content import Content, Place, read_content
-from cohort.data.rows import RowColumns, StoredRows, columns_of, describe_row, values_of
+from cohort.data.cache import content_key
+from cohort.data.content import Content, read_content
+from cohort.data.lengths import Lengths, check_overlong, check_shares, find_lengths
+from cohort.data.rows import (
+    OnProgress,
+    RowColumns,
+    StoredRows,
+    columns_of,
+    describe_row,
+    no_progress,
+    values_of,
+)
 from cohort.errors import UserError, suggest
 from cohort.records import IntArray, Prompt
 
@@ -57,7 +66,7 @@ class SampledPrompts(Sequence[Prompt]):
         self,
         rows: Sequence[Mapping[str, Any]],
         renderer: "PromptRenderer",
-        lengths: "Lengths",
+        lengths: Lengths,
         *,
         max_prompt_tokens: int,
         where: str,
@@ -221,8 +230,8 @@ class PromptRenderer:
         max_prompt_tokens: int,
         where: Callable[[int], object],
         optional: bool,
-    ) -> "Iterator[tuple[int, int, bool]]":
-        """Yield row number, tokens and whether that is exact or only a bound. Bounds are within the limit.
+    ) -> Iterator[tuple[int, int]]:
+        """Yield row number and tokens. Numbers within the limit may be a bound.
 
         `contents` are the numbers of rows with their prompts, and `where` says how messages name a row.
 
@@ -232,15 +241,15 @@ class PromptRenderer:
         waiting: list[tuple[int, Any, list[str]]] = []
         for row, value in contents:
             if value is None and optional:
-                yield row, len(self.placeholder), True
+                yield row, len(self.placeholder)
                 continue
             at = where(row)
             content = read_content(value, at)
             texts = self._plain_texts(content)
             if texts is None:
-                yield row, len(self.render(value, where=at)[1]), True
+                yield row, len(self.render(value, where=at)[1])
             elif (bound := self._bound(sum(map(self._most_tokens, texts)), len(texts))) <= max_prompt_tokens:
-                yield row, bound, False
+                yield row, bound
             else:
                 waiting.append((row, value, texts))
                 if len(waiting) == _BATCH:
@@ -250,14 +259,15 @@ class PromptRenderer:
 
     def _tokenize(
         self, waiting: "list[tuple[int, Any, list[str]]]", max_prompt_tokens: int, where: Callable[[int], object]
-    ) -> "Iterator[tuple[int, int, bool]]":
+    ) -> Iterator[tuple[int, int]]:
         texts = [text for _, _, of_row in waiting for text in of_row]
-        options = {"add_special_tokens": False, "return_attention_mask": False}
-        lengths = map(len, self._tokenizer(texts, **options)["input_ids"] if texts else [])
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        lengths = map(len, backend.encode_batch_fast(texts, add_special_tokens=False))
         for row, value, of_row in waiting:
             bound = self._bound(sum(next(lengths) for _ in of_row), len(of_row))
-            is_exact = bound > max_prompt_tokens
-            yield row, len(self.render(value, where=where(row))[1]) if is_exact else bound, is_exact
+            yield row, bound if bound <= max_prompt_tokens else len(self.render(value, where=where(row))[1])
 
     def _plain_texts(self, content: Content) -> list[str] | None:
         """Return the texts of a prompt whose length can be bounded by theirs; None if it must be rendered.
@@ -363,6 +373,8 @@ def build_prompts(
     overlong: Literal["drop", "error"],
     field: str = "data.path",
     optional: bool = False,
+    weighted: bool = False,
+    on_progress: OnProgress = no_progress,
 ) -> PromptSet:
     """Check every row, and render them if they are few. A prompt's id is its row number, counted from 0 (error
     messages count from 1).
@@ -370,7 +382,8 @@ def build_prompts(
     A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
     than `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated.
     `field` is the data's configuration key, "data.path" or "eval.path". With `optional`, rows may lack a prompt, whose
-    content is then "".
+    content is then "". With `weighted`, each source of the mixture needs a prompt. `on_progress` is called while the
+    prompts of large data are checked.
 
     Raises:
         UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.
@@ -382,11 +395,13 @@ def build_prompts(
     if renderer.prompt_column not in columns and not optional:
         raise UserError(f"{where}: the data has no such column{suggest(renderer.prompt_column, columns, 'Columns')}")
     if isinstance(rows, StoredRows) or len(rows) > _RENDERED_ROWS:
-        lengths = _find_lengths(rows, renderer, max_prompt_tokens=max_prompt_tokens, where=where, optional=optional)
-        _check_overlong(lengths.overlong, rows, max_prompt_tokens, overlong, field)
         options: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "where": where, "optional": optional}
-        sampled = SampledPrompts(rows, renderer, lengths, **options)
+        lengths = find_lengths(rows, renderer, on_progress, **options)
+        check_overlong(lengths.overlong, rows, max_prompt_tokens, overlong, field)
         sources = rows.sources if isinstance(rows, StoredRows) else ()
+        if weighted:
+            check_shares(sources, lengths, max_prompt_tokens)
+        sampled = SampledPrompts(rows, renderer, lengths, **options)
         ends = np.searchsorted(lengths.kept, [end for _, end in sources]).tolist()
         return PromptSet(
             prompts=sampled,
@@ -396,7 +411,7 @@ def build_prompts(
     prompts = [_prompt(index, row, renderer, columns, where, optional) for index, row in enumerate(rows)]
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
     too_long = {prompt.id: n for prompt in prompts if (n := len(prompt.token_ids)) > max_prompt_tokens}
-    _check_overlong(too_long, rows, max_prompt_tokens, overlong, field)
+    check_overlong(too_long, rows, max_prompt_tokens, overlong, field)
     return PromptSet(prompts=kept, num_dropped_overlong=len(too_long))
 
 
@@ -435,51 +450,6 @@ def build_prompt(
             f"tokens; use at least {length}, or data.overlong_prompts: drop"
         )
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """Which rows are too long."""
-
-    kept: IntArray  # [N] rows that are not
-    overlong: Mapping[int, int]  # row -> tokens of those that are
-    longest: int  # at least the tokens of the longest kept prompt; 0 if there is none
-
-
-def _find_lengths(
-    rows: Sequence[Mapping[str, Any]], renderer: PromptRenderer, *, max_prompt_tokens: int, where: str, optional: bool
-) -> Lengths:
-    """Find or recall the lengths of all rows' prompts, which are checked as by rendering."""
-    digest = rows.digest if isinstance(rows, StoredRows) else None
-    key = None
-    if digest is not None and renderer.digest is not None:
-        key = content_key("lengths", digest, renderer.digest, str(max_prompt_tokens), str(optional))
-        if (known := recall(key)) is not None:
-            overlong = {int(row): tokens for row, tokens in known["overlong"].items()}
-            return _lengths(len(rows), overlong, known["longest"])
-    overlong, longest, start = {}, 0, 0
-    values = enumerate(values_of(rows, renderer.prompt_column))
-    for source, end in (rows.sources if isinstance(rows, StoredRows) else ()) or ((None, len(rows)),):
-        lengths = renderer.for_source(source).find_lengths(
-            islice(values, end - start),
-            max_prompt_tokens=max_prompt_tokens,
-            where=lambda row: Place(lambda: f"{where}: {describe_row(rows, row)}"),
-            optional=optional,
-        )
-        for row, tokens, _ in lengths:
-            if tokens > max_prompt_tokens:
-                overlong[row] = tokens
-            else:
-                longest = max(longest, tokens)
-        start = end
-    if key is not None:
-        remember(key, {"overlong": overlong, "longest": longest})
-    return _lengths(len(rows), overlong, longest)
-
-
-def _lengths(num_rows: int, overlong: Mapping[int, int], longest: int) -> Lengths:
-    kept = np.setdiff1d(np.arange(num_rows), np.fromiter(overlong, np.int64, len(overlong)), assume_unique=True)
-    return Lengths(kept=kept, overlong=dict(sorted(overlong.items())), longest=longest)
 
 
 def describe_lost_text(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> str | None:
@@ -523,29 +493,3 @@ def _words(text: str) -> tuple[str, set[int]]:
     plain = unicodedata.normalize("NFKD", text.casefold())
     words = "".join(c for c in plain if not unicodedata.combining(c)).split()
     return "".join(words), set(accumulate(map(len, words)))
-
-
-def _check_overlong(
-    overlong: Mapping[int, int],
-    rows: Sequence[Mapping[str, Any]],
-    max_prompt_tokens: int,
-    wanted: Literal["drop", "error"],
-    field: str,
-) -> None:
-    """Refuse data whose prompts are all too long, or any if that is an error. `overlong`: row -> tokens."""
-    num_rows = len(rows)
-    if not overlong or (wanted == "drop" and len(overlong) < num_rows):
-        return
-    limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
-    lengths = overlong.values()
-    if len(overlong) == num_rows:
-        raise UserError(
-            f"{limit}: no prompt of {field} is that short; the shortest of {num_rows} has {min(lengths)} tokens, "
-            f"the longest {max(lengths)}; use at least {min(lengths)} ({max(lengths)} keeps every prompt)"
-        )
-    first = min(overlong)
-    raise UserError(
-        f"{limit}: the prompt in {describe_row(rows, first)} of {field} has {overlong[first]} tokens, and "
-        f"{len(overlong)} of {num_rows} prompts are too long; use at least {max(lengths)}, or "
-        f"data.overlong_prompts: drop"
-    )

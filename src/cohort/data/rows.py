@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+import xxhash
 
 from cohort.data.cache import cached_table, content_key
 from cohort.errors import UserError, describe_error
@@ -18,11 +19,30 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = dict[str, Any]
+# Called with the name of something that takes long, how much of it is done, and all of it. Equal numbers end it.
+OnProgress = Callable[[str, float, float], None]
+T = TypeVar("T")
 
 _BATCH = 1024  # rows that are read or written at a time
 _SPARSE = 16  # rows that are read for one that is wanted, rather than reading wanted ones one by one
 _MOST_TEXT_COLUMNS = 100
 _OTHERS = "others"  # the column with what is no text, as JSON
+_REPORTED_EVERY = 64  # rows
+
+
+def no_progress(name: str, done: float, total: float) -> None:
+    """Tell nobody."""
+
+
+def reporting(items: Iterable[T], tell: Callable[[int], None]) -> Iterator[T]:
+    """Yield items, and tell now and then, and at the end, how many have been used."""
+    num_done = 0
+    tell(num_done)
+    for num_done, item in enumerate(items, start=1):
+        yield item
+        if num_done % _REPORTED_EVERY == 0:
+            tell(num_done)
+    tell(num_done)
 
 
 class StoredRows(Sequence[Row]):
@@ -143,8 +163,9 @@ class JoinedRows(StoredRows):
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts]).tolist()
         self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
-        digests = [part.digest for part in parts]
-        self.digest = None if None in digests else content_key(*filter(None, digests))
+        self.digest = None
+        if any(part.digest for part in parts):  # large ones; those in memory are hashed
+            self.digest = content_key(*(part.digest or _digest_of(part) for part in parts))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -167,13 +188,24 @@ class JoinedRows(StoredRows):
         return [row for part, first, last in self._parts_of(start, stop) for row in part.read_rows(first, last)]
 
 
+def _digest_of(rows: StoredRows) -> str:
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
 class ConvertedRows(StoredRows):
     """Rows of JSON or CSV, converted to Arrow: texts as such, everything else as JSON, so that no value changes."""
 
-    def __init__(self, key: str | None, make: Callable[[], Iterator[Row]]):
-        """Convert the rows that `make` yields, unless the cache has those of `key`. None: keep them in memory."""
-        table, metadata = cached_table(key, lambda sink: _convert(make(), sink))
+    def __init__(self, key: str | None, make: Callable[[], Iterator[Row]], *, note: Callable[[], str] = str):
+        """Convert the rows that `make` yields, unless the cache has those of `key`. None: keep them in memory.
+
+        `note` is called after the last row, and its result is kept with the rows.
+        """
+        table, metadata = cached_table(key, lambda sink: _convert(make(), sink, note))
         known = json.loads(metadata[b"columns"])
+        self.note: str = known.get("note", "")
         self.columns = tuple(known["all"])
         self.digest = key
         self._texts = {name: table.column(str(n)) for n, name in enumerate(known["texts"])}
@@ -207,7 +239,7 @@ def _cut(column: "pa.ChunkedArray", start: int, stop: int) -> list[Any]:
     return found
 
 
-def _convert(rows: Iterator[Row], sink: Any) -> None:
+def _convert(rows: Iterator[Row], sink: Any, note: Callable[[], str]) -> None:
     """Write rows as an Arrow file. Which columns are stored as text is decided by the first rows."""
     import pyarrow as pa
 
@@ -229,7 +261,7 @@ def _convert(rows: Iterator[Row], sink: Any) -> None:
             as_json = pa.array([json.dumps(row) if row else None for row in others], pa.large_string())
             writer.write_batch(pa.record_batch([*arrays, as_json], schema=schema))
             batch = list(islice(rows, _BATCH))
-        known = json.dumps({"all": list(seen), "texts": texts, "others": list(in_others)})
+        known = json.dumps({"all": list(seen), "texts": texts, "others": list(in_others), "note": note()})
         writer.write_batch(
             pa.record_batch([pa.array([], field.type) for field in schema], schema=schema),
             custom_metadata={"columns": known},
@@ -255,8 +287,14 @@ def _is_encodable(value: Any) -> bool:
 class ParquetRows(StoredRows):
     """Rows of a Parquet file. A column is converted to Arrow when it is first asked for."""
 
-    def __init__(self, file: Path, field: str):
-        """Open a file. `field` begins the messages of errors while columns are read.
+    def __init__(self, file: Path, field: str, *, digest: str, on_progress: OnProgress = no_progress):
+        """Open a file.
+
+        Args:
+            file: path of the file.
+            field: begins the messages of errors while columns are read.
+            digest: identifies the content of the file.
+            on_progress: called while a column is converted.
 
         Raises:
             OSError, pa.ArrowException: it is not Parquet.
@@ -265,10 +303,11 @@ class ParquetRows(StoredRows):
 
         self._file = file
         self._field = field
+        self._on_progress = on_progress
         self._state = file_state(file)
         self._parquet = pq.ParquetFile(file)
         self.columns = tuple(self._parquet.schema_arrow.names)
-        self.digest: str = content_key(file)
+        self.digest: str = digest
         self._read: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -278,7 +317,7 @@ class ParquetRows(StoredRows):
         """See `StoredRows`.
 
         Raises:
-            UserError: the file is damaged, or has changed since it was opened.
+            UserError: the file is damaged, or has changed since it was opened, or Python has no type for a value.
         """
         import pyarrow as pa
 
@@ -286,23 +325,25 @@ class ParquetRows(StoredRows):
             if column not in self._read:
                 key = content_key(self.digest, "column", column)
                 self._read[column] = cached_table(key, lambda sink: self._convert(column, sink))[0].column(0)
-            return _cut(self._read[column], start, stop)
-        except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
                 f"{self._field}: is not a readable Parquet file: column {column!r}: {describe_error(error, 300)}"
             ) from error
+        return _python_values(self._read[column].slice(start, stop - start), column, self._field)
 
     def _convert(self, column: str, sink: Any) -> None:
         import pyarrow as pa
 
         field = self._parquet.schema_arrow.field(column)
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        schema = pa.schema([pa.field(column, kind)])
+        schema, name, num_done = pa.schema([pa.field(column, kind)]), f"converting {column} of {self._file.name}", 0
+        self._on_progress(name, 0, len(self))
         with pa.ipc.new_file(sink, schema) as writer:
             for values in self._batches(column):
                 writer.write_batch(pa.record_batch([values.cast(kind)], schema=schema))
+                self._on_progress(name, num_done := num_done + len(values), len(self))
         if file_state(self._file) != self._state:
             raise UserError(f"{self._field}: the file has changed since the run started; start again")
 
@@ -314,6 +355,34 @@ class ParquetRows(StoredRows):
                 yield batch.column(batch.schema.get_field_index(column))
         except OSError as error:  # of the source, not of the cache
             raise pa.ArrowInvalid(str(error)) from error
+
+
+def python_rows(table: "pa.Table", where: str) -> list[Row]:
+    """Return the rows of an Arrow table.
+
+    Raises:
+        UserError: see `_python_values`.
+    """
+    columns = [_python_values(values, name, where) for name, values in zip(table.column_names, table, strict=True)]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _python_values(values: "pa.ChunkedArray", column: str, where: str) -> list[Any]:
+    """Return the values of an Arrow column.
+
+    Raises:
+        UserError: Python has no type for one of them, such as a date after the year 9999.
+    """
+    import pyarrow as pa
+
+    try:
+        found: list[Any] = values.to_pylist()
+        return found
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise UserError(
+            f"{where}: column {column!r}, of type {values.type}, has a value that Python cannot hold: "
+            f"{describe_error(error, 300)}; write the column as text or numbers"
+        ) from error
 
 
 class DatasetRows(StoredRows):

@@ -17,9 +17,19 @@ from cohort.config import Config
 from cohort.config.data import SOURCE, DataConfig, SourceConfig
 from cohort.config.objects import NamedObject
 from cohort.config.user_code import error_location, is_user_code, load_function
-from cohort.data.cache import cached_numbers, content_key, recall, remember
+from cohort.data.cache import cached_numbers, content_key
 from cohort.data.files import Rows, read_rows
-from cohort.data.rows import ConvertedRows, JoinedRows, ListedRows, Row, SelectedRows, StoredRows
+from cohort.data.rows import (
+    ConvertedRows,
+    JoinedRows,
+    ListedRows,
+    OnProgress,
+    Row,
+    SelectedRows,
+    StoredRows,
+    no_progress,
+    reporting,
+)
 from cohort.errors import UserError, describe_error, did_you_mean, excerpt, suggest
 from cohort.records import IntArray
 
@@ -40,37 +50,46 @@ class TrainingRows:
     num_left_out: int = 0  # rows with the prompts of held-out ones
 
 
-def read_training_rows(config: Config) -> TrainingRows:
-    """Read the training data, and hold rows out of them.
+def read_training_rows(config: Config, *, on_progress: OnProgress = no_progress) -> TrainingRows:
+    """Read the training data, and hold rows out of them. `on_progress` is called while that takes long.
 
     Raises:
         UserError: data are missing, empty or broken; a condition or a function cannot be used; or a number of rows is
             larger than there are.
     """
     data, seed = config.data, config.train.seed
-    rows = _read_plain(data, "data") if data.is_plain else _read_all(data, seed)
+    rows = _read_plain(data, "data", on_progress) if data.is_plain else _read_all(data, seed, on_progress)
     if config.eval is None or config.eval.rows is None:
         return TrainingRows(train=rows)
-    return hold_out(_stored(rows), config.eval.rows, prompt=data.prompt, seed=seed)
+    optional = config.rollout.environment is not None or config.rollout.agent is not None
+    return hold_out(_stored(rows), config.eval.rows, prompt=data.prompt, seed=seed, optional=optional)
 
 
-def _read_plain(source: DataConfig | SourceConfig, field: str) -> Rows:
+def _read_plain(source: DataConfig | SourceConfig, field: str, on_progress: OnProgress) -> Rows:
     assert source.path is not None, "checked in the configuration"
-    return read_rows(source.path, field=f"{field}.path", split=source.split, name=source.name)
+    split, name = source.split, source.name
+    return read_rows(source.path, field=f"{field}.path", split=split, name=name, on_progress=on_progress)
 
 
 def _stored(rows: Rows) -> StoredRows:
     return rows if isinstance(rows, StoredRows) else ListedRows(rows)
 
 
-def _read_all(data: DataConfig, seed: int) -> StoredRows:
+def _read_all(data: DataConfig, seed: int, on_progress: OnProgress) -> StoredRows:
     if not data.sources:
-        return _read_source(data, "data", seed)
-    return read_sources(data.sources, prompt=data.prompt, seed=seed, field="data.sources", use=data.map)
+        return _read_source(data, "data", seed, on_progress)
+    options: dict[str, Any] = {"prompt": data.prompt, "seed": seed, "use": data.map, "on_progress": on_progress}
+    return read_sources(data.sources, field="data.sources", **options)
 
 
 def read_sources(
-    sources: Sequence[SourceConfig], *, prompt: str, seed: int, field: str, use: str | None = None
+    sources: Sequence[SourceConfig],
+    *,
+    prompt: str,
+    seed: int,
+    field: str,
+    use: str | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> "MixedRows":
     """Read the rows of several sources, one after the other.
 
@@ -80,28 +99,35 @@ def read_sources(
         seed: of what is drawn.
         field: configuration key of the sources, for messages.
         use: function that maps the rows of sources without one of their own.
+        on_progress: called while that takes long.
 
     Raises:
         UserError: as `read_training_rows`.
     """
     parts = []
     for i, source in enumerate(sources):
-        rows = _read_source(source, f"{field}.{i}", seed, use=source.map or use, number=i)
+        rows = _read_source(source, f"{field}.{i}", seed, on_progress, use=source.map or use, number=i)
         parts.append(_Source(rows, source, prompt, f"{field}.{i}"))
     return MixedRows(parts, [source.label for source in sources])
 
 
 def _read_source(
-    source: DataConfig | SourceConfig, field: str, seed: int, *, use: str | None = None, number: int = 0
+    source: DataConfig | SourceConfig,
+    field: str,
+    seed: int,
+    on_progress: OnProgress,
+    *,
+    use: str | None = None,
+    number: int = 0,
 ) -> StoredRows:
     """Read the rows of one source. `number`: of the source, for its random stream."""
-    rows = _stored(_read_plain(source, field))
+    rows = _stored(_read_plain(source, field, on_progress))
     if source.columns:
         rows = RenamedRows(rows, source.columns, field=f"{field}.columns")
     if source.where is not None:
         rows = _where(rows, source.where, field=f"{field}.where")
     if (use := use or source.map) is not None:
-        rows = _map(rows, use, field="data.map" if source.map is None else f"{field}.map")
+        rows = _map(rows, use, field="data.map" if source.map is None else f"{field}.map", on_progress=on_progress)
     if source.rows is not None:
         chosen = _draw(len(rows), source.rows, stream=(seed, *_DRAWN, number), field=f"{field}.rows")
         rows = SelectedRows(rows, chosen)
@@ -313,7 +339,7 @@ class MappedRows(StoredRows):
         return [{k: v for k, v in row.items() if k != _NUMBER} for row in self._made.read_rows(start, stop)]
 
 
-def _map(rows: StoredRows, use: str, *, field: str) -> StoredRows:
+def _map(rows: StoredRows, use: str, *, field: str, on_progress: OnProgress) -> StoredRows:
     """Call a function with each row, which is done once for the same rows and code.
 
     Raises:
@@ -321,11 +347,12 @@ def _map(rows: StoredRows, use: str, *, field: str) -> StoredRows:
     """
     function = load_function(use, field=field)
     code = [] if isinstance(use, NamedObject) else _code_of(use, function)  # an object may depend on anything
-    key = content_key("map", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
-    made = ConvertedRows(key, partial(_results, rows, function, f"{field}={use!r}"))
+    key = content_key("results", rows.digest, use.rpartition(":")[2], *code) if rows.digest and code else None
+    results = _Results(rows, function, f"{field}={use!r}", on_progress)
+    made = ConvertedRows(key, lambda: iter(results), note=results.digest)
     if not len(made):
         raise UserError(f"{field}={use!r} returns None for each of {len(rows)} rows; at least one row is needed")
-    return MappedRows(rows, made, digest=key and _digest(made, key))
+    return MappedRows(rows, made, digest=key and made.note)
 
 
 def _code_of(use: str, function: Callable[..., Any]) -> list[Path]:
@@ -347,41 +374,59 @@ def _file_of(module: str) -> str | None:
     return getattr(sys.modules.get(module), "__file__", None)
 
 
-def _digest(made: StoredRows, key: str) -> str:
-    """Identify results by their content: a run resumes with the same rows, whatever has changed in the code."""
-    kept = content_key("digest of results", key)
-    if (known := recall(kept)) is None:
-        digest = xxhash.xxh3_128()
-        for row in made:
-            digest.update(json.dumps(row, sort_keys=True).encode())
-        known = digest.hexdigest()
-        remember(kept, known)
-    return str(known)
+class _Results:
+    """What a function makes of rows."""
+
+    def __init__(self, rows: StoredRows, function: Callable[[Row], Any], where: str, on_progress: OnProgress):
+        """Call nothing yet. `where` begins the messages of errors: the field, and the function."""
+        self._rows, self._function, self._where = rows, function, where
+        self._on_progress = on_progress
+        self._digest = xxhash.xxh3_128()
+
+    def digest(self) -> str:
+        """Identify the results by their content: a run resumes with the same rows, whatever has changed in the code."""
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Row]:
+        self._digest.reset()
+        for i, row in enumerate(reporting(self._rows, self._tell)):
+            try:
+                result = self._function(dict(row))
+            except Exception as error:  # whatever the user's function does wrong
+                raise UserError(f"{self._at(i)}: {describe_error(error)} (at {error_location(error)})") from error
+            if result is None:
+                continue
+            if not isinstance(result, Mapping) or not all(isinstance(key, str) for key in result):
+                raise UserError(
+                    f"{self._at(i)}: returned {excerpt(result)}; return a dict of columns, or None to leave the row out"
+                )
+            made = {**result, _NUMBER: i}
+            try:
+                self._digest.update(_as_json(made))
+            except (TypeError, ValueError) as error:
+                column = next(name for name, value in result.items() if not _is_kept(value))
+                raise UserError(
+                    f"{self._at(i)}: returned {excerpt(result[column])} as {column!r}, which cannot be kept: "
+                    f"{describe_error(error)}; return text, such as str(row[{column!r}]), or numbers, true, false, "
+                    f"None, and lists and dicts of them, or leave the column out"
+                ) from error
+            yield made
+
+    def _tell(self, num_done: int) -> None:
+        self._on_progress(f"calling {self._where.partition('=')[0]}", num_done, len(self._rows))
+
+    def _at(self, row: int) -> str:
+        return f"{self._where}: {self._rows.describe(row)}"
 
 
-def _results(rows: StoredRows, function: Callable[[Row], Any], field: str) -> Iterator[Row]:
-    for i, row in enumerate(rows):
-        try:
-            result = function(dict(row))
-        except Exception as error:  # whatever the user's function does wrong
-            raise UserError(
-                f"{field}: {rows.describe(i)}: {describe_error(error)} (at {error_location(error)})"
-            ) from error
-        if result is None:
-            continue
-        if not isinstance(result, Mapping) or not all(isinstance(key, str) for key in result):
-            raise UserError(
-                f"{field}: {rows.describe(i)}: returned {excerpt(result)}; return a dict of columns, or None to leave "
-                f"the row out"
-            )
-        try:
-            json.dumps([value for value in result.values() if type(value) is not str])
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{field}: {rows.describe(i)}: returned a value that cannot be kept, {describe_error(error)}; return "
-                f"text, numbers, true, false, None, and lists and dicts of them"
-            ) from error
-        yield {**result, _NUMBER: i}
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _is_kept(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return bool(_as_json(value))
+    return False
 
 
 # Random choice
@@ -404,18 +449,19 @@ def _draw(num_rows: int, wanted: int | float, *, stream: Sequence[int], field: s
     return np.sort(_permutation(num_rows, stream)[: _number_of(wanted, num_rows, field)])
 
 
-def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int) -> TrainingRows:
+def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int, optional: bool) -> TrainingRows:
     """Split rows into those to train on and those to hold out, which have other prompts.
 
-    Of rows with the same prompt, at most one is held out, and none is trained on then.
+    Of rows with the same prompt, at most one is held out, and none is trained on then. With `optional`, an environment
+    may write the prompts: rows without one are the same if they are equal.
 
     Raises:
         UserError: there is no such column, or nothing would be left to train on.
     """
-    if prompt not in rows.columns:
+    if prompt not in rows.columns and not optional:
         raise UserError(f"data.prompt={prompt!r}: the data has no such column{did_you_mean(prompt, rows.columns)}")
-    key = rows.digest and content_key("prompts", rows.digest, prompt)
-    hashes = cached_numbers(key, lambda: _hash_all(rows.values(prompt), len(rows)))
+    key = rows.digest and content_key("tasks", rows.digest, prompt)
+    hashes = cached_numbers(key, lambda: np.fromiter(_hashes(rows, prompt), np.uint64, len(rows)).view(np.int64))
     order = _permutation(len(rows), (seed, *_HELD_OUT))
     number = _number_of(wanted, len(rows), "eval.rows")
     _, first = np.unique(hashes[order], return_index=True)  # of each prompt, in the order drawn
@@ -434,10 +480,12 @@ def hold_out(rows: StoredRows, wanted: int | float, *, prompt: str, seed: int) -
     )
 
 
-def _hash_all(values: Iterator[Any], num: int) -> IntArray:
-    # rows without a prompt, for an environment to write, are all different
-    texts = (
-        f"row {i}" if value is None else json.dumps(value, sort_keys=True, default=str)
-        for i, value in enumerate(values)
-    )
-    return np.fromiter((xxhash.xxh3_64_intdigest(text.encode()) for text in texts), np.uint64, num).view(np.int64)
+def _hashes(rows: StoredRows, prompt: str) -> Iterator[int]:
+    """Yield a hash of each row's prompt; of the whole row if it has none, which an environment writes."""
+    for start in range(0, len(rows), _BATCH):
+        stop = min(start + _BATCH, len(rows))
+        values = rows.read(prompt, start, stop) if prompt in rows.columns else [None] * (stop - start)
+        whole = rows.read_rows(start, stop) if None in values else values
+        for value, row in zip(values, whole, strict=True):
+            what = row if value is None else value
+            yield xxhash.xxh3_64_intdigest(json.dumps(what, sort_keys=True, default=str).encode())

@@ -5,23 +5,23 @@ B rows of a buffer.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from cohort.config.objects import NamedObject, is_unnamed
-from cohort.config.section import expand_home
+from cohort.config.objects import NamedObject
 from cohort.data.cache import content_key
-from cohort.data.files import read_file_rows
+from cohort.data.files import find_stream, read_file_rows
 from cohort.data.rows import Row
 from cohort.errors import TrainingError, UserError, describe_error
 from cohort.records import Prompt
 
 # Buffers whose beginning a checkpoint knows, where prompts are read again that were taken and not yet trained on.
 _KNOWN_BUFFERS = 16
+_BATCH = 1000  # rows that are read at a time where no buffer is wanted
 _CHANGED = (
     "data.path: the stream does not go on where the run was saved: its state leads to other rows. A stream that "
     "shuffles in a buffer of its own cannot be resumed exactly: leave that to data.buffer_size. If the data have "
@@ -90,21 +90,8 @@ def open_stream(path: str, *, field: str, split: str, name: str | None) -> RowSt
             )
         stream: RowStream = path.value
         return stream
-    if is_unnamed(path):
-        raise UserError(f"{where}: was a Python object when the run started; run it from Python again, or write a file")
-    file = Path.cwd() / expand_home(path)
-    if file.is_file():
-        return FileStream(file, where)
-    import datasets
-
-    try:
-        opened: RowStream = datasets.load_dataset(path, name=name, split=split, streaming=True)
-    except Exception as error:  # network, access, unknown name or split, a missing file: all user errors
-        raise UserError(
-            f"{where}: is no file here, and datasets.load_dataset with streaming=True, name={name!r} and "
-            f"split={split!r} failed: {describe_error(error, 300)}"
-        ) from error
-    return opened
+    found = find_stream(path, field=field, split=split, name=name)
+    return FileStream(found, where) if isinstance(found, Path) else found
 
 
 def first_rows(stream: RowStream, count: int) -> list[Row]:
@@ -117,6 +104,23 @@ def first_rows(stream: RowStream, count: int) -> list[Row]:
     stream.set_epoch(0)
     stream.load_state_dict(None)
     return _read(iter(stream), count, first=0)
+
+
+def numbered_rows(stream: RowStream, numbers: Collection[int]) -> tuple[dict[int, Row], int]:
+    """Return rows of the first epoch by number, counted from 0, and how many were read: none after the last of them.
+
+    Raises:
+        UserError: a row up to the last of them is broken.
+        TrainingError: the stream failed, or yields something that is no row.
+    """
+    stream.set_epoch(0)
+    stream.load_state_dict(None)
+    found: dict[int, Row] = {}
+    rows, num_read, num_wanted = iter(stream), 0, max(numbers) + 1
+    while read := _read(rows, min(_BATCH, max(num_wanted - num_read, 0)), first=num_read):
+        found |= {number: row for number, row in enumerate(read, num_read) if number in numbers}
+        num_read += len(read)
+    return found, num_read
 
 
 def _read(rows: Iterator[Row], count: int, *, first: int) -> list[Row]:

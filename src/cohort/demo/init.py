@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -17,7 +18,10 @@ _STARTER = Path(__file__).parent / "starter"
 _TASK_OF = {"math": "words", "tools": "tools", "code": "code"}
 _NUM_ROWS = 20
 _NEXT = "Then, one at a time: your rows into `train.jsonl`, your reward into `rewards.py`, your model into `run.yaml`."
-_NEXT_CONVERTED = "First settle what `run.yaml` lists under `decide_first` and `To do`, and read `Different here`."
+_NEXT_CONVERTED = (
+    "First settle what `run.yaml` lists under `decide_first` and `To do`, and read `Different here`. `run.dir` must be "
+    "a folder that the script has not used."
+)
 _WHAT = {
     "run.yaml": "the configuration",
     "rewards.py": "the reward",
@@ -56,6 +60,8 @@ def write_converted(folder: Path, script: Path, converted: str) -> list[str]:
     files = {"run.yaml": converted}
     if script.suffix == ".py" and names:
         files["rewards.py"] = "\n\n\n".join(_sources_of(script.read_text(encoding="utf-8"), names)) + "\n"
+        files["run.yaml"] = re.sub(r"(?m)^# - rewards\.py: .* as the function \w+ .*\n", "", converted)  # done
+        files["run.yaml"] = re.sub(r"# To do:\n(?!# - )", "", files["run.yaml"])
     _write(folder, files, advice=_NEXT_CONVERTED)
     return [*files]
 

@@ -70,7 +70,7 @@ def _discarding_after_errors() -> Iterator[None]:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-_LONG_S = 2.0  # saves and rewards that take longer get a progress bar
+_LONG_S = 2.0  # what takes longer gets a progress bar
 
 
 class ConsoleDisplay(Display):
@@ -100,8 +100,7 @@ class ConsoleDisplay(Display):
         )
         self._steps: TaskID | None = None
         self._eval = _Bar(self._progress, "evaluating", after_s=0.0)
-        self._save = _Bar(self._progress, "saving (MB)")
-        self._rewards: dict[str, _Bar] = {}
+        self._bars = _Bars(self._progress)
 
     def started(self, schedule: RunSchedule, *, steps_done: int) -> None:
         """Print the number of steps and their size."""
@@ -137,17 +136,21 @@ class ConsoleDisplay(Display):
         if self._show_every and report.steps_done % self._show_every == 0:
             self._show_completions(report.groups)
 
+    def data_progress(self, name: str, done: float, total: float) -> None:
+        """Update the progress bar of data that take long and remove it when done."""
+        self._bars.update(name, done, total)
+
     def eval_progress(self, done: int, total: int) -> None:
         """Update the evaluation's progress bar and remove it when done."""
         self._eval.update(done, total)
 
     def reward_progress(self, name: str, done: int, total: int) -> None:
         """Update the progress bar of a reward that takes long and remove it when done."""
-        self._rewards.setdefault(name, _Bar(self._progress, f"judging: {escape(name)}")).update(done, total)
+        self._bars.update(f"judging: {name}", done, total)
 
     def save_progress(self, done: int, total: int) -> None:
         """Update the progress bar of a long save and remove it when done."""
-        self._save.update(done / 1e6, total / 1e6)
+        self._bars.update("saving (MB)", done / 1e6, total / 1e6)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """Print the evaluation's main metrics."""
@@ -206,13 +209,28 @@ class _Bar:
         now = time.monotonic()
         self._start = self._start or now
         if self._task is None and done < total and now - self._start >= self._after_s:
+            self._progress.start()  # nothing else may be shown yet
             self._task = self._progress.add_task(self._description, total=total, left="")
         if self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
         if done == total:
             if self._task is not None:
                 self._progress.remove_task(self._task)
+                if not self._progress.tasks:
+                    self._progress.stop()
             self._task = self._start = None
+
+
+class _Bars:
+    """Bars by description."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._of: dict[str, _Bar] = {}
+
+    def update(self, description: str, done: float, total: float) -> None:
+        """See `_Bar.update`."""
+        self._of.setdefault(description, _Bar(self._progress, escape(description))).update(done, total)
 
 
 def _turns(metrics: Mapping[str, float]) -> str:
@@ -236,10 +254,15 @@ class ProgressBar:
         console = Console(stderr=True)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task(description, total=None)
+        self._bars = _Bars(self._progress)
 
     def update(self, done: int, total: int) -> None:
         """Report that `done` of `total` items are finished."""
         self._progress.update(self._task, completed=done, total=total)
+
+    def data_progress(self, name: str, done: float, total: float) -> None:
+        """Update another bar, of data that take long, and remove it when done."""
+        self._bars.update(name, done, total)
 
     def __enter__(self) -> "ProgressBar":
         self._progress.start()

@@ -45,7 +45,7 @@ _SYMPTOMS = (  # of a policy that collapsed, or that games a reward
     *("all_zero", "all_one", "all_equal", "truncated", "too_early"),
     *("length_collapses", "length_explodes"),
 )
-_TURNS = "docs/tools.md#when-something-goes-wrong"
+_TURNS = "docs/tool-formats.md#when-a-call-goes-wrong"
 
 # Causes come first, in this order; then the others by level, and within a level in this order.
 RULES = {

@@ -441,7 +441,8 @@ class Trainer:
         elif self._engine is not None:
             raise UserError("engine: an object samples for one process only; use rollout.engine under torchrun")
         parts = Parts(config, tokenizer=self._tokenizer, engine=self._engine)
-        self._run = self._opened.enter_context(open_run(config, parts, notify=display.notify))
+        opening = open_run(config, parts, notify=display.notify, on_data_progress=display.data_progress)
+        self._run = self._opened.enter_context(opening)
         if started_by_torchrun():
             rank = script_rank(config)
             atexit.register(_forget_at_exit, weakref.ref(self))  # before the ranks part

@@ -50,6 +50,9 @@ class Display:
     def step(self, report: StepReport) -> None:
         """A step is done."""
 
+    def data_progress(self, name: str, done: float, total: float) -> None:
+        """`done` of `total` of what `name` says is finished, before the first step."""
+
     def eval_progress(self, done: int, total: int) -> None:
         """`done` of `total` prompts are evaluated."""
 

@@ -173,7 +173,8 @@ def build_inputs(config: Config, parts: Parts | None = None) -> Inputs:
         _check_eval_columns([*column_names(parts.eval_rows), config.data.prompt], rewards, field=config.eval.field)
     tokenizer, adapter = parts.tokenizer, _check_model(config)
     rendering = _rendering(config, parts, column=config.data.prompt, field=field)
-    prompts = build_prompts(parts.rows, **rendering)
+    weighted = config.data.weights is not None
+    prompts = build_prompts(parts.rows, **rendering, weighted=weighted, on_progress=parts.on_progress)
     _check_answers(rewards, prompts.prompts, parts.rows, field=field)
     _check_context(
         config,
@@ -334,7 +335,8 @@ def render_prompts(config: Config, parts: Parts, rows: Rows, *, column: str, fie
     Raises:
         UserError: a prompt is invalid, or none is short enough.
     """
-    return build_prompts(rows, **_rendering(config, parts, column=column, field=field))
+    rendering = _rendering(config, parts, column=column, field=field)
+    return build_prompts(rows, **rendering, on_progress=parts.on_progress)
 
 
 def _rendering(config: Config, parts: Parts, *, column: str, field: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from cohort.config import Config
+from cohort.data import OnProgress, no_progress
 from cohort.models import LoadRequest, check_vocabulary, end_token_ids, load_policy, resolve_device, with_base
 from cohort.processes.this_process import resume_gc
 from cohort.records import Prompt
@@ -73,7 +74,11 @@ class OpenRun:
 
 @contextmanager
 def open_run(
-    config: Config, parts: Parts | None = None, *, notify: Callable[[str], None] = lambda text: None
+    config: Config,
+    parts: Parts | None = None,
+    *,
+    notify: Callable[[str], None] = lambda text: None,
+    on_data_progress: OnProgress = no_progress,
 ) -> Iterator[OpenRun]:
     """Open a run; what its user opens closes with it, the last one first.
 
@@ -81,10 +86,13 @@ def open_run(
         config: configuration of the run.
         parts: objects of the run. Default: those that the configuration names.
         notify: shows a message to the user.
+        on_data_progress: called while data take long.
     """
     resume_gc()
+    parts = Parts(config) if parts is None else parts
+    parts.on_progress = on_data_progress
     with ExitStack() as on_close:
-        yield OpenRun(config, Parts(config) if parts is None else parts, notify, on_close)
+        yield OpenRun(config, parts, notify, on_close)
 
 
 def collector_options(

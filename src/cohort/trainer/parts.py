@@ -13,9 +13,11 @@ from cohort.config import Config
 from cohort.config.algorithm import CustomFunction
 from cohort.config.user_code import is_user_code
 from cohort.data import (
+    OnProgress,
     RowStream,
     TrainingRows,
     first_rows,
+    no_progress,
     open_stream,
     read_rows,
     read_sources,
@@ -50,6 +52,7 @@ class Parts:
         self._config = config
         self._tokenizer = tokenizer
         self.engine = engine
+        self.on_progress: OnProgress = no_progress  # called while data take long
         self.sandbox = SharedSandbox(config.sandbox)
 
     @cached_property
@@ -129,7 +132,7 @@ class Parts:
         Raises:
             UserError: the data cannot be read.
         """
-        return read_training_rows(self._config)
+        return read_training_rows(self._config, on_progress=self.on_progress)
 
     @cached_property
     def eval_rows(self) -> Rows:
@@ -144,10 +147,16 @@ class Parts:
         if settings.rows is not None:
             return self.training_rows.held_out
         if settings.sources:
-            prompt, seed = settings.prompt or self._config.data.prompt, self._config.train.seed
-            return read_sources(settings.sources, prompt=prompt, seed=seed, field="eval.sources")
+            return read_sources(
+                settings.sources,
+                prompt=settings.prompt or self._config.data.prompt,
+                seed=self._config.train.seed,
+                field="eval.sources",
+                on_progress=self.on_progress,
+            )
         if settings.path is not None:
-            return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
+            options: dict[str, Any] = {"split": settings.split, "name": settings.name, "on_progress": self.on_progress}
+            return read_rows(settings.path, field="eval.path", **options)
         assert self.environments is not None and settings.max_prompts is not None, "checked in the configuration"
         brought = self.environments.rows(settings.max_prompts, seed=self._config.train.seed + 1)
         return brought or [{}] * settings.max_prompts

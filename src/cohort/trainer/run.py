@@ -66,7 +66,7 @@ def train(
         _releasing(ranks) as others,
         closing(display),
         reporting_stop(config, display, ranks.stop),
-        open_run(config, parts, notify=display.notify) as run,
+        open_run(config, parts, notify=display.notify, on_data_progress=display.data_progress) as run,
     ):
         loop = open_training(run, resume=resume, display=display, ranks=ranks, others=others)
         return loop if isinstance(loop, RunResult) else loop.run()

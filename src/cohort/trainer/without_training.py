@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cohort.config import Config
+from cohort.data import OnProgress, no_progress
 from cohort.models import with_base
 from cohort.plan.rollout_engine import set_engine
 from cohort.ranks.collectives import SINGLE_PROCESS
@@ -25,6 +26,7 @@ def evaluate_model(
     config: Config,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_data_progress: OnProgress = no_progress,
     notify: Callable[[str], None] = lambda text: None,
 ) -> EvalResult:
     """Evaluate `config.model`, which may be an adapter folder, on `config.eval`.
@@ -32,6 +34,7 @@ def evaluate_model(
     Args:
         config: chat template, rewards and limits come from the other sections.
         on_progress: called with the number of prompts done and the total.
+        on_data_progress: called while data take long.
         notify: shows a message to the user, such as which sandbox is in use.
 
     Raises:
@@ -39,7 +42,7 @@ def evaluate_model(
     """
     config = config.model_copy(update={"model": with_base(config.model)})
     assert config.eval is not None, "config.eval is required"
-    with open_run(config, notify=notify) as run:
+    with open_run(config, notify=notify, on_data_progress=on_data_progress) as run:
         # rewards get prompts under the name of the training column
         rewards = build_reward_runner(config, run.parts, [*column_names(run.parts.eval_rows), config.data.prompt])
         for note in run.parts.sandbox.notes:
@@ -63,7 +66,12 @@ class SampledRows:
 
 
 def sample_rows(
-    config: Config, *, rows: int, generations: int, notify: Callable[[str], None] = lambda text: None
+    config: Config,
+    *,
+    rows: int,
+    generations: int,
+    notify: Callable[[str], None] = lambda text: None,
+    on_data_progress: OnProgress = no_progress,
 ) -> SampledRows:
     """Sample the first prompts of a training run with its initial weights, and score them. No file is written.
 
@@ -74,13 +82,14 @@ def sample_rows(
         rows: number of prompts.
         generations: trajectories per prompt.
         notify: shows a message to the user.
+        on_data_progress: called while data take long.
 
     Raises:
         UserError: the configuration, the data, a tool, an environment or a reward is invalid.
         TrainingError: the rollout engine failed.
     """
     config = set_engine(config, "local")
-    with open_run(config, notify=notify) as run:
+    with open_run(config, notify=notify, on_data_progress=on_data_progress) as run:
         inputs = run.inputs
         for note in inputs.sandbox.notes:
             notify(note)

@@ -284,7 +284,7 @@ class _Run:
             self._leave(f"{which}: or {ast.unparse(load)}", load)
         for call in calls:
             if name_of(call) in _DATASET_CODE.split() and not (joined and name_of(call) == "concatenate_datasets"):
-                self._leave(f"{ast.unparse(call.func):.60}(...)", call)
+                self._leave(f"{which} goes through {name_of(call)}(...): write it as data.map, or save its rows", call)
         if isinstance(given, ast.Subscript) and (split := constant(given.slice)):
             self.settings.setdefault(f"trainer.{which}.split", Setting(split, self.script.where(given)))
         if not loads and len(self.todo) == before:
