@@ -81,7 +81,7 @@ def test_commands_in_quotes_and_added_text():
 def test_a_backslash_before_a_blank_ends_a_command():
     for end in ("\\ ", "\\  # note", "\\ # note"):
         assert words(f"run --a 1 {end}\n--b 2\n")[0][:4] == ["run", "--a", "1", ""], end
-        assert "ends on this line" in missing(f"run --a 1 {end}\n--b 2\n")[0]
+        assert "ends on this line" in missing(f"run --a 1 {end}\n")[0]
     assert words("run my\\ file \\\n --b 2 # note\n") == [["run", "my file", "--b", "2"]]
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cohort.errors import UserError
 from cohort_check.launch import Launch, parse_number
+from cohort_check.readers.files import find_text
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -57,7 +59,8 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
 class Script:
     """A script and the values of the command line that starts it."""
 
-    def __init__(self, tree: ast.Module, path: Path, started: Launch) -> None:
+    def __init__(self, tree: ast.Module, path: Path, started: Launch, *, beside: bool = True) -> None:
+        """Read a script, and the constants of modules `beside` it that it imports."""
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -99,8 +102,25 @@ class Script:
         self._assigned = {n: found for n, found in assigned.items() if len(found) == stores[n] and n not in self.parts}
         self._inside = {id(node) for function in functions for node in ast.walk(function)}
         self._constants: dict[int, Any] = {}  # values of such lines
+        for node in nodes if beside else ():
+            if isinstance(node, ast.ImportFrom) and node.module:
+                self._import(node, node.module)
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
+
+    def _import(self, line: ast.ImportFrom, module: str) -> None:
+        """Take over the constants that a line imports from a module, as if the line assigned them."""
+        launch = Launch(framework="trl", form="python", reason="", settings={})
+        with contextlib.suppress(UserError, *UNREADABLE):
+            place, text = find_text(f"{module.replace('.', '/')}.py", self.path.parent)
+            other = Script(ast.parse(text), place, launch, beside=False)
+            for alias in line.names:
+                with contextlib.suppress(*UNREADABLE):
+                    at_end = ast.Name(alias.name, ast.Load(), lineno=len(text))
+                    value = ast.parse(repr(other.value(at_end)), mode="eval").body
+                    self.values[alias.asname or alias.name].append(ast.increment_lineno(value, line.lineno - 1))
+                    if not {alias.asname or alias.name} & {*self.stored, *self.parts}:
+                        self._assigned[alias.asname or alias.name] = [ast.Assign([], value)]
 
     def _assign(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, ast.Tuple):
