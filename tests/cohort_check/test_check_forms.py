@@ -274,8 +274,8 @@ def test_a_program_of_others_is_not_refused_by_the_rules_of_verl(tmp_path: Path)
 
 def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -> None:
     swift = (
-        "SCRIPT=$(python -c 'import swift')\npython -m torch.distributed.run --nproc_per_node 2 $SCRIPT --rlhf_type grpo \\\n"
-        "  --model org/m --tuner_type lora --num_generations 4 --per_device_train_batch_size 8\n"
+        "SCRIPT=$(python -c 'import swift')\npython -m torch.distributed.run --nproc_per_node 2 $SCRIPT \\\n"
+        "  --rlhf_type grpo  --model org/m --tuner_type lora --num_generations 4 --per_device_train_batch_size 8\n"
     )
     found = report(tmp_path, swift)
     assert found.launch and found.launch.framework == "ms-swift" and found.outcome == "starts"
@@ -294,6 +294,6 @@ def test_a_script_beside_that_prepares_data_is_no_run(tmp_path: Path) -> None:
 def test_a_script_in_the_folder_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "rl").mkdir()
     (tmp_path / "rl/main.py").write_text("from trl import *\nGRPOTrainer(args=GRPOConfig(num_generations=4))\n")
-    text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\naccelerate launch --num_processes 1 "$HERE/rl/main.py"\n'
+    text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\ntorchrun --nproc_per_node 1 "$HERE/rl/main.py"\n'
     found = report(tmp_path, text)
     assert found.outcome == "starts" and found.launch and found.launch.settings["num_generations"].value == 4

@@ -39,6 +39,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
@@ -56,11 +57,23 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
+def imported_constants(tree: ast.Module, folder: Path) -> Iterator[ast.stmt]:
+    """Yield an assignment of each constant that a script in this folder imports from a module beside it."""
+    for line in [line for line in tree.body if isinstance(line, ast.ImportFrom) and line.module]:
+        with contextlib.suppress(UserError, *UNREADABLE):
+            place, text = find_text(f"{str(line.module).replace('.', '/')}.py", folder)
+            module = Script(ast.parse(text), place)
+            for alias in line.names:
+                with contextlib.suppress(*UNREADABLE):
+                    value = module.value(ast.Name(alias.name, lineno=len(text)))
+                    made = ast.parse(f"{alias.asname or alias.name} = {value!r}").body
+                    yield ast.increment_lineno(made[0], line.lineno - 1)
+
+
 class Script:
     """A script and the values of the command line that starts it."""
 
-    def __init__(self, tree: ast.Module, path: Path, started: Launch, *, beside: bool = True) -> None:
-        """Read a script, and the constants of modules `beside` it that it imports."""
+    def __init__(self, tree: ast.Module, path: Path, started: Launch = UNSTARTED) -> None:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -95,32 +108,15 @@ class Script:
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned: dict[str, list[Any]] = defaultdict(list)
-        for line in lines:
-            for target in _targets(line):
-                assigned[name_of(target)] += [line] if isinstance(target, ast.Name) else []
-        # by name: the lines that assign it, if none is in a branch or a loop
-        self._assigned = {n: found for n, found in assigned.items() if len(found) == stores[n] and n not in self.parts}
+        for target, line in ((target, of) for of in lines for target in _targets(of)):
+            assigned[target.id if isinstance(target, ast.Name) and target.id not in self.parts else ""].append(line)
         self._inside = {id(node) for function in functions for node in ast.walk(function)}
+        # by name: the line that assigns it, or several outside of functions, if none is in a branch or a loop
+        plain = {name: found for name, found in assigned.items() if len(found) == stores[name]}
+        self._assigned = {n: of for n, of in plain.items() if len(of) == 1 or not {*map(id, of)} & self._inside}
         self._constants: dict[int, Any] = {}  # values of such lines
-        for node in nodes if beside else ():
-            if isinstance(node, ast.ImportFrom) and node.module:
-                self._import(node, node.module)
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
-
-    def _import(self, line: ast.ImportFrom, module: str) -> None:
-        """Take over the constants that a line imports from a module, as if the line assigned them."""
-        launch = Launch(framework="trl", form="python", reason="", settings={})
-        with contextlib.suppress(UserError, *UNREADABLE):
-            place, text = find_text(f"{module.replace('.', '/')}.py", self.path.parent)
-            other = Script(ast.parse(text), place, launch, beside=False)
-            for alias in line.names:
-                with contextlib.suppress(*UNREADABLE):
-                    at_end = ast.Name(alias.name, ast.Load(), lineno=len(text))
-                    value = ast.parse(repr(other.value(at_end)), mode="eval").body
-                    self.values[alias.asname or alias.name].append(ast.increment_lineno(value, line.lineno - 1))
-                    if not {alias.asname or alias.name} & {*self.stored, *self.parts}:
-                        self._assigned[alias.asname or alias.name] = [ast.Assign([], value)]
 
     def _assign(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, ast.Tuple):
@@ -182,16 +178,14 @@ class Script:
         return ast.literal_eval(node)
 
     def _last(self, node: ast.Name) -> Any:
-        """The value of a name that one line sets or, where all of this is outside of functions, several do."""
+        """The value that the only line that sets a name gives it or, outside of functions, the last one above."""
         found = self._assigned[node.id]
         if len(found) > 1:
-            inside = any(id(part) in self._inside for part in (node, *found))
-            found = [] if inside else [line for line in found if line.lineno < node.lineno]
-        if not found:
-            raise ValueError("one of several values")
-        if id(found[-1]) not in self._constants:
-            self._constants[id(found[-1])] = self.value(found[-1].value)
-        return self._constants[id(found[-1])]
+            found = [line for line in found if line.lineno < node.lineno and id(node) not in self._inside]
+        line = max(found, key=lambda line: line.lineno)  # ValueError: none
+        if id(line) not in self._constants:
+            self._constants[id(line)] = self.value(line.value)
+        return self._constants[id(line)]
 
     def _called(self, node: ast.Call) -> Any:
         """`dict(...)` and `int(x)`."""

@@ -64,12 +64,7 @@ class Command:
 
 @lru_cache(maxsize=8)
 def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()) -> tuple[Command, ...]:
-    """Parse the commands of a script, in order.
-
-    Args:
-        text: the script.
-        name: of its file, for `Word.where`.
-        known: variables that are set when it starts.
+    """Parse the commands of a script, in order. `name` is its file's; the variables `known` are set when it starts.
 
     Raises:
         ValueError: its variables expand to more than any script holds.
@@ -231,9 +226,7 @@ class _Walker:
         if node.type in ("command_substitution", "process_substitution"):
             return [Word("", missing=(f"{text:.80} is the output of a command, and nothing is run",))]
         if node.type in ("raw_string", "ansi_c_string"):
-            if text == "'\ue000'":
-                return [Word("", missing=(_ENDS_HERE,))]
-            return [Word(text.lstrip("$")[1:-1])]
+            return [Word("", missing=(_ENDS_HERE,)) if text == "'\ue000'" else Word(text.lstrip("$")[1:-1])]
         return _literal(node.text or b"", quoted=quoted and node.type == "string_content") or [Word("")]
 
     def _parameter(self, node: tree_sitter.Node, text: str) -> list[Word]:

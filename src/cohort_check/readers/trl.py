@@ -52,7 +52,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
     serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
     own = command.has("trl", "grpo")
-    found = _text_beside(scripts[0], path.parent) if launched and scripts else ""
+    place, found = _find_script(scripts[0], path.parent) if launched and scripts else (path, "")
     beside = "GRPOTrainer" in found
     script &= not found or beside or bool(options & {"config", *known_keys("trl", ())})  # else it prepares data
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
@@ -62,7 +62,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     if not of_trl:  # with options of its own
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
     if scripts and not of_trl and (beside or not launch.settings):
-        launch = _with_script(launch, scripts[0], command, path.parent)
+        launch = _with_script(launch, scripts[0], place, found, command)
     if outside:  # such as Open-R1's slurm/train.slurm
         reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
         launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
@@ -73,20 +73,19 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     return replace(launch, framework=framework, processes=processes)
 
 
-def _text_beside(script: Word, folder: Path) -> str:
-    """The text of a script that a command starts; empty if it is not there."""
+def _find_script(script: Word, folder: Path) -> tuple[Path, str]:
+    """Where a script that a command starts is, and its text; empty if it is not there."""
     try:
-        return find_text(script.text, folder)[1]
+        return find_text(script.text, folder)
     except (UserError, ValueError):
-        return ""
+        return folder, ""
 
 
-def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
+def _with_script(launch: Launch, script: Word, place: Path, text: str, command: Command) -> Launch:
     """Add the settings of the Python script that the command starts, if it is found and makes one configuration."""
     try:
-        place, text = find_text(script.text, folder)
         (run,) = trl_python.read(place, text, command)
-    except (UserError, ValueError):
+    except ValueError:
         reason = f"{script.name} sets what it trains; check that file"
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)

@@ -11,6 +11,7 @@ from typing import Any
 
 from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Unread
+from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
 from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
@@ -50,7 +51,8 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
         return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
-    for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
+    tree.body[:0] = python_values.imported_constants(tree, path.parent)
+    for launch in started or [python_values.UNSTARTED]:
         script = Script(tree, path, launch)
         launch = replace(launch, form="python")
         unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)

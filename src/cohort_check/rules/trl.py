@@ -18,6 +18,10 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
 _BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
+_TOO_FEW = (
+    "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {}, which is less than "
+    "the minimum required."
+)
 _FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
     EVAL_BATCH: "per_device_eval",
@@ -129,7 +133,7 @@ def _groups(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refu
     if size % batch.generations:
         yield f"generation_batch_size ({size}) must be divisible by num_generations ({batch.generations}).", None
     if batch.generations < 2:
-        yield _too_few(batch.generations), None
+        yield _TOO_FEW.format(batch.generations), None
 
 
 def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
@@ -137,7 +141,7 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
     given, generations, train = batch.generation_batch_size, batch.generations, [world_size, batch.per_device]
     if version >= (0, 17):
         if generations < 2:
-            yield _too_few(generations), None
+            yield _TOO_FEW.format(generations), None
         train.append(_steps(batch, version) if given is None else given // math.prod(train))
     names = ("effective train", "effective eval") if version >= (0, 17) else ("global train", "global eval")
     possible = common.divisors(*(train if given is None else [given]))
@@ -148,13 +152,6 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
     if batch.evaluates and generations not in possible:
         name = "global eval" if version >= (0, 18) else names[1]
         yield _uneven(name, evaluation, possible, generations, version), EVAL_BATCH
-
-
-def _too_few(generations: int) -> str:
-    return (
-        f"GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {generations}, "
-        f"which is less than the minimum required."
-    )
 
 
 def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, version: Version) -> str:
