@@ -269,7 +269,10 @@ def test_a_program_of_others_is_not_refused_by_the_rules_of_verl(tmp_path: Path)
     assert report(tmp_path, text).outcome == "refused"
     found = report(tmp_path, text.replace("verl.trainer.main_ppo", "mine.main_grpo"))
     assert (found.outcome, found.failed) == ("not checked", False)
-    assert "mine.main_grpo may have other rules" in found.verdict
+    assert "mine.main_grpo, which is not verl's" in found.verdict
+    own = report(tmp_path, text.replace("data.", "--config-name mine data.").replace("trainer.n_gpus_per_node=7", ""))
+    (tmp_path / "run.sh").write_text("export CUDA_VISIBLE_DEVICES=0\n" + (tmp_path / "run.sh").read_text())
+    assert not own.failed and not check_file(tmp_path / "run.sh").failed  # as its configuration names the GPUs
 
 
 def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def _not_checked(settings: Mapping[str, Setting], config: str = "", module: str 
         return MEGATRON
     other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
     other += [f"{module}, whose rollouts have GPUs of their own"] if ".experimental." in module else []
+    if module and not module.startswith(("verl.", "recipe.")):
+        other.append(f"{module}, which is not verl's and has rules and defaults of its own")
     return other[0] if other else None
 
 

@@ -164,6 +164,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     decides = frozenset(settings.used)
     notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
     stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
+    per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def changed_batch(changed: BatchSizes) -> VerlBatch:
