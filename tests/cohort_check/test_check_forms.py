@@ -275,6 +275,13 @@ def test_a_program_of_others_is_not_refused_by_the_rules_of_verl(tmp_path: Path)
     assert not own.failed and not check_file(tmp_path / "run.sh").failed  # as its configuration names the GPUs
 
 
+def test_overrides_for_another_script_and_those_of_hydra(tmp_path: Path) -> None:
+    text = VERL.format("trainer.n_gpus_per_node=8 hydra.run.dir=out actor_rollout_ref.rollout.name=vllm")
+    assert not messages(report(tmp_path, text), "CHK006")
+    found = report(tmp_path, text.replace("python3 -m verl.trainer.main_ppo", "exec ./scripts/run.sh"))
+    assert (found.outcome, found.failed) == ("not checked", False) and "scripts.run.sh" in found.verdict
+
+
 def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -> None:
     swift = (
         "SCRIPT=$(python -c 'import swift')\npython -m torch.distributed.run --nproc_per_node 2 $SCRIPT \\\n"

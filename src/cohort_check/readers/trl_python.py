@@ -29,7 +29,7 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
-_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
+_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|cohort\.trl)\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 

@@ -40,8 +40,8 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             if config != _OWN_CONFIG:
                 reason = "; ".join(named.missing) or f"it starts from {config}"
                 unread["(config)"] = Unread("(config)", word.where, reason)
-        elif word.text == "-m" or (word.name.endswith(".py") and not match):
-            name = after.text if word.text == "-m" else word.text.removesuffix(".py").replace("/", ".")
+        elif word.text == "-m" or (word.name.endswith((".py", ".sh")) and not match):
+            name = after.text if word.text == "-m" else word.text.lstrip("./").removesuffix(".py").replace("/", ".")
             module = name[max(name.rfind("verl.trainer."), 0) :]
             settings, unread = {}, {}  # words before are of the launcher
         elif match and (word.missing or (not match[3] and types.get(match[2]) in ("int", "float", "bool"))):

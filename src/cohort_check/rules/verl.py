@@ -217,7 +217,7 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key}:
+        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key} or key.startswith("hydra."):
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
