@@ -102,9 +102,8 @@ def check_file(
 def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:
     """Check one run of a file."""
     if launch.not_checked is not None:
-        verdict = f"not checked: {launch.not_checked}"
-        told = launch.findings
-        return FileReport(file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=told)
+        told = f"not checked: {launch.not_checked}"
+        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, findings=launch.findings)
     rules = run_rules(launch, framework_version=version)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
@@ -122,6 +121,8 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
     else:
         starts = {size: rules.start(size, rules.sizes) for size in sizes}
         outcome, verdict, refusals = _outcome(launch, rules, starts)
+        if refusals and "CHK020" in {finding.code for finding in found}:  # by the rules of another version
+            outcome, verdict, refusals, starts = "not checked", ", whose rules are not known here", [], {}
         if rules.blocked is not None:
             stopped = common.refused(rules.blocked)
             starts = {size: stopped if start.starts else start for size, start in starts.items()}

@@ -16,8 +16,7 @@ _VALUE = r"""(?P<quote>["']?)(?P<value>\$?\{?[\w.+-]+\}?)(?P=quote)"""
 def fix_file(path: Path, findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
     """Write the nearest fix of each error. Numbers of GPUs are not part of a file and are skipped.
 
-    Returns:
-        The changes that were written, and the fixes that have to be made by hand.
+    Return the changes that were written, and the fixes that have to be made by hand.
     """
     text = path.read_text(encoding="utf-8")
     written: list[str] = []

@@ -259,3 +259,51 @@ def test_what_verl_needs_and_nobody_set_is_proposed_and_works(tmp_path: Path) ->
     (found,) = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK002"]
     assert "ppo_micro_batch_size_per_gpu=8" in found.nearest[0]
     assert report(tmp_path, text + found.nearest[0].replace(" and ", " ")).starts[8].starts
+
+
+# --- commands that only look like one of TRL or verl
+
+
+def test_a_program_of_others_is_not_refused_by_the_rules_of_verl(tmp_path: Path) -> None:
+    text = VERL.format("trainer.n_gpus_per_node=7")
+    assert report(tmp_path, text).outcome == "refused"
+    found = report(tmp_path, text.replace("verl.trainer.main_ppo", "mine.main_grpo"))
+    assert (found.outcome, found.failed) == ("not checked", False)
+    assert "mine.main_grpo, which is not verl's" in found.verdict
+    own = report(tmp_path, text.replace("data.", "--config-name mine data.").replace("trainer.n_gpus_per_node=7", ""))
+    (tmp_path / "run.sh").write_text("export CUDA_VISIBLE_DEVICES=0\n" + (tmp_path / "run.sh").read_text())
+    assert not own.failed and not check_file(tmp_path / "run.sh").failed  # as its configuration names the GPUs
+
+
+def test_overrides_for_another_script_and_those_of_hydra(tmp_path: Path) -> None:
+    text = VERL.format("trainer.n_gpus_per_node=8 hydra.run.dir=out actor_rollout_ref.rollout.name=vllm")
+    assert not messages(report(tmp_path, text), "CHK006")
+    found = report(tmp_path, text.replace("python3 -m verl.trainer.main_ppo", "exec ./scripts/run.sh"))
+    assert (found.outcome, found.failed) == ("not checked", False) and "scripts.run.sh" in found.verdict
+
+
+def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -> None:
+    swift = (
+        "SCRIPT=$(python -c 'import swift')\npython -m torch.distributed.run --nproc_per_node 2 $SCRIPT \\\n"
+        "  --rlhf_type grpo  --model org/m --tuner_type lora --num_generations 4 --per_device_train_batch_size 8\n"
+    )
+    found = report(tmp_path, swift)
+    assert found.launch and found.launch.framework == "ms-swift" and found.outcome == "starts"
+    assert found.starts[2].generation_batch_size == 16
+    other = report(tmp_path, "deepspeed --module openrlhf.cli.train_grpo --num_generations 4\n")
+    assert other.launch and other.launch.framework == "openrlhf"
+
+
+def test_a_script_beside_that_prepares_data_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "to_grpo.py").write_text("import json\n")
+    assert report(tmp_path, "python to_grpo.py --input a --output b\n").outcome == "unreadable"
+    assert report(tmp_path, "python to_grpo.py --beta 0.1\n").outcome != "unreadable"
+    assert report(tmp_path, "python elsewhere_grpo.py --input a\n").outcome != "unreadable"
+
+
+def test_a_script_in_the_folder_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl/main.py").write_text("from trl import *\nGRPOTrainer(args=GRPOConfig(num_generations=4))\n")
+    text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\ntorchrun --nproc_per_node 1 "$HERE/rl/main.py"\n'
+    found = report(tmp_path, text)
+    assert found.outcome == "starts" and found.launch and found.launch.settings["num_generations"].value == 4

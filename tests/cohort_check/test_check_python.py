@@ -305,3 +305,55 @@ def test_relatives_of_grpo_config(
     launch = read(tmp_path, text, "a.py")
     assert (launch.framework, launch.not_checked) == (framework, not_checked)
     assert launch.settings["num_generations"].value == generations
+
+
+def test_constants_of_a_module_beside_the_script(tmp_path: Path):
+    (tmp_path / "config.py").write_text(
+        "import os\nG = 4\nGRPO = dict(num_generations=G, beta=0.1)\nLR = float(os.environ['LR'])\n"
+        "BATCH = 2\nBATCH = BATCH * G\nif LR:\n    STEPS = 3\n"
+    )
+    text = (
+        "from trl import GRPOConfig\nfrom config import BATCH as B, GRPO, LR, STEPS\n"
+        "args = GRPOConfig(per_device_train_batch_size=B, learning_rate=LR, max_steps=STEPS, **GRPO)\n"
+    )
+    launch = read(tmp_path, text, "train.py")
+    assert values(launch) == {"per_device_train_batch_size": 8, "num_generations": 4, "beta": 0.1}
+    assert launch.settings["num_generations"].where == "train.py:2"
+    assert unread(launch) == [("learning_rate", "computed: LR"), ("max_steps", "computed: STEPS")]
+    changed = read(tmp_path, text.replace("args =", "GRPO['beta'] = f()\nif f():\n    B = 3\nargs ="), "train.py")
+    assert values(changed) == {"num_generations": 4}
+    (tmp_path / "config.py").write_text("from train import GRPO\nB = (\n")
+    assert values(read(tmp_path, text, "train.py")) == {}
+
+
+def test_outside_of_functions_a_name_has_the_value_of_the_last_line_above(tmp_path: Path):
+    text = (
+        "from trl import GRPOConfig\nG = 4\nG = G * 2\nN = 1\n"
+        "def made():\n    return GRPOConfig(num_generations=G, beta=N)\n"
+        "args = GRPOConfig(num_generations=G, beta=N)\nG = 16\nfor N in (2, 3):\n    pass\n"
+    )
+    outside, inside = launches(tmp_path, text)
+    assert values(outside) == {"num_generations": 8} and values(inside) == {}
+    assert ("num_generations", "computed: G, which lines 2, 3, 8 set") in unread(inside)
+
+
+def launches(folder: Path, text: str) -> tuple[Launch, ...]:
+    first = read(folder, text, "train.py")
+    return (first, *first.others)
+
+
+def test_computed_keys_say_which_version_fits_and_are_refused_whatever_their_value(tmp_path: Path):
+    text = "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4, max_prompt_length=f(){more})\n"
+    (tmp_path / "train.py").write_text(text.format(more=""))
+    found = check_file(tmp_path / "train.py")
+    assert found.outcome == "starts" and found.rules and found.rules.version == "0.27.2"
+    (tmp_path / "requirements.txt").write_text("trl==1.16\n")
+    assert check_file(tmp_path / "train.py").outcome == "refused"
+    (tmp_path / "requirements.txt").unlink()
+    (tmp_path / "train.py").write_text(text.format(more=", evaluation_strategy='no'"))  # of older transformers
+    assert not check_file(tmp_path / "train.py").failed
+
+
+def test_arguments_of_train_are_to_be_decided(tmp_path: Path):
+    text = "from trl import GRPOConfig, GRPOTrainer\nt = GRPOTrainer(args=GRPOConfig())\nt.train(episodes=9)\n"
+    assert "train(episodes=9)" in [entry.value for entry in read(tmp_path, text, "train.py").todo]

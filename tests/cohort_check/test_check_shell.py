@@ -73,8 +73,16 @@ def test_arrays_are_words_with_their_own_lines():
 
 def test_commands_in_quotes_and_added_text():
     text = 'DIR="$(cd "$(dirname "$0")" && pwd)"\nARGS="--x 1"\nARGS+=" --y 2"\nrun $ARGS --dir "$DIR/data"\n'
-    assert words(text) == [["run", "--x", "1", "--y", "2", "--dir", "/data"]]
-    assert missing(text) == ['$(cd "$(dirname "$0")" && pwd) is the output of a command, and nothing is run']
+    assert words(text) == [["run", "--x", "1", "--y", "2", "--dir", "./data"]]
+    up = 'ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nrun "$ROOT/a" "$(dirname "$0")/b"\n'
+    assert words(up) == [["run", "./../a", "./b"]] and missing(text + up) == []
+
+
+def test_a_backslash_before_a_blank_ends_a_command():
+    for end in ("\\ ", "\\  # note", "\\ # note"):
+        assert words(f"run --a 1 {end}\n--b 2\n")[0][:4] == ["run", "--a", "1", ""], end
+        assert "ends on this line" in missing(f"run --a 1 {end}\n")[0]
+    assert words("run my\\ file \\\n --b 2 # note\n") == [["run", "my file", "--b", "2"]]
 
 
 def test_here_documents_redirections_and_several_commands_on_a_line():

@@ -51,10 +51,7 @@ def convert_file(path: Path, *, framework_version: str | None = None, launched_w
 def convert_launch(
     launch: Launch, folder: Path, *, framework_version: str | None = None
 ) -> tuple[dict[str, object], dict[str, list[str]]]:
-    """Convert a run. `folder` is where the files that it names are.
-
-    Returns:
-        The configuration, and the comments by heading.
+    """Convert a run to a configuration and comments by heading. `folder` is where the files that it names are.
 
     Raises:
         UserError: the framework is only recognized.

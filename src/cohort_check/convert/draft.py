@@ -26,13 +26,7 @@ def short_name(name: str) -> str:
 
 
 def built_in(name: str, launch: Launch, settings: Settings) -> dict[str, Any] | None:
-    """The keys `use` and `args` of the built-in reward that is the same; None if there is none.
-
-    Args:
-        name: as in the launch file.
-        launch: the run.
-        settings: its settings; those that are read count as used.
-    """
+    """The keys `use` and `args` of the built-in reward that is the same; None if there is none."""
     use = _TABLES[_source(name, launch, settings)].get(short_name(name))
     if use is None:
         return None
@@ -308,11 +302,7 @@ class Draft:
             self.differs(f"{weights} there are torchao's int8 here")
 
     def algorithm(self, loss: str) -> None:
-        """Name the algorithm that has most of the components that are set; take back what has no effect with them.
-
-        Args:
-            loss: its name there, which decides between algorithms of the same components.
-        """
+        """Name the algorithm with most of the components that are set, else like `loss`; drop what has no effect."""
         given = self.config["algorithm"]
         parts = {kind: given.pop(kind) for kind in COMPONENTS}
 

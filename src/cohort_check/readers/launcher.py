@@ -96,7 +96,8 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
     elif "deepspeed" in names:
         per_node, nodes = said.whole("num_gpus", len(gpus) if gpus else None), said.whole("num_nodes", 1)
     elif not names & {"srun", "sbatch", "mpirun", "ray"}:
-        said = _environment(command)
+        counts = {key: word for key, word in command.env.items() if key in ("NPROC_PER_NODE", "NNODES")}
+        said = parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
         per_node, nodes = said.whole("NPROC_PER_NODE", 1), said.whole("NNODES", 1)
     if per_node is not None and nodes is not None:
         processes = per_node * nodes
@@ -105,11 +106,7 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
         form="shell",
         reason=f"the command at {command.where}",
         settings=options.settings,
-        unread=(
-            *options.unread,
-            *(entry for entry in said.unread if is_of_launcher(entry)),
-            *problems,
-        ),
+        unread=(*options.unread, *(entry for entry in said.unread if is_of_launcher(entry)), *problems),
         processes=None if processes is None else Setting(processes, command.where),
         processes_per_node=None if processes is None or not nodes else processes // nodes,
         training_gpus=gpus,
@@ -147,7 +144,8 @@ def _script_at(words: Sequence[Word]) -> int:
         is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
         if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
             return at
-    return len(words)
+    unknown = (at for at, word in enumerate(words) if word.missing and not word.text and words[at - 1].text[:2] != "--")
+    return next(unknown, len(words) - 1) + 1  # after a script whose name is not known
 
 
 def gpus_of(command: Command) -> tuple[str, ...] | None:
@@ -156,11 +154,6 @@ def gpus_of(command: Command) -> tuple[str, ...] | None:
     if word is None or word.missing:
         return None
     return tuple(part.strip() for part in word.text.split(",") if part.strip())
-
-
-def _environment(command: Command) -> Options:
-    counts = {key: word for key, word in command.env.items() if key in ("NPROC_PER_NODE", "NNODES")}
-    return parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
 
 
 def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:

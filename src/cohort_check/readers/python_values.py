@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cohort.errors import UserError
 from cohort_check.launch import Launch, parse_number
+from cohort_check.readers.files import find_text
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -37,6 +39,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
@@ -54,10 +57,23 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
+def imported_constants(tree: ast.Module, folder: Path) -> Iterator[ast.stmt]:
+    """Yield an assignment of each constant that a script in this folder imports from a module beside it."""
+    for line in [line for line in tree.body if isinstance(line, ast.ImportFrom) and line.module]:
+        with contextlib.suppress(UserError, *UNREADABLE):
+            place, text = find_text(f"{str(line.module).replace('.', '/')}.py", folder)
+            module = Script(ast.parse(text), place)
+            for alias in line.names:
+                with contextlib.suppress(*UNREADABLE):
+                    value = module.value(ast.Name(alias.name, lineno=len(text)))
+                    made = ast.parse(f"{alias.asname or alias.name} = {value!r}").body
+                    yield ast.increment_lineno(made[0], line.lineno - 1)
+
+
 class Script:
     """A script and the values of the command line that starts it."""
 
-    def __init__(self, tree: ast.Module, path: Path, started: Launch) -> None:
+    def __init__(self, tree: ast.Module, path: Path, started: Launch = UNSTARTED) -> None:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -91,10 +107,14 @@ class Script:
         self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
-        assigned = [(target, line.value) for line in lines for target in _targets(line) if isinstance(target, ast.Name)]
-        # assigned once, outside of branches and loops
-        self._once = {name.id: node for name, node in assigned if stores[name.id] == 1 and name.id not in self.parts}
-        self._constants: dict[str, Any] = {}
+        assigned: dict[str, list[Any]] = defaultdict(list)
+        for target, line in ((target, of) for of in lines for target in _targets(of)):
+            assigned[target.id if isinstance(target, ast.Name) and target.id not in self.parts else ""].append(line)
+        self._inside = {id(node) for function in functions for node in ast.walk(function)}
+        # by name: the line that assigns it, or several outside of functions, if none is in a branch or a loop
+        plain = {name: found for name, found in assigned.items() if len(found) == stores[name]}
+        self._assigned = {n: of for n, of in plain.items() if len(of) == 1 or not {*map(id, of)} & self._inside}
+        self._constants: dict[int, Any] = {}  # values of such lines
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
@@ -132,10 +152,8 @@ class Script:
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
         """
-        if isinstance(node, ast.Name) and node.id in self._once:  # popped, so that a name cannot refer to itself
-            self._constants[node.id] = self.value(self._once.pop(node.id))
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            return self._constants[node.id]
+        if isinstance(node, ast.Name) and node.id in self._assigned:
+            return self._last(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
             if {node.attr, None} & {key for key, *_ in self.parts.get(node.value.id, ())}:
                 raise ValueError("an option that is set anew")
@@ -158,6 +176,16 @@ class Script:
         if isinstance(node, ast.List | ast.Tuple):
             return [self._part(part) for part in node.elts]
         return ast.literal_eval(node)
+
+    def _last(self, node: ast.Name) -> Any:
+        """The value that the only line that sets a name gives it or, outside of functions, the last one above."""
+        found = self._assigned[node.id]
+        if len(found) > 1:
+            found = [line for line in found if line.lineno < node.lineno and id(node) not in self._inside]
+        line = max(found, key=lambda line: line.lineno)  # ValueError: none
+        if id(line) not in self._constants:
+            self._constants[id(line)] = self.value(line.value)
+        return self._constants[id(line)]
 
     def _called(self, node: ast.Call) -> Any:
         """`dict(...)` and `int(x)`."""

@@ -21,6 +21,10 @@ _BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
 _PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
 # tree-sitter-bash can crash on characters from here on, which no script has
 _UNASSIGNED = re.compile("[\U00030000-\U0010ffff]")
+_BLANK = re.compile(r"(?<!\\)\\[ \t](?:#|(?=[ \t]*$|[ \t]+#))", re.MULTILINE)  # a backslash that continues no line
+_ENDS_HERE = "a backslash before a blank is an argument of its own, and the command ends on this line"
+_DIRNAME = r"\$\(dirname (?:-- )?\"?\$(?:0|BASH_SOURCE|\{(?:0|BASH_SOURCE(?:\[0\])?)\})\"?\)"
+_OWN_FOLDER = re.compile(rf'{_DIRNAME}|\$\(cd (?:-- )?"?{_DIRNAME}((?:/\.\.)*)/?"?(?: &?>[^&]*)? && pwd(?: -P)?\)')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
 
@@ -60,12 +64,7 @@ class Command:
 
 @lru_cache(maxsize=8)
 def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()) -> tuple[Command, ...]:
-    """Parse the commands of a script, in order.
-
-    Args:
-        text: the script.
-        name: of its file, for `Word.where`.
-        known: variables that are set when it starts.
+    """Parse the commands of a script, in order. `name` is its file's; the variables `known` are set when it starts.
 
     Raises:
         ValueError: its variables expand to more than any script holds.
@@ -78,8 +77,8 @@ def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()
 
 def _tree(text: str) -> tree_sitter.Node:
     """Parse a script. A placeholder such as `<your-model>` is a word, not a redirection."""
-    plain = _UNQUOTED_LINE.sub(lambda line: _PLACEHOLDER.sub(r"'\1'", line[0]), text.replace("\r\n", "\n"))
-    plain = _UNASSIGNED.sub("\ufffd", plain)
+    plain = _UNASSIGNED.sub("\ufffd", text.replace("\r\n", "\n"))
+    plain = _UNQUOTED_LINE.sub(lambda line: _BLANK.sub("'\ue000'", _PLACEHOLDER.sub(r"'\1'", line[0])), plain)
     return tree_sitter.Parser(_BASH).parse(plain.encode(errors="replace")).root_node
 
 
@@ -222,10 +221,12 @@ class _Walker:
         # in a default, the grammar takes $((...)) for a command
         if node.type == "arithmetic_expansion" or (text.startswith("$((") and text.endswith("))")):
             return [self._arithmetic(text)]
+        if node.type == "command_substitution" and (folder := _OWN_FOLDER.fullmatch(text)):
+            return [Word(f".{folder[1] or ''}")]  # relative to the script, as files that it names are
         if node.type in ("command_substitution", "process_substitution"):
             return [Word("", missing=(f"{text:.80} is the output of a command, and nothing is run",))]
         if node.type in ("raw_string", "ansi_c_string"):
-            return [Word(text.lstrip("$")[1:-1])]
+            return [Word("", missing=(_ENDS_HERE,)) if text == "'\ue000'" else Word(text.lstrip("$")[1:-1])]
         return _literal(node.text or b"", quoted=quoted and node.type == "string_content") or [Word("")]
 
     def _parameter(self, node: tree_sitter.Node, text: str) -> list[Word]:

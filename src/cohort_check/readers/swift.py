@@ -16,7 +16,7 @@ _ELSEWHERE = Unread("(recipe)", "", "the command names no rlhf_type; check the c
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
     """Read a command that trains with ms-swift's GRPO; None for any other command."""
     on_megatron = command.has("megatron", "rlhf") or command.has("swift.cli._megatron.rlhf")
-    module = any(word.name in ("rlhf.py", "swift.cli.rlhf") for word in command.words)
+    module = {"rlhf.py", "swift.cli.rlhf", "--rlhf_type", "--rlhf_type=grpo"} & {word.name for word in command.words}
     if not (on_megatron or command.has("swift", "rlhf") or module):
         return None
     launch = with_recipe(read_command(command, "ms-swift", path.parent, server), path.parent)

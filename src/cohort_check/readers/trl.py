@@ -45,13 +45,16 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     """Read a command that trains with TRL or Open-R1, and its recipe; None for any other command."""
     texts = [word.name for word in command.words]
     launched = bool({*_STARTERS} & {*texts}) and texts[0] not in ("echo", "pip")
+    launched &= not any(name.startswith("openrlhf.") for name in texts)
     options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
     script = any(re.search(r"g[rs]po\w*\.py$", name) for name in texts) or "trl.scripts.grpo" in texts
     scripts = [word for word in command.words if word.name.endswith(".py")]
     outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
     serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
     own = command.has("trl", "grpo")
-    beside = launched and bool(scripts) and _trains_beside(scripts[0], path.parent)
+    place, found = _find_script(scripts[0], path.parent) if launched and scripts else (path, "")
+    beside = "GRPOTrainer" in found
+    script &= not found or beside or bool(options & {"config", *known_keys("trl", ())})  # else it prepares data
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
@@ -59,7 +62,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     if not of_trl:  # with options of its own
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
     if scripts and not of_trl and (beside or not launch.settings):
-        launch = _with_script(launch, scripts[0], command, path.parent)
+        launch = _with_script(launch, scripts[0], place, found, command)
     if outside:  # such as Open-R1's slurm/train.slurm
         reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
         launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
@@ -70,20 +73,19 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     return replace(launch, framework=framework, processes=processes)
 
 
-def _trains_beside(script: Word, folder: Path) -> bool:
-    """Whether a script that a command starts is there and trains with GRPO."""
+def _find_script(script: Word, folder: Path) -> tuple[Path, str]:
+    """Where a script that a command starts is, and its text; empty if it is not there."""
     try:
-        return "GRPOTrainer" in find_text(script.text, folder)[1]
+        return find_text(script.text, folder)
     except (UserError, ValueError):
-        return False
+        return folder, ""
 
 
-def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
+def _with_script(launch: Launch, script: Word, place: Path, text: str, command: Command) -> Launch:
     """Add the settings of the Python script that the command starts, if it is found and makes one configuration."""
     try:
-        place, text = find_text(script.text, folder)
         (run,) = trl_python.read(place, text, command)
-    except (UserError, ValueError):
+    except ValueError:
         reason = f"{script.name} sets what it trains; check that file"
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)

@@ -11,6 +11,7 @@ from typing import Any
 
 from cohort_check.findings import Finding
 from cohort_check.launch import Launch, Setting, Unread
+from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
 from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
@@ -28,7 +29,7 @@ _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
-_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|unsloth|cohort\.trl)\b"
+_IMPORTS_TRL = r"^\s*(from|import) (trl|swift|cohort\.trl)\b"
 UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 
@@ -50,7 +51,8 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
         return  # a class that only has the name of TRL's
     commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
     started = [read_command(found, "trl", path.parent) for found in commands[:100]]
-    for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
+    tree.body[:0] = python_values.imported_constants(tree, path.parent)
+    for launch in started or [python_values.UNSTARTED]:
         script = Script(tree, path, launch)
         launch = replace(launch, form="python")
         unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
@@ -185,6 +187,9 @@ class _Run:
                     self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
                 elif keyword.arg not in _CONVERTED:
                     self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
+        for keyword in (k for call in self.script.calls if name_of(call) == "train" for k in call.keywords):
+            if keyword.arg not in ("resume_from_checkpoint", "mode"):
+                self._leave(f"train({ast.unparse(keyword)})", keyword.value)
         return replace(
             started,
             reason=f"Python with {name_of(self.config)}(...) at {self.script.where(self.config)}",

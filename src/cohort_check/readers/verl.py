@@ -40,8 +40,8 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             if config != _OWN_CONFIG:
                 reason = "; ".join(named.missing) or f"it starts from {config}"
                 unread["(config)"] = Unread("(config)", word.where, reason)
-        elif word.text == "-m" or (word.name.endswith(".py") and not match):
-            name = after.text if word.text == "-m" else word.text.removesuffix(".py").replace("/", ".")
+        elif word.text == "-m" or (word.name.endswith((".py", ".sh")) and not match):
+            name = after.text if word.text == "-m" else word.text.lstrip("./").removesuffix(".py").replace("/", ".")
             module = name[max(name.rfind("verl.trainer."), 0) :]
             settings, unread = {}, {}  # words before are of the launcher
         elif match and (word.missing or (not match[3] and types.get(match[2]) in ("int", "float", "bool"))):
@@ -109,6 +109,8 @@ def _not_checked(settings: Mapping[str, Setting], config: str = "", module: str 
         return MEGATRON
     other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
     other += [f"{module}, whose rollouts have GPUs of their own"] if ".experimental." in module else []
+    if module and not module.startswith(("verl.", "recipe.")):
+        other.append(f"{module}, which is not verl's and has rules and defaults of its own")
     return other[0] if other else None
 
 

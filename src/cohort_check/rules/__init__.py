@@ -12,10 +12,6 @@ __all__ = ["RunRules", "Start", "run_rules"]
 
 def run_rules(launch: Launch, *, framework_version: str | None = None) -> RunRules:
     """Apply the rules of a launch's framework."""
-    if launch.framework in ("trl", "open-r1"):
-        return trl_rules(launch, framework_version)
-    if launch.framework == "ms-swift":
-        return swift_rules(launch, framework_version)
-    if launch.framework == "verl":
-        return verl_rules(launch, framework_version)
-    return cohort_rules(launch)
+    of_others = {"trl": trl_rules, "open-r1": trl_rules, "ms-swift": swift_rules, "verl": verl_rules}
+    rules = of_others.get(launch.framework)
+    return rules(launch, framework_version) if rules else cohort_rules(launch)

@@ -40,10 +40,6 @@ EVALUATION = frozenset((*_EVALUATION.split(), "split_dataset_ratio"))
 BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 
-def _nothing(world_size: int, sizes: BatchSizes) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
     """What the rules of a framework say about one launch."""
@@ -54,7 +50,9 @@ class RunRules:
     decides: frozenset[str]  # every key that the verdict depends on, said or not
     start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
     usual_field: str | None = "num_generations"  # the key that a refusal is about
-    missing: Callable[[int, BatchSizes], tuple[str, ...]] = _nothing  # unset keys, with values that make it start
+    missing: Callable[[int, BatchSizes], tuple[str, ...]] = (
+        lambda world_size, sizes: ()
+    )  # unset keys, with values that make it start
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
@@ -119,6 +117,7 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
     return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
 
 
+OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
 FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "ms-swift": "4.6", "verl": "0.9.1"}  # Open-R1: the TRL that it pins
 _KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
@@ -148,6 +147,8 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
     if framework == "verl":
         keys |= _signs(launch)
+    elif launch.form == "python":  # whatever their values are
+        keys |= {entry.key for entry in launch.unread if not entry.added and entry.key not in OF_THE_TRAINER}
     has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
     known = set().union(*has.values())  # what no version knows says nothing about versions
     number = parse_version(_newest_release(framework, default))

@@ -18,6 +18,10 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
 _BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
+_TOO_FEW = (
+    "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {}, which is less than "
+    "the minimum required."
+)
 _FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
     EVAL_BATCH: "per_device_eval",
@@ -129,7 +133,7 @@ def _groups(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refu
     if size % batch.generations:
         yield f"generation_batch_size ({size}) must be divisible by num_generations ({batch.generations}).", None
     if batch.generations < 2:
-        yield _too_few(batch.generations), None
+        yield _TOO_FEW.format(batch.generations), None
 
 
 def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
@@ -137,7 +141,7 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
     given, generations, train = batch.generation_batch_size, batch.generations, [world_size, batch.per_device]
     if version >= (0, 17):
         if generations < 2:
-            yield _too_few(generations), None
+            yield _TOO_FEW.format(generations), None
         train.append(_steps(batch, version) if given is None else given // math.prod(train))
     names = ("effective train", "effective eval") if version >= (0, 17) else ("global train", "global eval")
     possible = common.divisors(*(train if given is None else [given]))
@@ -148,13 +152,6 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
     if batch.evaluates and generations not in possible:
         name = "global eval" if version >= (0, 18) else names[1]
         yield _uneven(name, evaluation, possible, generations, version), EVAL_BATCH
-
-
-def _too_few(generations: int) -> str:
-    return (
-        f"GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {generations}, "
-        f"which is less than the minimum required."
-    )
 
 
 def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, version: Version) -> str:
@@ -178,7 +175,6 @@ _NEW_NAMES = {  # of keys whose help does not say it while they are there
     "vllm_max_model_len": "vllm_max_model_length",
 }
 _OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
-_OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
 _PURELY_QUANTIZED = (
     "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
     "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
@@ -197,8 +193,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         settings,
         TrlBatch(),
         known=known,
-        evaluates=settings.text("eval_strategy", "no") != "no"
-        or ("evaluation_strategy" in known and settings.text("evaluation_strategy", "no") != "no"),
+        evaluates={settings.text(name, "no") for name in ("eval_strategy", "evaluation_strategy")} != {"no"},
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
@@ -259,7 +254,7 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
         elif deprecated and key.startswith("vllm_") and said.value is not None:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
-    every = {*_OF_THE_TRAINER, *_OF_THE_COMMAND}.union(*common.key_tables("trl").values())
+    every = {*common.OF_THE_TRAINER, *_OF_THE_COMMAND, *known}
     for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
         if unread.key.isidentifier() and unread.key not in every and not unread.added:
             yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
@@ -277,7 +272,7 @@ def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, versio
     new = next(deprecated, _NEW_NAMES.get(key, ""))
     text, nearest = common.unknown_key("trl", version, key, known, new)
     in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
-    if any(entry["of"] == "TrainingArguments" for entry in entries):
+    if key == "evaluation_strategy" or any(entry["of"] == "TrainingArguments" for entry in entries):
         fate = "is dropped silently" if in_recipe else "stops the run"
         return Finding("CHK005", key, f"{text}; with a version of transformers that lacks it, it {fate}", nearest)
     if not in_recipe:

@@ -164,6 +164,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     decides = frozenset(settings.used)
     notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
     stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
+    per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def changed_batch(changed: BatchSizes) -> VerlBatch:
@@ -216,7 +217,7 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key}:
+        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key} or key.startswith("hydra."):
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
