@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cohort.config import load_config
+from cohort.demo.init import write_converted
 from selection import slow
 
 SCRIPT = """
@@ -63,6 +64,18 @@ def test_a_script_of_trl_becomes_a_folder_with_its_rewards(tmp_path, monkeypatch
     config = load_config(tmp_path / "mine" / "run.yaml")
     assert config.rewards[0].use == f"{tmp_path}/mine/rewards.py:count"
     assert config.rollout.num_generations == 4
+
+
+def test_a_reward_that_the_script_does_not_define_stays_to_do(tmp_path):
+    converted = (
+        "# To do:\n# - rewards.py: reward 'a' as the function a (TRL's signature), from train.py:1\n"
+        "# - rewards.py: reward 'b' as the function b (TRL's signature), from train.py:1\n"
+        "rewards: [{use: 'rewards.py:a'}, {use: 'rewards.py:b'}]\nrun: {dir: out}\n"
+    )
+    (tmp_path / "train.py").write_text("def a(completions):\n    return completions\n")
+    write_converted(tmp_path / "mine", tmp_path / "train.py", converted)
+    written = (tmp_path / "mine" / "run.yaml").read_text()
+    assert "the function a" not in written and "# To do:\n# - rewards.py: reward 'b'" in written
 
 
 @pytest.mark.parametrize(

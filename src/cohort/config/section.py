@@ -135,7 +135,7 @@ def _find_or_place(path: str, info: ValidationInfo) -> str:
 
 
 def _find_file(path: str, info: ValidationInfo) -> str:
-    """Find what is meant as a file; one that is nowhere is missing in the folder of the YAML file."""
+    """Find a file. If it does not exist, return its path beside the YAML file, so that the error names that folder."""
     found = _find(path, info)
     first, *_, last = info.context or (Path(), Path())
     if found != path or first.resolve() == last.resolve() or not path.endswith(_FILE_ENDINGS):
@@ -143,7 +143,7 @@ def _find_file(path: str, info: ValidationInfo) -> str:
     return str((first / expand_home(path)).resolve())
 
 
-_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".py")  # no data set of the Hub is named so
+_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".py")  # ids of datasets on the Hub do not end like this
 
 
 def find_function(use: str, info: ValidationInfo) -> str:

@@ -59,8 +59,11 @@ def write_converted(folder: Path, script: Path, converted: str) -> list[str]:
     names = [use.partition(":")[2] for use in (str(r["use"]) for r in rewards) if use.startswith("rewards.py:")]
     files = {"run.yaml": converted}
     if script.suffix == ".py" and names:
-        files["rewards.py"] = "\n\n\n".join(_sources_of(script.read_text(encoding="utf-8"), names)) + "\n"
-        files["run.yaml"] = re.sub(r"(?m)^# - rewards\.py: .* as the function \w+ .*\n", "", converted)  # done
+        source = script.read_text(encoding="utf-8")
+        files["rewards.py"] = "\n\n\n".join(_sources_of(source, names)) + "\n"
+        defined = {name for node in ast.parse(source).body for name in _names_of(node)}
+        for name in defined.intersection(names):  # the file has them
+            files["run.yaml"] = re.sub(rf"(?m)^# - rewards\.py: .* as the function {name} .*\n", "", files["run.yaml"])
         files["run.yaml"] = re.sub(r"# To do:\n(?!# - )", "", files["run.yaml"])
     _write(folder, files, advice=_NEXT_CONVERTED)
     return [*files]

@@ -71,12 +71,12 @@ def _read(model: Any) -> tuple[Layers, dict[str, Any], bool]:
     if tuple(embedding.shape) != (vocabulary, hidden):
         raise UnknownLayersError(f"its embedding is not {vocabulary} x {hidden}")
     counted = sum(layer.parameters for layer in layers) + vocabulary * hidden * (1 if tied else 2) + hidden
-    outer = [(path, *_sides(module)) for path, module in _linears(model) if not path.startswith(f"{name}.")]
+    outer = [(path, m) for path, m in _linears(model) if not path.startswith(f"{name}.") and m.weight is not head]
     return (
         Layers(
             layers=layers,
             outer_parameters=model.num_parameters() - counted,
-            outer_linears=tuple(linear for linear in outer if linear[0] != "lm_head"),
+            outer_linears=tuple((path, *_sides(module)) for path, module in outer),
             streams=getattr(model.config, "hc_mult", 1),
         ),
         settings,

@@ -1,11 +1,11 @@
-"""How threads of OpenMP wait: decided when this is imported, which is before torch if cohort is.
+"""Makes OpenMP threads sleep while they wait. Imported with `cohort`: torch reads the setting when it is imported.
 
-They must sleep, not spin: with another program on the same cores, spinning makes training several times slower.
+If they spin, training is several times slower when another program uses the same cores.
 """
 
 import os
 import sys
 
-# whether torch, which reads the variable when it is imported, was faster
+# True if torch was imported first and has already read the environment
 spins = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

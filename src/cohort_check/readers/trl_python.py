@@ -61,7 +61,7 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
-    """Commands in a docstring that start this file."""
+    """Return the commands in a docstring that launch this file."""
     lines = [line.strip(" `$") for line in docstring.replace("\\\n", " ").splitlines() if path.name in line]
     commands = [command for line in lines for command in parse_shell(line, path.name)]
     return [found for found in commands if any(word.name == path.name for word in found.words[1:])]

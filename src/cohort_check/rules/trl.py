@@ -324,7 +324,7 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
 
 
 def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
-    """Steps per generation that are 0 or scale the loss wrongly."""
+    """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
     loss = settings.text("loss_type", trl_default("loss_type", version))
     processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
