@@ -30,7 +30,7 @@ def serving(answer: Callable[[Any], Any], **settings: Any) -> Iterator[JsonServe
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send(200, {"data": [{"id": name} for name in state.models]})
+            self.send(200, {"data": [{"id": name, "max_model_len": 4096} for name in state.models]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -397,6 +397,7 @@ class ServersConfig(SamplingConfig):
     """Environment variable with the Python of the program's own environment."""
     may_change: ClassVar[tuple[str, ...]] = (
         *SamplingConfig.may_change,
+        "workers",
         # a restarted job has its servers on other machines
         *("urls", "urls.", "secret_file", "api_key_env", "servers", "tensor_parallel", "gpu_memory_utilization"),
         *("start_timeout_s", "request_timeout_s", "max_server_failures", "parity_every", "parity_tolerance"),
@@ -439,6 +440,14 @@ class ServersConfig(SamplingConfig):
     ] = Field(
         "auto",
         description="Fraction of a GPU's memory that a server may use. auto: 0.9, or 0.45 if training shares the GPU.",
+    )
+    workers: Annotated[
+        int | Literal["auto"],
+        number_or("auto", rule="a whole number of at least 1, or auto", is_valid=lambda n: n >= 1),
+    ] = Field(
+        "auto",
+        description="Processes that run trajectories and talk to the servers, on the machine of rank 0; 1: in the "
+        "training process. auto: one per 1,024 trajectories at once while cores are free.",
     )
     start_timeout_s: float = Field(900.0, gt=0, description="Maximum time in seconds that a server may take to start.")
     request_timeout_s: float = Field(

@@ -126,7 +126,7 @@ class Child:
         limit_s, num_waited = 0.0, 0
         try:
             for num_waited, limit_s in zip(range(1, len(messages) + 1), deadlines_s, strict=False):
-                self._limit(limit_s)
+                self.limit(limit_s)
                 if num_waited == 1:
                     self.send(list(messages))
                 yield self.receive()
@@ -134,12 +134,12 @@ class Child:
             self.kill()
             raise ChildLate(f"did not answer within {limit_s:g} s") from None
         finally:
-            self._limit(0)
+            self.limit(0)
             if num_waited < len(messages):
                 self.kill()
 
-    def _limit(self, seconds: float) -> None:
-        """Let each read and write of the connection take so long; 0: forever."""
+    def limit(self, seconds: float) -> None:
+        """Let each read and write of the connection take so long; 0: forever. Then they raise `BlockingIOError`."""
         microseconds = int(1_000_000 * min(seconds, _MAX_LIMIT_S)) or int(seconds > 0)
         limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # a `timeval`
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -156,12 +156,17 @@ class Child:
         except OSError:
             raise self._failure("closed its connection") from None
 
-    def receive(self) -> Any:
-        """Wait for a message and return it. Raises `ChildFailed` if the process has ended, or it is none."""
+    def receive(self, read: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
+        """Wait for a message and return it. Raises `ChildFailed` if the process has ended, or it is none.
+
+        Args:
+            read: reads the bytes of a message, without running any of its code; raises `ValueError` if it cannot.
+            max_bytes: of a message.
+        """
         if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
             os.ftruncate(self._log.fileno(), 0)
         try:
-            return json.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+            return read(self._connection.recv_bytes(max_bytes))
         except EOFError:
             raise self._failure("closed its connection") from None
         except BlockingIOError:

@@ -9,7 +9,7 @@ import selectors
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
@@ -26,6 +26,8 @@ _CLOSE_TIMEOUT_S = 10.0  # for cancelled coroutines to clean up
 # Coroutine function that produces one trajectory of a group, from `generate`, the tokenizer, the prompt, the
 # sampling parameters, and the key of its first call. Later calls use `replace(key, turn=...)`.
 RolloutFunction = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
+# Coroutine function that samples the whole group of a prompt in another process.
+SampleGroup = Callable[[Prompt, SamplingParams, StepKey], Coroutine[Any, Any, RolloutGroup]]
 
 
 class RolloutCollector:
@@ -37,6 +39,7 @@ class RolloutCollector:
         tokenizer: Any,
         *,
         rollout_function: RolloutFunction = answer_prompt,
+        sample_group: SampleGroup | None = None,
         release: Callable[[Trajectory], None] = lambda trajectory: None,
         close_environments: Callable[[], None] = lambda: None,
         counts: Callable[[], Mapping[str, int]] = dict,
@@ -48,6 +51,7 @@ class RolloutCollector:
             engine: answers model calls; closed with the collector.
             tokenizer: passed to the rollout function.
             rollout_function: produces one trajectory of a group.
+            sample_group: samples the groups that are submitted, if other processes do it; the engine works for them.
             release: frees the environment of a trajectory that has been scored, or was dropped.
             close_environments: called when the collector is closed.
             counts: returns events since its last call, by name, for the metrics.
@@ -58,6 +62,7 @@ class RolloutCollector:
         self._engine = engine
         self._tokenizer = tokenizer
         self._rollout_function = rollout_function
+        self._sample_group = sample_group
         self._release = release
         self._close_environments = close_environments
         self._selector = _Selector()
@@ -73,8 +78,9 @@ class RolloutCollector:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey
     ) -> list[asyncio.Task[RolloutGroup]]:
         """Start sampling one group per prompt and return their tasks, in order. `wait` lets them run."""
-        rollout, generate = self._rollout_function, self._engine.generate
-        return [self.start(self.group(generate, prompt, sampling, key, rollout)) for prompt in prompts]
+        if self._sample_group is not None:
+            return [self.start(self._sample_group(prompt, sampling, key)) for prompt in prompts]
+        return [self.start(self.own_group(prompt, sampling, key)) for prompt in prompts]
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine. `wait` lets it run; it is cancelled when the collector is closed."""
@@ -109,6 +115,15 @@ class RolloutCollector:
         tasks = self.submit(prompts, sampling, key)
         self.wait(tasks, count=len(tasks))
         return [task.result() for task in tasks]
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call a function in the event loop as soon as it runs. May be called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    async def own_group(self, prompt: Prompt, sampling: SamplingParams, key: StepKey) -> RolloutGroup:
+        """Roll out all trajectories of one prompt's group in this process."""
+        return await self.group(self._engine.generate, prompt, sampling, key, self._rollout_function)
 
     async def group(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from cohort.config import Config
@@ -11,9 +11,11 @@ from cohort.models import LoadRequest, check_vocabulary, end_token_ids, load_pol
 from cohort.processes.this_process import resume_gc
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler
+from cohort.rollout.engines.setup import StartWorkers
 from cohort.rollout.environments.build import Environments
 from cohort.trainer.inputs import Inputs, build_inputs
 from cohort.trainer.parts import Parts
+from cohort.trainer.rollout_workers import choose_num_workers, share_sandbox
 
 T = TypeVar("T")
 
@@ -41,14 +43,27 @@ class OpenRun:
         """Enter a context that closes with the run, before everything that was opened earlier."""
         return self._on_close.enter_context(context)
 
-    def collector(self, engine: RolloutEngine, *, while_waiting: Callable[[], None] = lambda: None) -> RolloutCollector:
+    def collector(
+        self,
+        engine: RolloutEngine,
+        *,
+        while_waiting: Callable[[], None] = lambda: None,
+        start_workers: StartWorkers | None = None,
+    ) -> RolloutCollector:
         """Return what samples groups with an engine. It closes the engine and the environments.
 
         Args:
             engine: has the weights to sample with.
             while_waiting: called now and then while samples are awaited.
+            start_workers: of the engine; None if trajectories can only run in this process.
         """
         options = collector_options(self.config, self.parts.environments, notify=self.notify)
+        num_workers = 1 if start_workers is None else choose_num_workers(self.config, self.parts, notify=self.notify)
+        if start_workers is not None and num_workers > 1:
+            if "close_environments" in options:  # those of this process
+                self._on_close.callback(options["close_environments"])
+            load = partial(load_rollout, share_sandbox(self.config, num_workers), self.parts.given_tokenizer)
+            options |= start_workers(load, num_workers=num_workers)
         collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
         return self.enter(closing(collector))
 
@@ -93,6 +108,22 @@ def open_run(
     parts.on_progress = on_data_progress
     with ExitStack() as on_close:
         yield OpenRun(config, parts, notify, on_close)
+
+
+def load_rollout(config: Config, tokenizer: Any, notify: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
+    """Load what a rollout worker runs: the tokenizer and the options of its `RolloutCollector`.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: used instead of the one in `model.path`, unless it is None.
+        notify: shows a message to the user.
+
+    Raises:
+        UserError: something cannot be loaded.
+    """
+    parts = Parts(config, tokenizer=tokenizer)
+    environments = parts.load_environments(rewards_read_instances=False)
+    return parts.tokenizer, collector_options(config, environments, notify=notify)
 
 
 def collector_options(

@@ -50,7 +50,7 @@ class Parts:
             engine: samples, with `rollout.engine: object`.
         """
         self._config = config
-        self._tokenizer = tokenizer
+        self.given_tokenizer = tokenizer
         self.engine = engine
         self.on_progress: OnProgress = no_progress  # called while data take long
         self.sandbox = SharedSandbox(config.sandbox)
@@ -62,7 +62,7 @@ class Parts:
         Raises:
             UserError: the model has none that can be loaded.
         """
-        return load_tokenizer(self._config.model) if self._tokenizer is None else self._tokenizer
+        return load_tokenizer(self._config.model) if self.given_tokenizer is None else self.given_tokenizer
 
     @cached_property
     def rewards(self) -> tuple[LoadedReward, ...]:
@@ -80,9 +80,13 @@ class Parts:
         Raises:
             UserError: something cannot be loaded, or the model's chat template has no tools.
         """
-        config = self._config
-        if not config.rollout.has_turns:
+        if not self._config.rollout.has_turns:
             return None
+        return self.load_environments(rewards_read_instances=read_trajectories(self.rewards))
+
+    def load_environments(self, *, rewards_read_instances: bool) -> Environments | None:
+        """Load `environments`. Arguments and errors are those of the function of this name."""
+        config = self._config
         return load_environments(
             config.rollout,
             tokenizer=self.tokenizer,
@@ -91,7 +95,7 @@ class Parts:
             prompt_column=config.data.prompt,
             system_prompt=config.data.system_prompt,
             system_prompts=config.data.system_prompts,
-            rewards_read_instances=read_trajectories(self.rewards),
+            rewards_read_instances=rewards_read_instances,
             sandbox=self.sandbox,
         )
 

@@ -125,7 +125,9 @@ def build_run(
     if state is not None:
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
-    collector = run.collector(started.engine, while_waiting=partial(keep_waiting, workers))
+    collector = run.collector(
+        started.engine, while_waiting=partial(keep_waiting, workers), start_workers=started.start_workers
+    )
     parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
     group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)
     if state is not None:

@@ -139,7 +139,7 @@ class PackedCompletions:
     texts: tuple[str | None, ...]  # [N]
 
     @classmethod
-    def of(cls, completions: Sequence[SampledCompletion]) -> Self:
+    def of(cls, completions: "Sequence[SampledCompletion | ModelCall]") -> Self:
         """Pack completions."""
         logprobs = np.concatenate([np.zeros(0), *(c.sampling_logprobs for c in completions)])
         single = logprobs.astype(np.float32)

@@ -22,6 +22,9 @@ SampleOnEachServer = Callable[
     [RolloutCollector, Sequence[Prompt], SamplingParams, StepKey], Mapping[str, Sequence[RolloutGroup]]
 ]
 
+# Starts processes that sample whole groups; returns options of `RolloutCollector`. See `ServerEngine.start_workers`.
+StartWorkers = Callable[..., dict[str, Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInputs:
@@ -93,6 +96,7 @@ class StartedEngine:
     # for the parity gate; None if the engine samples with the trainer's own weights
     sample_on_each_server: SampleOnEachServer | None = None
     servers_dtype: torch.dtype | None = None  # of their weights; None without servers
+    start_workers: StartWorkers | None = None  # None if trajectories can only run in this process
 
 
 class EngineSetup(Protocol):

@@ -10,7 +10,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -19,10 +19,11 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import ModelCall
 from cohort.rollout.engines.servers.handles import (
     BusyError,
+    CallerEnded,
     Client,
     FleetLimits,
-    GenerateRequest,
     Job,
+    Request,
     RunningServer,
     Server,
     ServerError,
@@ -42,7 +43,7 @@ _CLOSED = "the rollout engine was closed before this was sampled"
 
 @dataclass(eq=False)
 class Fleet:
-    """Leases requests to servers and keeps the servers running. Call it from the training thread only."""
+    """Leases requests to servers and keeps the servers running. Except `submit`, call it from the training thread only."""
 
     handles: Sequence[ServerHandle]  # of the servers
     client: Callable[[], Client]  # creates the client; called in the fleet's thread
@@ -92,11 +93,11 @@ class Fleet:
 
     def submit(
         self,
-        requests: Iterable[tuple[GenerateRequest, Future[list[ModelCall]]]],
+        requests: Iterable[tuple[Request, Future[list[ModelCall]]]],
         *,
         only: RunningServer | None = None,
     ) -> None:
-        """Queue requests. The fleet's thread sets each future to the completions or an error.
+        """Queue requests, from any thread. The fleet's thread sets each future to the completions or an error.
 
         Args:
             requests: requests with their futures; the first ones are sent first.
@@ -107,10 +108,20 @@ class Fleet:
 
         def enqueue() -> None:
             self._unfinished.update(jobs)
-            self._queue = sorted([*self._queue, *jobs])
+            for job in jobs:
+                insort(self._queue, job)
             self._dispatch()
 
         self._call(enqueue)
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call a function in the fleet's event loop, from any thread. Does nothing once the fleet is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def add_note(self, text: str) -> None:
+        """Show a message to the user, from any thread."""
+        self._notify(text)
 
     def num_unfinished(self) -> int:
         """Return the number of requests without a result."""
@@ -289,20 +300,14 @@ class Fleet:
     def _room(self, server: Server) -> int:
         return self.limits.max_num_seqs - server.num_in_flight
 
-    async def _lease(self, server: Server, request: GenerateRequest) -> list[ModelCall]:
+    async def _lease(self, server: Server, request: Request) -> list[ModelCall]:
         """Attempt a request once."""
         had = server.version
 
         def allows(version: int) -> bool:
             return had is not None and self._target is not None and had <= version <= self._target
 
-        calls = await self._client.generate(server.handle.url, request, allows=allows)
-        if len(calls) != request.num_completions:
-            raise ServerError(
-                f"{server} sent an invalid answer for prompt {request.prompt_id}: {len(calls)} completions instead of "
-                f"{request.num_completions}"
-            )
-        return calls
+        return await request.send(self._client, server.handle.url, allows=allows)
 
     def _end_lease(self, task: "asyncio.Task[list[ModelCall]]") -> None:
         """Handle the result of an attempt. A callback, since the task may be cancelled before it starts."""
@@ -321,7 +326,7 @@ class Fleet:
         elif isinstance(error, ServerError):
             server.fail(error)
             self._requeue(job, error)
-        elif isinstance(error, UserError):
+        elif isinstance(error, UserError | CallerEnded):
             self._finish(job, error)
         else:
             self._check_task(task)

@@ -24,9 +24,53 @@ class BusyError(ServerError):
     """The server accepts no more requests at the moment."""
 
 
+class CallerEnded(Exception):  # noqa: N818
+    """The process that waits for a request's completions has ended."""
+
+
+class Request(Protocol):
+    """A request for several completions of one context, as the fleet schedules it."""
+
+    @property
+    def prompt_id(self) -> int:
+        """Row of the prompt, shown in messages."""
+        ...
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions it asks for."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of context tokens."""
+        ...
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Maximum tokens of a completion."""
+        ...
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a step waits for it; training samples may be for later steps."""
+        ...
+
+    async def send(self, client: "Client", url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
+        """Send it to a server once. Arguments and errors are those of `Client.generate`.
+
+        Returns:
+            The completions; none if another process has them.
+
+        Raises:
+            CallerEnded: nobody waits for the completions any more.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A request for several completions of one context."""
+    """A request whose completions this process gets."""
 
     prompt_id: int  # shown in messages
     token_ids: IntArray  # [K] the context
@@ -36,9 +80,24 @@ class GenerateRequest:
     urgent: bool  # a step waits for evaluation and parity checks; training samples may be for later steps
 
     @property
-    def total_tokens(self) -> int:
-        """Context tokens plus the maximum completion tokens."""
-        return len(self.token_ids) + self.sampling.max_completion_tokens
+    def num_tokens(self) -> int:
+        """Number of context tokens."""
+        return len(self.token_ids)
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Maximum tokens of a completion."""
+        return self.sampling.max_completion_tokens
+
+    async def send(self, client: "Client", url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
+        """Implement `Request.send`."""
+        calls = await client.generate(url, self, allows=allows)
+        if len(calls) != self.num_completions:
+            raise ServerError(
+                f"{url} sent an invalid answer for prompt {self.prompt_id}: {len(calls)} completions instead of "
+                f"{self.num_completions}"
+            )
+        return calls
 
 
 def requests_for(calls: Sequence[PendingCall], *, max_num_seqs: int) -> list[tuple[GenerateRequest, list[PendingCall]]]:
@@ -77,6 +136,18 @@ def _request(first: PendingCall, *, num_completions: int) -> GenerateRequest:
         seed=call_seed(first.key, first.sampling),
         urgent=first.key.purpose != "train",
     )
+
+
+def answer_calls(calls: Sequence[PendingCall], outcome: "list[ModelCall] | BaseException") -> None:
+    """Answer the calls of a request with its completions, or its error."""
+    if isinstance(outcome, BaseException):
+        for call in calls:
+            call.fail(outcome)
+        return
+    if calls[0].sampling.temperature == 0:  # one was requested, since all are equal
+        outcome = outcome * len(calls)
+    for call, result in zip(calls, outcome, strict=True):
+        call.answer(result)
 
 
 def call_seed(key: CallKey, sampling: SamplingParams) -> int:
@@ -240,15 +311,15 @@ class Server:
         """Whether this run manages the server."""
         return not isinstance(self.handle, RemoteServer)
 
-    def length_error(self, request: GenerateRequest) -> UserError | None:
+    def length_error(self, request: Request) -> UserError | None:
         """Return an error if the request exceeds `max_model_len`; the server would silently shorten completions."""
-        limit, num_prompt_tokens = self.max_model_len, len(request.token_ids)
-        if request.total_tokens <= limit:
+        limit, num_prompt_tokens = self.max_model_len, request.num_tokens
+        if num_prompt_tokens + request.max_completion_tokens <= limit:
             return None
         room = limit - num_prompt_tokens
         advice = f"use at most {room}" if room > 0 else "drop such prompts (rollout.max_prompt_tokens)"
         return UserError(
-            f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: a context of "
+            f"rollout.max_completion_tokens: {request.max_completion_tokens} does not fit: a context of "
             f"prompt {request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}; "
             f"{advice}, or servers with a larger max_model_len"
         )
@@ -284,7 +355,7 @@ class Job:
     """A request in the fleet's queue."""
 
     number: int  # order of submission; requeued requests keep theirs
-    request: GenerateRequest
+    request: Request
     result: Future[list[ModelCall]]
     only: RunningServer | None  # the only server that may run it
     num_leases: int = 0

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -125,13 +126,15 @@ class HttpClient:
         """
         self._secret = secret
         self._timeout_s = timeout_s
-        self._http: dict[ssl.SSLContext | bool, httpx2.AsyncClient] = {}  # by the trusted certificates; False: no TLS
+        # those without a request, by the trusted certificates (False: no TLS); the work of a client with many requests
+        # at once grows with their square
+        self._idle: defaultdict[ssl.SSLContext | bool, list[httpx2.AsyncClient]] = defaultdict(list)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for http in self._http.values():
+        for http in [http for idle in self._idle.values() for http in idle]:
             await http.aclose()
 
     async def healthy(self, url: str) -> bool:
@@ -152,12 +155,17 @@ class HttpClient:
         _check_secret(response)
         return response.status_code == 200
 
-    def _client(self, url: str) -> httpx2.AsyncClient:
+    @contextmanager
+    def _client(self, url: str) -> Iterator[httpx2.AsyncClient]:
+        """Lend a client for one request."""
         options = _client_options(url, self._secret)
-        if options["verify"] not in self._http:
-            timeout = httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
-            self._http[options["verify"]] = httpx2.AsyncClient(timeout=timeout, **options)
-        return self._http[options["verify"]]
+        idle = self._idle[options["verify"]]
+        timeout = httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
+        http = idle.pop() if idle else httpx2.AsyncClient(timeout=timeout, **options)
+        try:
+            yield http
+        finally:
+            idle.append(http)
 
     async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
         """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
@@ -166,7 +174,8 @@ class HttpClient:
             if event == CONNECTED and self._secret is not None and self._secret.mutual:
                 await check_server_async(info["return_value"], url, self._secret)
 
-        return await self._client(url).request(method, f"{url}{path}", json=json, extensions={"trace": trace})
+        with self._client(url) as http:
+            return await http.request(method, f"{url}{path}", json=json, extensions={"trace": trace})
 
     async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
         """Send a request and return the parsed body of its answer.

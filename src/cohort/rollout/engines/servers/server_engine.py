@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from cohort.errors import TrainingError
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
@@ -13,7 +14,10 @@ from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
 from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServer, ServerError, requests_for
+from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServer, ServerError, answer_calls, requests_for
+
+if TYPE_CHECKING:
+    from cohort.rollout.workers.worker_pool import RolloutWorkers
 
 # How often to check that the fleet's thread is alive.
 _TICK_S = 0.5
@@ -37,6 +41,8 @@ class ServerEngine:
     _waiting: defaultdict[RunningServer | None, CallQueue] = field(  # by the `only` of `generate`
         default_factory=lambda: defaultdict(CallQueue), init=False
     )
+    _workers: "RolloutWorkers | None" = field(default=None, init=False)
+    _groups: list[tuple[Any, ...]] = field(default_factory=list, init=False)  # arguments of `RolloutWorkers.start`
     _asleep: bool = field(default=False, init=False)
     _may_restart: bool = field(default=True, init=False)  # whether servers that share GPUs may take memory now
     _policy_version: int | None = field(default=None, init=False)
@@ -54,21 +60,57 @@ class ServerEngine:
         self.fleet.on_change = partial(_wake_up, asyncio.get_running_loop())
         return await self._waiting[only].put(token_ids, sampling, key)
 
+    def start_workers(
+        self, load: Callable[[Callable[[str], None]], tuple[Any, Mapping[str, Any]]], *, num_workers: int
+    ) -> dict[str, Any]:
+        """Start processes that sample whole groups from the servers of this engine.
+
+        Args:
+            load: see `WorkerCode`; its result depends on the process only.
+            num_workers: number of processes.
+
+        Returns:
+            The options of the `RolloutCollector` whose groups they sample.
+        """
+        from cohort.rollout.workers.worker_main import WorkerCode
+        from cohort.rollout.workers.worker_pool import RolloutWorkers
+
+        code = WorkerCode(load=load, client=self.fleet.client, max_num_seqs=self.fleet.limits.max_num_seqs)
+        self._workers = workers = RolloutWorkers(code, self.fleet, num_workers=num_workers)
+        return {
+            "sample_group": self._sample_group,
+            "release": workers.release,
+            "close_environments": workers.close,
+            "counts": workers.counts,
+        }
+
+    async def _sample_group(self, prompt: Prompt, sampling: SamplingParams, key: StepKey) -> RolloutGroup:
+        """Let a worker sample a group."""
+        loop = asyncio.get_running_loop()
+        self.fleet.on_change = partial(_wake_up, loop)
+        result: asyncio.Future[RolloutGroup] = loop.create_future()
+        self._groups.append((prompt, sampling, key, result))
+        return await result
+
     def advance(self) -> bool:
-        """Submit waiting calls to the servers. Newly started servers receive weights first.
+        """Submit waiting calls to the servers, and groups to workers. Newly started servers receive weights first.
 
         Raises:
             TrainingError: no server is left, or many servers failed at the same prompt.
         """
         calls = {only: taken for only, queue in self._waiting.items() if (taken := queue.take())}
         self._waiting.clear()  # servers come and go
-        if calls:
+        groups, self._groups = self._groups, []
+        if calls or groups:
             assert self._policy_version is not None, "update_weights comes first"
             self._wake()
         self._poll_fleet()
         for only, taken in calls.items():
             self._submit(taken, only)
-        return bool(calls)
+        for group in groups:
+            assert self._workers is not None, "only workers sample groups"
+            self._workers.start(*group)
+        return bool(calls or groups)
 
     def update_weights(self, *, policy_version: int) -> None:
         """Send the trainer's weights to all servers that are up; others receive them once they start.
@@ -186,6 +228,8 @@ class ServerEngine:
         """Put servers that share GPUs with training to sleep, unless requests are in flight."""
         if not self.sleeps or self._asleep or self.fleet.num_unfinished():
             return
+        if self._workers is not None and self._workers.num_unfinished():
+            return
         # a server that starts during training would take its memory
         self._may_restart = False
         self.fleet.pause_starts(True)
@@ -214,16 +258,7 @@ def _answer_soon(calls: Sequence[PendingCall], future: Future[list[ModelCall]]) 
 
 
 def _answer(calls: Sequence[PendingCall], future: Future[list[ModelCall]]) -> None:
-    error = future.exception()
-    if error:
-        for call in calls:
-            call.fail(error)
-        return
-    results = future.result()
-    if calls[0].sampling.temperature == 0:  # one was requested, since all are equal
-        results = results * len(calls)
-    for call, result in zip(calls, results, strict=True):
-        call.answer(result)
+    answer_calls(calls, future.exception() or future.result())
 
 
 def _wake_up(loop: asyncio.AbstractEventLoop) -> None:

@@ -154,7 +154,10 @@ class ServersSetup(ABC):
             engine.close()
             raise
         return StartedEngine(
-            engine=engine, sample_on_each_server=engine.sample_on_each_server, servers_dtype=self.dtype
+            engine=engine,
+            sample_on_each_server=engine.sample_on_each_server,
+            servers_dtype=self.dtype,
+            start_workers=engine.start_workers,
         )
 
     def _start_fleet(self, policy: Policy, logs: Path) -> Fleet:

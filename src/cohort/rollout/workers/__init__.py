@@ -1,0 +1,1 @@
+"""Rollout workers: processes that run trajectories in event loops of their own."""

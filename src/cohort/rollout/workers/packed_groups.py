@@ -1,0 +1,156 @@
+"""Groups as messages: a JSON header and few arrays. Reading one runs no code of the process that wrote it.
+
+The tokens of a context are written from where it departs from the sequence before it: the prompt, or the context and
+completion of the trajectory's previous call.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory, TurnStats
+from cohort.rollout.engines.base import PackedCompletions
+
+_END = b"\0"  # of the header; JSON has no such byte
+_DTYPES = ("int32", "float32", "float64")
+_PLAIN = ("text", "end", "observation", "error")  # fields of a trajectory that are written as they are
+
+
+def write_message(header: Mapping[str, Any], arrays: Sequence[NDArray[Any]] = ()) -> bytes:
+    """Return a message."""
+    shapes = [(array.dtype.name, len(array)) for array in arrays]
+    text = json.dumps({**header, "arrays": shapes}, default=_plain).encode()
+    return b"".join([text, _END, *(array.tobytes() for array in arrays)])
+
+
+def read_message(content: bytes) -> dict[str, Any]:
+    """Return the header of a message, with its arrays as "arrays".
+
+    Raises:
+        ValueError: it is no message.
+    """
+    end = content.index(_END)
+    header: dict[str, Any] = json.loads(content[:end])
+    arrays: list[NDArray[Any]] = []
+    start = end + 1
+    for dtype, length in header["arrays"]:
+        if dtype not in _DTYPES:
+            raise ValueError(f"an array of {dtype}")
+        arrays.append(np.frombuffer(content, dtype, length, start))
+        start += arrays[-1].nbytes
+    return {**header, "arrays": arrays}
+
+
+def write_group(number: int, group: RolloutGroup, **header: Any) -> bytes:
+    """Return the message with a group's trajectories."""
+    calls = [call for trajectory in group.trajectories for call in trajectory.calls]
+    completions = PackedCompletions.of(calls)
+    before = [seen for trajectory in group.trajectories for seen in _before(group.prompt, trajectory.calls)]
+    kept = [_common_length(call.context_ids, seen) for call, seen in zip(calls, before, strict=True)]
+    new = [call.context_ids[n:] for call, n in zip(calls, kept, strict=True)]
+    header = {
+        **header,
+        "group": number,
+        "trajectories": [_header(trajectory) for trajectory in group.trajectories],
+        "lengths": completions.lengths.tolist(),
+        "finish_reasons": completions.finish_reasons,
+        "texts": completions.texts,
+        "kept": kept,
+        "new": [len(ids) for ids in new],
+        "versions": [call.policy_version for call in calls],
+        "trained": [call.trained for call in calls],
+    }
+    new_ids = np.concatenate([np.zeros(0, np.int64), *new]).astype(np.int32)
+    return write_message(header, [completions.token_ids, completions.sampling_logprobs, new_ids])
+
+
+def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Callable[[int], Any]) -> RolloutGroup:
+    """Return the group of a message.
+
+    Args:
+        message: as `read_message` returned it.
+        prompt: the group's.
+        environment: returns what stands for the environment of a trajectory that has one, from its index.
+
+    Raises:
+        KeyError, TypeError, ValueError: the message has no group.
+    """
+    token_ids, logprobs, new_ids = message["arrays"]
+    completions = PackedCompletions(
+        token_ids=token_ids,
+        sampling_logprobs=logprobs,
+        lengths=np.array(message["lengths"], np.int64),
+        finish_reasons=tuple(message["finish_reasons"]),
+        texts=tuple(message["texts"]),
+    ).unpack()
+    bounds = pairwise([0, *np.cumsum(message["new"]).tolist()])
+    columns = ("kept", "versions", "trained")
+    calls = zip(completions, bounds, *(message[name] for name in columns), strict=True)
+    trajectories = []
+    for index, header in enumerate(message["trajectories"]):
+        own: list[ModelCall] = []
+        for _ in range(header["num_calls"]):
+            completion, (start, end), kept, version, trained = next(calls)
+            before = _sequence(own[-1]) if own else prompt.token_ids
+            context = np.concatenate([before[:kept], new_ids[start:end]]).astype(np.int64)
+            own.append(replace(completion.model_call(context, policy_version=version), trained=trained))
+        has = header["has_environment"]
+        trajectories.append(_trajectory(header, own, environment=environment(index) if has else None))
+    return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def _header(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        "num_calls": len(trajectory.calls),
+        "messages": trajectory.messages,
+        "rewards": dict(trajectory.rewards),
+        "step_rewards": trajectory.step_rewards,
+        "metrics": dict(trajectory.metrics),
+        "stats": None if trajectory.stats is None else asdict(trajectory.stats),
+        "has_environment": trajectory.environment is not None,
+    }
+
+
+def _trajectory(header: Mapping[str, Any], calls: Sequence[ModelCall], *, environment: Any) -> Trajectory:
+    return Trajectory(
+        **{name: header[name] for name in _PLAIN},
+        calls=tuple(calls),
+        messages=tuple(header["messages"]),
+        rewards=header["rewards"],
+        step_rewards=tuple(header["step_rewards"]),
+        metrics=header["metrics"],
+        stats=None if header["stats"] is None else TurnStats(**header["stats"]),
+        environment=environment,
+    )
+
+
+def _before(prompt: Prompt, calls: Sequence[ModelCall]) -> Iterator[IntArray]:
+    """Yield the sequence before each call of a trajectory."""
+    before = prompt.token_ids
+    for call in calls:
+        yield before
+        before = _sequence(call)
+
+
+def _sequence(call: ModelCall) -> IntArray:
+    return np.concatenate([call.context_ids, call.token_ids])
+
+
+def _common_length(one: IntArray, other: IntArray) -> int:
+    """Return how many tokens at the start are the same."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _plain(value: Any) -> Any:
+    """Convert what is not JSON in messages: mappings, arrays and numbers of NumPy, and anything else to its text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)

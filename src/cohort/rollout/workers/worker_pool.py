@@ -1,0 +1,347 @@
+"""Rollout workers, seen from rank 0: which group is where, and what the fleet leases to them."""
+
+import asyncio
+import pickle
+import queue
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from cohort.errors import TrainingError, UserError, describe_error
+from cohort.processes.child import CLOSE_TIMEOUT_S, Child, ChildFailed, child_command
+from cohort.records import ModelCall, Prompt, RolloutGroup, Trajectory
+from cohort.rollout.engines.base import SamplingParams, StepKey
+from cohort.rollout.engines.servers.fleet import Fleet
+from cohort.rollout.engines.servers.handles import CallerEnded, Client, ServerError
+from cohort.rollout.workers.packed_groups import read_group, read_message
+from cohort.rollout.workers.worker_main import WorkerCode, as_error, described
+
+_COMMAND = child_command("cohort.rollout.workers.worker_main")
+_SILENT_S = 300.0  # a worker that sends nothing for so long hangs: its event loop is blocked
+_MAX_LOSSES = 3  # workers; if so many end with the same group, the run ends
+_MAX_BYTES = 1 << 30  # of a group
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SubmittedGroup:
+    """A group that a worker samples."""
+
+    number: int  # order of submission
+    prompt: Prompt
+    content: bytes  # prompt, sampling parameters and key
+    result: "asyncio.Future[RolloutGroup]"
+    num_losses: int = 0  # workers that ended before it was finished
+
+    def finish(self, outcome: RolloutGroup | Exception) -> None:
+        """Set the result, from any thread."""
+
+        def set_result() -> None:
+            if self.result.done():  # cancelled
+                return
+            if isinstance(outcome, Exception):
+                self.result.set_exception(outcome)
+            else:
+                self.result.set_result(outcome)
+
+        with suppress(RuntimeError):  # the collector is closed
+            self.result.get_loop().call_soon_threadsafe(set_result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RemoteRequest:
+    """A request whose tokens and completions only a worker has. Implements `handles.Request`."""
+
+    worker: "RolloutWorker"
+    number: int  # of the worker
+    prompt_id: int
+    num_completions: int
+    num_tokens: int
+    max_completion_tokens: int
+    urgent: bool
+
+    async def send(self, client: Client, url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
+        """Let the worker send it."""
+        versions = await self.worker.lease(self.number, url)
+        if not all(map(allows, versions)):
+            raise ServerError(f"{url} sampled prompt {self.prompt_id} with unexpected weight versions {versions}")
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """Stands for the environment of a trajectory that a worker has sampled."""
+
+    worker: "RolloutWorker"
+    group: int
+    index: int
+
+
+class RolloutWorkers:
+    """Worker processes over a fleet. Groups go to them in turn; those of a worker that ends are sampled again."""
+
+    def __init__(self, code: WorkerCode, fleet: Fleet, *, num_workers: int):
+        """Start the processes without waiting for them."""
+        self.fleet = fleet
+        self._content = pickle.dumps(code)
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._counts: Counter[str] = Counter()
+        self._notes: set[str] = set()
+        self._failure: Exception | None = None
+        self._is_closing = False
+        # None: one has ended, and the next group starts another
+        self._workers: list[RolloutWorker | None] = [RolloutWorker(self, self._content) for _ in range(num_workers)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.child.process.pid for worker in self._workers if worker is not None]
+
+    def start(
+        self, prompt: Prompt, sampling: SamplingParams, key: StepKey, result: "asyncio.Future[RolloutGroup]"
+    ) -> None:
+        """Let the next worker sample a group.
+
+        Raises:
+            UserError: the prompt's columns cannot be sent to another process.
+        """
+        try:
+            content = pickle.dumps((prompt, sampling, key))
+        except Exception as error:
+            raise UserError(
+                f"rollout.workers: the row of prompt {prompt.id} cannot be sent to another process "
+                f"({describe_error(error)}); use rollout.workers: 1"
+            ) from error
+        group = SubmittedGroup(number=next(self._numbers), prompt=prompt, content=content, result=result)
+        with self._lock:
+            self._assign(group)
+
+    def num_unfinished(self) -> int:
+        """Return the number of groups without a result."""
+        with self._lock:
+            return sum(len(worker.groups) for worker in self._workers if worker is not None)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return events since the last call, by name."""
+        with self._lock:
+            counts, self._counts = dict(self._counts), Counter(dict.fromkeys(self._counts, 0))
+        return counts
+
+    def release(self, trajectory: Trajectory) -> None:
+        """Free the environment of a trajectory that a worker has sampled."""
+        if isinstance(ticket := trajectory.environment, _Elsewhere):
+            ticket.worker.release(ticket.group, ticket.index)
+
+    def close(self) -> None:
+        """End the processes, which close their environments."""
+        with self._lock:
+            self._is_closing = True
+            workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.child.hang_up()
+        deadline = time.monotonic() + 2 * CLOSE_TIMEOUT_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    # Called in the threads of workers.
+
+    def add(self, *, counts: Mapping[str, int], notes: Sequence[str]) -> None:
+        """Add what a worker has counted, and show its messages once."""
+        with self._lock:
+            self._counts.update({str(name): int(number) for name, number in counts.items()})
+            new = [text for text in dict.fromkeys(map(str, notes)) if text not in self._notes]
+            self._notes.update(new)
+        for text in new:
+            self.fleet.add_note(text)
+
+    def finish(self, worker: "RolloutWorker", message: Mapping[str, Any]) -> None:
+        """Set the result of a group. Raises as `read_group` does."""
+        number = message["group"]
+        with self._lock:
+            group = worker.groups.get(number)
+        if group is None:
+            return
+        if "error" in message:
+            outcome: RolloutGroup | Exception = as_error(message["error"])
+        else:
+            outcome = read_group(message, group.prompt, environment=partial(_Elsewhere, worker, number))
+        with self._lock:
+            del worker.groups[number]
+        group.finish(outcome)
+
+    def fail(self, error: Exception) -> None:
+        """Fail all groups, now and later: the workers cannot load their code."""
+        with self._lock:
+            self._failure = error
+            groups = [group for worker in self._workers if worker is not None for group in worker.groups.values()]
+        for group in groups:
+            group.finish(error)
+
+    def replace(self, ended: "RolloutWorker", failure: str) -> None:
+        """Sample the groups of a worker that has ended again, in another one in its place."""
+        with self._lock:
+            if self._is_closing or self._failure is not None:
+                return
+            self._workers[self._workers.index(ended)] = None
+            groups = list(ended.groups.values())
+            for group in groups:
+                group.num_losses += 1
+                if group.num_losses < _MAX_LOSSES:
+                    self._assign(group)
+        for group in groups:
+            if group.num_losses >= _MAX_LOSSES:
+                group.finish(
+                    TrainingError(
+                        f"{group.num_losses} rollout workers ended while they sampled prompt {group.prompt.id}; the "
+                        f"last {failure}"
+                    )
+                )
+        again = f"; its {len(groups)} groups are sampled again" if groups else ""
+        self.add(counts={"lost_workers": 1}, notes=[f"warning: a rollout worker {failure}{again}"])
+
+    def _assign(self, group: SubmittedGroup) -> None:
+        if self._failure is not None:
+            group.finish(self._failure)
+            return
+        place = group.number % len(self._workers)
+        worker = self._workers[place] or RolloutWorker(self, self._content)
+        self._workers[place] = worker
+        worker.take(group)
+
+
+class RolloutWorker:
+    """One worker process, with a thread that sends and one that receives."""
+
+    def __init__(self, pool: RolloutWorkers, content: bytes):
+        """Start the process."""
+        self.groups: dict[int, SubmittedGroup] = {}  # guarded by the pool's lock
+        self.child = Child(_COMMAND)
+        self.child.limit(_SILENT_S)
+        self._pool = pool
+        self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lease_numbers = count()
+        self._leases: dict[int, asyncio.Future[list[int]]] = {}  # only used in the fleet's event loop
+        self._has_ended = False
+        self._threads = [
+            threading.Thread(target=run, name=f"rollout worker {self.child.process.pid}", daemon=True)
+            for run in (partial(self._send, content), self._receive)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, group: SubmittedGroup) -> None:
+        """Let the process sample a group."""
+        self.groups[group.number] = group
+        self._posted.put(("group", group.number, group.content))
+
+    async def lease(self, number: int, url: str) -> list[int]:
+        """Let the process send one of its requests to a server, and return the policy versions of the completions.
+
+        Raises:
+            CallerEnded: the process has ended.
+            Exception: what `Client.generate` raises.
+        """
+        if self._has_ended:
+            raise CallerEnded
+        lease = next(self._lease_numbers)
+        answered = self._leases[lease] = asyncio.get_running_loop().create_future()
+        self._posted.put(("lease", lease, number, url))
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            self._posted.put(("cancel", lease))
+            raise
+        finally:
+            del self._leases[lease]
+
+    def release(self, group: int, index: int) -> None:
+        """Let the process free the environment of a trajectory."""
+        self._posted.put(("release", group, index))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the process has ended, but not longer than `timeout_s`; then kill it."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.process.wait(timeout_s)
+        self.child.kill()
+        self._posted.put(None)
+
+    def _send(self, content: bytes) -> None:
+        """Send what is posted, in few messages."""
+        messages: list[Any] = [content]
+        with suppress(ChildFailed, BlockingIOError):  # which `_receive` learns by itself
+            while None not in messages:
+                self.child.send(messages)
+                messages = [self._posted.get()]
+                with suppress(queue.Empty):
+                    while True:
+                        messages.append(self._posted.get_nowait())
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._on_message(self.child.receive(read_message, max_bytes=_MAX_BYTES))
+        except ChildFailed as failed:
+            failure = str(failed)
+        except BlockingIOError:
+            failure = f"sent nothing for {_SILENT_S:g} s{self.child.describe_output()}"
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            failure = f"sent an invalid message: {error!r:.200}"
+        self.child.kill()
+        self._posted.put(None)
+        self._has_ended = True
+        self._pool.fleet.call_soon(self._end_leases)
+        self._pool.replace(self, failure)
+
+    def _on_message(self, message: Mapping[str, Any]) -> None:
+        self._pool.add(counts=message.get("counts", {}), notes=message.get("notes", ()))
+        if "failed" in message:
+            self._pool.fail(as_error(message["failed"]))
+        elif "group" in message:
+            self._pool.finish(self, message)
+        if outcomes := message.get("outcomes"):
+            self._pool.fleet.call_soon(self._end_attempts, outcomes)
+        if requests := message.get("requests"):
+            self._submit([RemoteRequest(worker=self, **request) for request in requests])
+
+    def _submit(self, requests: Sequence[RemoteRequest]) -> None:
+        submitted: list[tuple[RemoteRequest, Future[list[ModelCall]]]] = []
+        for request in requests:
+            future: Future[list[ModelCall]] = Future()
+            future.add_done_callback(partial(self._answer, request.number))
+            submitted.append((request, future))
+        try:
+            self._pool.fleet.submit(submitted)
+        except (TrainingError, RuntimeError) as error:  # the fleet has failed, or is closed
+            for _, future in submitted:
+                future.set_exception(error)
+
+    def _answer(self, number: int, future: "Future[list[ModelCall]]") -> None:
+        """Tell the process that its request is done. Called in the fleet's thread."""
+        error = future.exception()
+        if not isinstance(error, CallerEnded):
+            self._posted.put(("done", number, None if error is None else described(error)))
+
+    # Called in the fleet's event loop.
+
+    def _end_attempts(self, outcomes: Sequence[tuple[int, list[int], Sequence[str] | None]]) -> None:
+        for lease, versions, error in outcomes:
+            answered = self._leases.get(lease)
+            if answered is None or answered.done():
+                continue
+            if error is None:
+                answered.set_result(versions)
+            else:
+                answered.set_exception(as_error(error))
+
+    def _end_leases(self) -> None:
+        for answered in self._leases.values():
+            if not answered.done():
+                answered.set_exception(CallerEnded())

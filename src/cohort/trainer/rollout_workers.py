@@ -1,0 +1,60 @@
+"""Choose how many processes run the trajectories of a run with servers (`rollout.workers`)."""
+
+import os
+from collections.abc import Callable
+
+from cohort.config import Config, ServersConfig
+from cohort.config.objects import unnamed_objects
+from cohort.processes.this_process import usable_cores
+from cohort.rewards import read_trajectories
+from cohort.sandbox.pool import default_concurrency
+from cohort.trainer.parts import Parts
+
+_TRAJECTORIES_PER_WORKER = 1024  # at once; about what one event loop keeps up with (docs/benchmarks.md)
+_MAX_WORKERS = 16  # of about 0.4 GB each
+
+
+def choose_num_workers(config: Config, parts: Parts, *, notify: Callable[[str], None]) -> int:
+    """Return how many processes run trajectories; 1 for an event loop in this process. Say so if they are several.
+
+    Args:
+        config: configuration of a run whose engine has servers.
+        parts: objects of the run.
+        notify: shows a message to the user.
+    """
+    assert isinstance(config.rollout, ServersConfig)
+    wanted = config.rollout.workers
+    number = _automatic(config, config.rollout) if wanted == "auto" else wanted
+    if number < 2:
+        return 1
+    if (reason := _needs_this_process(config, parts)) is not None:
+        if wanted != "auto":
+            notify(f"rollout.workers: {wanted}: all trajectories run in this process: {reason}")
+        return 1
+    notify(f"trajectories run in {number} processes (rollout.workers)")
+    return number
+
+
+def share_sandbox(config: Config, num_workers: int) -> Config:
+    """Return the configuration of a worker, which may use its share of the sandbox's processes."""
+    most = config.sandbox.max_concurrent
+    share = max(1, (default_concurrency() if most == "auto" else most) // num_workers)
+    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"max_concurrent": share})})
+
+
+def _automatic(config: Config, rollout: ServersConfig) -> int:
+    """One process per 1,024 concurrent trajectories, while there are cores that nothing else of the run uses."""
+    steps = 1 + rollout.max_staleness
+    at_once = config.train.prompts_per_step * rollout.num_generations * steps
+    num_servers = 0 if rollout.urls else (1 if rollout.servers == "auto" else rollout.servers)
+    free_cores = usable_cores() - int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - num_servers
+    return min(at_once // _TRAJECTORIES_PER_WORKER, free_cores, _MAX_WORKERS)
+
+
+def _needs_this_process(config: Config, parts: Parts) -> str | None:
+    """Return why trajectories cannot run in other processes, or None."""
+    for field, name in unnamed_objects(config.rollout, "rollout"):
+        return f"{field} ({name}) exists in it only; define it at the top level of a file"
+    if config.rollout.has_turns and read_trajectories(parts.rewards):
+        return "a reward function takes `trajectories` or `environments`, which exist in it only"
+    return None
