@@ -16,7 +16,7 @@ from cohort.config import config_from_dict
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout import CallKey, RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.environments.build import Environments
-from cohort.trainer.open_run import collector_options
+from cohort.rollout.workers.load_rollout import collector_options
 from cohort.trainer.parts import Parts
 from tiny import make_model
 

@@ -15,7 +15,7 @@ from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.rollout.engines.vllm.api import GenerateClient
-from cohort.trainer.open_run import collector_options, load_rollout
+from cohort.rollout.workers.load_rollout import collector_options, load_rollout
 from cohort.trainer.parts import Parts
 from playing import turns_config, turns_tokenizer
 from waiting import PATIENCE_S
@@ -98,7 +98,7 @@ def collect(collector: RolloutCollector, rows: Sequence[dict[str, Any]], *, gene
 
 def sampling(generations: int = 3) -> SamplingParams:
     """Of the tests' trajectories."""
-    return SamplingParams(num_generations=generations, max_completion_tokens=60, temperature=1.0)
+    return SamplingParams(num_generations=generations, max_completion_tokens=200, temperature=1.0)
 
 
 def prompts_of(rows: Sequence[dict[str, Any]]) -> list[Prompt]:
@@ -109,7 +109,7 @@ def prompts_of(rows: Sequence[dict[str, Any]]) -> list[Prompt]:
             id=number,
             epoch=0,
             content=row["prompt"],
-            token_ids=np.array(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]),
+            token_ids=np.array(tokenizer(str(row["prompt"]), add_special_tokens=False)["input_ids"]),
             columns={name: value for name, value in row.items() if name != "prompt"},
         )
         for number, row in enumerate(rows)

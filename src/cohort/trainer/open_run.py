@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cohort.config import Config
 from cohort.data import OnProgress, no_progress
@@ -12,10 +12,10 @@ from cohort.processes.this_process import resume_gc
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler
 from cohort.rollout.engines.setup import StartWorkers
-from cohort.rollout.environments.build import Environments
+from cohort.rollout.workers.load_rollout import collector_options, load_rollout
 from cohort.trainer.inputs import Inputs, build_inputs
 from cohort.trainer.parts import Parts
-from cohort.trainer.rollout_workers import choose_num_workers, share_sandbox
+from cohort.trainer.rollout_workers import choose_num_workers, sendable_tokenizer, share_sandbox
 
 T = TypeVar("T")
 
@@ -62,7 +62,8 @@ class OpenRun:
         if start_workers is not None and num_workers > 1:
             if "close_environments" in options:  # those of this process
                 self._on_close.callback(options["close_environments"])
-            load = partial(load_rollout, share_sandbox(self.config, num_workers), self.parts.given_tokenizer)
+            tokenizer = sendable_tokenizer(self.parts.tokenizer)
+            load = partial(load_rollout, share_sandbox(self.config, num_workers), tokenizer)
             options |= start_workers(load, num_workers=num_workers)
         collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
         return self.enter(closing(collector))
@@ -108,38 +109,3 @@ def open_run(
     parts.on_progress = on_data_progress
     with ExitStack() as on_close:
         yield OpenRun(config, parts, notify, on_close)
-
-
-def load_rollout(config: Config, tokenizer: Any, notify: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
-    """Load what a rollout worker runs: the tokenizer and the options of its `RolloutCollector`.
-
-    Args:
-        config: configuration of the run.
-        tokenizer: used instead of the one in `model.path`, unless it is None.
-        notify: shows a message to the user.
-
-    Raises:
-        UserError: something cannot be loaded.
-    """
-    parts = Parts(config, tokenizer=tokenizer)
-    environments = parts.load_environments(rewards_read_instances=False)
-    return parts.tokenizer, collector_options(config, environments, notify=notify)
-
-
-def collector_options(
-    config: Config, environments: Environments | None, *, notify: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Return the arguments of `RolloutCollector` that play trajectories of several turns; none for single ones."""
-    if environments is None:
-        return {}
-    wanted = config.rollout.step_rewards
-    runner = environments.runner(
-        config.rollout,
-        prompt_column=config.data.prompt,
-        step_rewards_per_token=wanted == "per_token" or (wanted == "auto" and config.algorithm.takes_token_rewards),
-    )
-    options = {"rollout_function": runner, "release": runner.release, "close_environments": runner.close}
-    if environments.agent is not None:
-        environments.agent.notify = notify
-        options["counts"] = environments.agent.counts
-    return options

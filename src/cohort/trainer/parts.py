@@ -26,7 +26,8 @@ from cohort.data import (
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.rewards import LoadedReward, load_rewards, read_trajectories
-from cohort.rollout.environments.build import Environments, load_environments
+from cohort.rollout.environments.build import Environments
+from cohort.rollout.workers.load_rollout import environments_of
 from cohort.run.log import EVENTS
 from cohort.sandbox import SharedSandbox
 
@@ -50,7 +51,7 @@ class Parts:
             engine: samples, with `rollout.engine: object`.
         """
         self._config = config
-        self.given_tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.engine = engine
         self.on_progress: OnProgress = no_progress  # called while data take long
         self.sandbox = SharedSandbox(config.sandbox)
@@ -62,7 +63,7 @@ class Parts:
         Raises:
             UserError: the model has none that can be loaded.
         """
-        return load_tokenizer(self._config.model) if self.given_tokenizer is None else self.given_tokenizer
+        return load_tokenizer(self._config.model) if self._tokenizer is None else self._tokenizer
 
     @cached_property
     def rewards(self) -> tuple[LoadedReward, ...]:
@@ -82,20 +83,10 @@ class Parts:
         """
         if not self._config.rollout.has_turns:
             return None
-        return self.load_environments(rewards_read_instances=read_trajectories(self.rewards))
-
-    def load_environments(self, *, rewards_read_instances: bool) -> Environments | None:
-        """Load `environments`. Arguments and errors are those of the function of this name."""
-        config = self._config
-        return load_environments(
-            config.rollout,
+        return environments_of(
+            self._config,
             tokenizer=self.tokenizer,
-            apply_chat_template=config.data.apply_chat_template,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-            prompt_column=config.data.prompt,
-            system_prompt=config.data.system_prompt,
-            system_prompts=config.data.system_prompts,
-            rewards_read_instances=rewards_read_instances,
+            rewards_read_instances=read_trajectories(self.rewards),
             sandbox=self.sandbox,
         )
 

@@ -1,10 +1,13 @@
 """Choose how many processes run the trajectories of a run with servers (`rollout.workers`)."""
 
 import os
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 from cohort.config import Config, ServersConfig
 from cohort.config.objects import unnamed_objects
+from cohort.errors import describe_error
 from cohort.processes.this_process import usable_cores
 from cohort.rewards import read_trajectories
 from cohort.sandbox.pool import default_concurrency
@@ -35,6 +38,11 @@ def choose_num_workers(config: Config, parts: Parts, *, notify: Callable[[str], 
     return number
 
 
+def sendable_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer that another process can unpickle; None if it must load its own, with the model's code."""
+    return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
+
+
 def share_sandbox(config: Config, num_workers: int) -> Config:
     """Return the configuration of a worker, which may use its share of the sandbox's processes."""
     most = config.sandbox.max_concurrent
@@ -57,4 +65,8 @@ def _needs_this_process(config: Config, parts: Parts) -> str | None:
         return f"{field} ({name}) exists in it only; define it at the top level of a file"
     if config.rollout.has_turns and read_trajectories(parts.rewards):
         return "a reward function takes `trajectories` or `environments`, which exist in it only"
+    try:
+        pickle.dumps(sendable_tokenizer(parts.tokenizer))
+    except Exception as error:
+        return f"the tokenizer cannot be sent to another process ({describe_error(error)})"
     return None

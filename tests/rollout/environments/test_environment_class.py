@@ -243,7 +243,7 @@ def test_instances_are_reused_after_release_only(folder: Path):
 
     from cohort.records import Prompt
     from cohort.rollout import RolloutCollector, SamplingParams, StepKey
-    from cohort.trainer.open_run import collector_options
+    from cohort.rollout.workers.load_rollout import collector_options
     from cohort.trainer.parts import Parts
     from playing import turns_config
 

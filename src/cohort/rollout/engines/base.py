@@ -16,6 +16,7 @@ from cohort.config import SamplingConfig
 from cohort.records import FinishReason, FloatArray, IntArray, ModelCall, Prompt
 
 Purpose = Literal["train", "eval", "parity"]
+_PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,16 @@ class CallKey:
     prompt_id: int
     index: int
     turn: int = 0
+
+    @property
+    def prompt_seed(self) -> tuple[int, ...]:
+        """The part that the trajectories of a group share, as entropy for a `SeedSequence`."""
+        return _PURPOSES[self.purpose], self.seed, self.step, self.epoch, self.prompt_id
+
+    @property
+    def turn_seed(self) -> tuple[int, ...]:
+        """Additional entropy for turns after the first."""
+        return (self.turn,) if self.turn else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,22 +26,10 @@ from cohort.rollout.engines.base import CallKey, SampledCompletion, SampleReques
 from cohort.rollout.engines.local.decoders import Decoder, SharedPromptDecoder
 from cohort.rollout.stop_strings import StopWatch, decode_text
 
-_PURPOSES = {"train": 0, "eval": 1, "parity": 2}
-
-
-def prompt_seed(key: CallKey) -> tuple[int, ...]:
-    """Return the part of a key that the trajectories of a group share, as entropy for a `SeedSequence`."""
-    return _PURPOSES[key.purpose], key.seed, key.step, key.epoch, key.prompt_id
-
-
-def turn_seed(key: CallKey) -> tuple[int, ...]:
-    """Return additional entropy for turns after the first."""
-    return (key.turn,) if key.turn else ()
-
 
 def uniform_stream(key: CallKey, count: int) -> NDArray[np.float64]:
     """Return the first `count` uniform numbers in [0, 1) of a call's random stream (Philox, counter-based)."""
-    name = (*prompt_seed(key), key.index, *turn_seed(key))
+    name = (*key.prompt_seed, key.index, *key.turn_seed)
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 

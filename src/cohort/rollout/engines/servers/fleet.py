@@ -43,7 +43,10 @@ _CLOSED = "the rollout engine was closed before this was sampled"
 
 @dataclass(eq=False)
 class Fleet:
-    """Leases requests to servers and keeps the servers running. Except `submit`, call it from the training thread only."""
+    """Leases requests to servers and keeps the servers running.
+
+    Call it from the training thread, except what says that it takes any.
+    """
 
     handles: Sequence[ServerHandle]  # of the servers
     client: Callable[[], Client]  # creates the client; called in the fleet's thread

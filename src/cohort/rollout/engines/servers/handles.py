@@ -13,7 +13,6 @@ import numpy as np
 from cohort.errors import UserError
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.engines.base import CallKey, PendingCall, SamplingParams
-from cohort.rollout.engines.local.sampler import prompt_seed, turn_seed
 
 
 class ServerError(RuntimeError):
@@ -158,7 +157,7 @@ def call_seed(key: CallKey, sampling: SamplingParams) -> int:
     """
     total, index = (1, 0) if sampling.temperature == 0 else (sampling.num_generations, key.index)
     assert index < total, key
-    name = (*prompt_seed(key), *turn_seed(key))
+    name = (*key.prompt_seed, *key.turn_seed)
     hashed = int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0]) >> 1
     return hashed - hashed % (1 << (total - 1).bit_length()) + index
 

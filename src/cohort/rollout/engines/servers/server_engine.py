@@ -14,7 +14,13 @@ from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
 from cohort.rollout.engines.servers.channels import Channel, Channels
 from cohort.rollout.engines.servers.fleet import Fleet
-from cohort.rollout.engines.servers.handles import GenerateRequest, RunningServer, ServerError, answer_calls, requests_for
+from cohort.rollout.engines.servers.handles import (
+    GenerateRequest,
+    RunningServer,
+    ServerError,
+    answer_calls,
+    requests_for,
+)
 
 if TYPE_CHECKING:
     from cohort.rollout.workers.worker_pool import RolloutWorkers
@@ -41,7 +47,7 @@ class ServerEngine:
     _waiting: defaultdict[RunningServer | None, CallQueue] = field(  # by the `only` of `generate`
         default_factory=lambda: defaultdict(CallQueue), init=False
     )
-    _workers: "RolloutWorkers | None" = field(default=None, init=False)
+    workers: "RolloutWorkers | None" = field(default=None, init=False)  # of `start_workers`
     _groups: list[tuple[Any, ...]] = field(default_factory=list, init=False)  # arguments of `RolloutWorkers.start`
     _asleep: bool = field(default=False, init=False)
     _may_restart: bool = field(default=True, init=False)  # whether servers that share GPUs may take memory now
@@ -76,7 +82,7 @@ class ServerEngine:
         from cohort.rollout.workers.worker_pool import RolloutWorkers
 
         code = WorkerCode(load=load, client=self.fleet.client, max_num_seqs=self.fleet.limits.max_num_seqs)
-        self._workers = workers = RolloutWorkers(code, self.fleet, num_workers=num_workers)
+        self.workers = workers = RolloutWorkers(code, self.fleet, num_workers=num_workers)
         return {
             "sample_group": self._sample_group,
             "release": workers.release,
@@ -108,8 +114,8 @@ class ServerEngine:
         for only, taken in calls.items():
             self._submit(taken, only)
         for group in groups:
-            assert self._workers is not None, "only workers sample groups"
-            self._workers.start(*group)
+            assert self.workers is not None, "only workers sample groups"
+            self.workers.start(*group)
         return bool(calls or groups)
 
     def update_weights(self, *, policy_version: int) -> None:
@@ -228,7 +234,7 @@ class ServerEngine:
         """Put servers that share GPUs with training to sleep, unless requests are in flight."""
         if not self.sleeps or self._asleep or self.fleet.num_unfinished():
             return
-        if self._workers is not None and self._workers.num_unfinished():
+        if self.workers is not None and self.workers.num_unfinished():
             return
         # a server that starts during training would take its memory
         self._may_restart = False
