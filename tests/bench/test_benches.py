@@ -31,6 +31,7 @@ SCRIPTS = {
     "prompt_sampling.py": "| mixture | by success, pass rates known |",
     "real_shape.py": "| cohort | ",
     "reward_calls.py": "| plain | main thread | ",
+    "rollout_workers.py": "| 2 | ",
     "run_records.py": "| tokens: writing | ",
     "sampler.py": "largest difference of a logprob",
     "sandbox.py": "| bubblewrap | ",

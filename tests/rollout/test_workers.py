@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+import cohort
+import turn_servers
+from cohort.config import config_from_dict
 from cohort.errors import TrainingError, UserError
 from cohort.records import RolloutGroup
+from cohort.trainer import rollout_workers
+from cohort.trainer.parts import Parts
+from cohort.trainer.rollout_workers import choose_num_workers
 from json_server import serving
-from playing import call
+from playing import call, turns_tokenizer
+from runs import Notes, changed, make_inputs
+from stub_engine.server import serving as stub_serving
+from third_engine import known_engine
+from tiny import make_tokenizer
 from turn_servers import collect, collecting, replying
 from waiting import until
 
@@ -74,6 +85,41 @@ class Game:
             file.write(f"{self.name}\\n")
         return float(self.looks)
 '''
+
+
+AGENT = """
+import json
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+def ask(base_url, api_key, content):
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    body = {"model": "m", "temperature": 0.5, "messages": [{"role": "user", "content": content}]}
+    with urlopen(Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def solve(row, base_url, api_key):
+    try:
+        ask(base_url, "wrong", "?")
+    except HTTPError:
+        pass
+    first = ask(base_url, api_key, row["prompt"])
+    return {"reward": 1.0, "length": len(ask(base_url, api_key, first))}
+"""
+
+PROGRAM = """
+running = 0
+
+async def run(row, model):
+    global running
+    running += 1
+    most = running
+    for _ in range(3):
+        await model.chat(row["prompt"])
+        most = max(most, running)
+    running -= 1
+    return {"reward": 1.0, "running": most}
+"""
 
 
 def letters(context: str, seed: int) -> str:
@@ -145,6 +191,32 @@ def test_law_environments_do_not_depend_on_the_number_of_workers(tmp_path: Path)
     assert {t.observation for t in trajectories} and all(t.rewards["Game"] > 0 for t in trajectories)
 
 
+def test_agents_do_not_depend_on_the_number_of_workers(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    notes: dict[int, list[str]] = {1: [], 2: []}
+    found, counts = {}, {}
+    for num_workers, told in notes.items():
+        options: dict[str, Any] = {"num_workers": num_workers, "notes": told, "agent": "agent.py:solve"}
+        with serving(replying(letters)) as server, collecting(tmp_path, [server.url], **options) as (collector, _):
+            found[num_workers] = collect(collector, ROWS[:2])
+            counts[num_workers] = collector.counts()
+    assert_same(found[2], found[1])
+    assert {len(t.calls) for group in found[2] for t in group.trajectories} == {2}
+    assert counts[1] == {"unauthorized_requests": 6, "refused_requests": 0}
+    assert counts[2] == {**counts[1], "lost_workers": 0}
+    assert sum("sends 'temperature', which is ignored" in note for note in notes[2]) == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_max_concurrent_bounds_the_trajectories_of_each_process(tmp_path: Path, num_workers: int):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    options: dict[str, Any] = {"num_workers": num_workers, "environment": "program.py:run", "max_concurrent": 2}
+    with serving(replying(letters)) as server, collecting(tmp_path, [server.url], **options) as (collector, _):
+        groups = collect(collector, ROWS[:4])
+    assert [len(group.trajectories) for group in groups] == [3] * 4
+    assert max(t.metrics["running"] for group in groups for t in group.trajectories) == 2
+
+
 def test_environments_are_reused_once_their_trajectories_are_released(tmp_path: Path):
     (tmp_path / "game.py").write_text(GAME)
     with (
@@ -202,9 +274,7 @@ def test_a_run_whose_workers_end_again_and_again_ends(tmp_path: Path):
     with (
         serving(replying(lambda context, seed: call("look", '{"key": "a"}'))) as server,
         collecting(tmp_path, [server.url], num_workers=2, tools=["tools.py:look"]) as (collector, _),
-        pytest.raises(
-            TrainingError, match=r"3 rollout workers ended while they sampled prompt \d; the last ended"
-        ),
+        pytest.raises(TrainingError, match=r"3 rollout workers ended while they sampled prompt \d; the last ended"),
     ):
         collect(collector, MESSAGES[:1], generations=1)
 
@@ -242,3 +312,83 @@ def test_rows_that_cannot_be_sent_are_named(tmp_path: Path):
         pytest.raises(UserError, match=r"the row of prompt 0 cannot be sent to another process .*rollout\.workers: 1"),
     ):
         collect(collector, [{"prompt": "what?", "answer": threading.Lock()}])
+
+
+def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(turn_servers.__file__).parent))  # of the stub's client
+    inputs, completions, shown = make_inputs(tmp_path), {}, {}
+    with known_engine(), stub_serving(len(make_tokenizer())) as server:
+        for num_workers in (1, 2):
+            folder = tmp_path / f"run{num_workers}"
+            rollout = {"engine": "stub", "urls": [server.url], "parity_every": 0, "workers": num_workers}
+            display = Notes()
+            run = changed(inputs, rollout=rollout, train={"steps": 2}, run={"dir": str(folder)})
+            cohort.train(run, display=display)
+            files = sorted(folder.glob("completions/step-*.parquet"))
+            completions[num_workers] = [pq.read_table(file).to_pylist() for file in files]
+            shown[num_workers] = [note for note in display.told if "rollout.workers" in note]
+    assert len(completions[1]) == 2 and completions[2] == completions[1]
+    assert shown == {1: [], 2: ["trajectories run in 2 processes (rollout.workers)"]}
+
+
+def servers_config(**sections: Any) -> Any:
+    raw = {
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "rewards": [{"use": "math"}],
+        "rollout": {"engine": "vllm", "urls": ["http://here"], "num_generations": 16, **sections.pop("rollout", {})},
+        "train": {"prompts_per_step": 128},
+    }
+    return config_from_dict({**raw, **sections})
+
+
+def chosen(config: Any, notes: list[str] | None = None) -> int:
+    parts = Parts(config, tokenizer=turns_tokenizer())
+    return choose_num_workers(config, parts, notify=(notes if notes is not None else []).append)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "rollout", "expected"),
+    [
+        (16, 1, {}, 4),  # 2,048 trajectories
+        (16, 1, {"max_staleness": 1}, 8),
+        (4, 1, {}, 3),
+        (8, 6, {}, 2),
+        (2, 1, {}, 1),  # one free core
+        (16, 1, {"num_generations": 7}, 1),  # 896 trajectories
+        (64, 1, {"max_staleness": 9}, 16),
+        (2, 1, {"workers": 3}, 3),
+        (16, 1, {"workers": 1}, 1),
+    ],
+)
+def test_workers_are_as_many_as_pay(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, rollout: dict[str, Any], expected: int
+):
+    monkeypatch.setattr(rollout_workers, "usable_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert chosen(servers_config(rollout=rollout)) == expected
+
+
+def test_what_another_process_cannot_load_stays_in_this_one(tmp_path: Path):
+    def look(key: str) -> str:
+        """Look.
+
+        Args:
+            key: where
+        """
+        return key
+
+    (tmp_path / "rewards.py").write_text("def counted(completions, environments): return [1.0 for _ in completions]")
+    (tmp_path / "game.py").write_text(GAME)
+    notes: list[str] = []
+    assert chosen(servers_config(rollout={"workers": 2, "tools": [look]}), notes) == 1
+    reads = {"rewards": [{"use": f"{tmp_path}/rewards.py:counted"}]}
+    assert (
+        chosen(servers_config(rollout={"workers": 2, "environment": f"{tmp_path}/game.py:Game"}, **reads), notes) == 1
+    )
+    assert chosen(servers_config(rollout={"environment": f"{tmp_path}/game.py:Game"}, **reads), notes) == 1
+    stays = "rollout.workers: 2: all trajectories run in this process: "
+    assert notes == [
+        f"{stays}rollout.tools.0.use (object:look) exists in it only; define it at the top level of a file",
+        f"{stays}a reward function takes `trajectories` or `environments`, which exist in it only",
+    ]

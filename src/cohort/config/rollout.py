@@ -29,6 +29,7 @@ _TURN_KEYS = (
     "environment_retries",
     "max_failed_ratio",
     "isolate",
+    "max_concurrent",
 )
 _TOOL_KEYS = ("max_tool_tokens", "tool_timeout_s")
 
@@ -135,6 +136,12 @@ class TurnsConfig(Section):
     )
     isolate: bool = Field(
         False, description="Run environments, tools and agents in child processes, which may crash or hang."
+    )
+    max_concurrent: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum trajectories that run at the same time, in each process that runs them; others wait for "
+        "their turn. Default: no limit.",
     )
     endpoint_host: str = Field(
         "127.0.0.1", min_length=1, description="Address on which the endpoint for the agent listens."
@@ -252,7 +259,7 @@ class SamplingConfig(TurnsConfig):
         "max_num_seqs",
         # limits of environments that hang or fail, which others never reach
         *("trajectory_timeout_s", "tool_timeout_s", "environment_retries"),
-        *("max_failed_ratio", "isolate", "endpoint_host"),
+        *("max_failed_ratio", "isolate", "max_concurrent", "endpoint_host"),
     )
 
     num_generations: int = Field(
@@ -447,7 +454,7 @@ class ServersConfig(SamplingConfig):
     ] = Field(
         "auto",
         description="Processes that run trajectories and talk to the servers, on the machine of rank 0; 1: in the "
-        "training process. auto: one per 1,024 trajectories at once while cores are free.",
+        "training process. auto: one per 512 trajectories at once, while cores are free.",
     )
     start_timeout_s: float = Field(900.0, gt=0, description="Maximum time in seconds that a server may take to start.")
     request_timeout_s: float = Field(

@@ -13,8 +13,8 @@ from cohort.rewards import read_trajectories
 from cohort.sandbox.pool import default_concurrency
 from cohort.trainer.parts import Parts
 
-_TRAJECTORIES_PER_WORKER = 1024  # at once; about what one event loop keeps up with (docs/benchmarks.md)
-_MAX_WORKERS = 16  # of about 0.4 GB each
+_TRAJECTORIES_PER_WORKER = 512  # at once; about what one event loop keeps up with (docs/benchmarks.md)
+_MAX_WORKERS = 16  # of 0.3 GB each with tools
 
 
 def choose_num_workers(config: Config, parts: Parts, *, notify: Callable[[str], None]) -> int:
@@ -51,7 +51,7 @@ def share_sandbox(config: Config, num_workers: int) -> Config:
 
 
 def _automatic(config: Config, rollout: ServersConfig) -> int:
-    """One process per 1,024 concurrent trajectories, while there are cores that nothing else of the run uses."""
+    """One process per 512 trajectories at once, while there are cores that nothing else of the run uses."""
     steps = 1 + rollout.max_staleness
     at_once = config.train.prompts_per_step * rollout.num_generations * steps
     num_servers = 0 if rollout.urls else (1 if rollout.servers == "auto" else rollout.servers)

@@ -111,6 +111,7 @@ class Environments:
             ),
             prompt_column=prompt_column,
             retries=rollout.environment_retries,
+            max_concurrent=rollout.max_concurrent,
             step_rewards_per_token=step_rewards_per_token,
             keep_thoughts=rollout.keep_thoughts,
         )

@@ -5,6 +5,7 @@ import copy
 import math
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -70,11 +71,23 @@ class TrajectoryRunner:
     retries: int  # times that a trajectory is repeated after its environment failed
     keep_thoughts: bool = False  # go on from sampled tokens where the chat template rewrites the history
     step_rewards_per_token: bool = False  # credit step rewards to their turns, not only to the trajectory
+    max_concurrent: int | None = None  # trajectories at the same time; None: no limit
+    _places: AbstractAsyncContextManager[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with all places free."""
+        self._places = nullcontext() if self.max_concurrent is None else asyncio.Semaphore(self.max_concurrent)
 
     async def __call__(
         self, generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
     ) -> Trajectory:
-        """Roll out one trajectory. Raises only errors of the rollout engine."""
+        """Roll out one trajectory once a place is free. Raises only errors of the rollout engine."""
+        async with self._places:
+            return await self._roll_out(generate, tokenizer, prompt, sampling, key)
+
+    async def _roll_out(
+        self, generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
+    ) -> Trajectory:
         start = asyncio.get_running_loop().time()
         attempts = 0
         while True:

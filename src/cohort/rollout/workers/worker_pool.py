@@ -93,7 +93,7 @@ class RolloutWorkers:
         self._content = pickle.dumps(code)
         self._lock = threading.Lock()
         self._numbers = count()
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(lost_workers=0)
         self._notes: set[str] = set()
         self._failure: Exception | None = None
         self._is_closing = False
