@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import faulthandler
 import os
 import pickle
 import resource
@@ -53,7 +52,6 @@ class WorkerCode:
 
 def main() -> None:
     """Run trajectories until the parent hangs up."""
-    faulthandler.enable()
     allow_open_files()
     connection = connect()
     (content,) = connection.recv()

@@ -212,7 +212,11 @@ class RolloutWorkers:
             group.finish(self._failure)
             return
         place = group.number % len(self._workers)
-        worker = self._workers[place] or RolloutWorker(self, self._content)
+        try:
+            worker = self._workers[place] or RolloutWorker(self, self._content)
+        except OSError as error:
+            group.finish(TrainingError(f"a rollout worker cannot be started: {error}"))
+            return
         self._workers[place] = worker
         worker.take(group)
 
@@ -292,7 +296,7 @@ class RolloutWorker:
             failure = str(failed)
         except BlockingIOError:
             failure = f"sent nothing for {_SILENT_S:g} s{self.child.describe_output()}"
-        except (LookupError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # of whatever a message lacks
             failure = f"sent an invalid message: {error!r:.200}"
         self.child.kill()
         self._posted.put(None)

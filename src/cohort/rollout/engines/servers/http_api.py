@@ -22,7 +22,7 @@ from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.servers.server_proof import CONNECTED, check_server, check_server_async
 
 QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 60.0  # an event loop that starts thousands of requests notices connections late
 _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
 _UNAUTHORIZED = (401, 403)
@@ -126,9 +126,9 @@ class HttpClient:
         """
         self._secret = secret
         self._timeout_s = timeout_s
-        # those without a request, by the trusted certificates (False: no TLS); the work of a client with many requests
-        # at once grows with their square
-        self._idle: defaultdict[ssl.SSLContext | bool, list[httpx2.AsyncClient]] = defaultdict(list)
+        # Those without a request, by the trusted certificates. What one client does for each of many requests at once
+        # grows with their number.
+        self._idle: defaultdict[ssl.SSLContext, list[httpx2.AsyncClient]] = defaultdict(list)
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,7 +214,7 @@ def _client_options(url: str, secret: Secret | None) -> dict[str, Any]:
     """
     return {
         "headers": request_headers(secret),
-        "verify": url.startswith("https:") and trusted_certificates(),
+        "verify": trusted_certificates() if url.startswith("https:") else _trusting_nobody(),
         "trust_env": False,
         "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
     }
@@ -237,6 +237,12 @@ def _load_certificates(file: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=file)
     except OSError as error:  # or an ssl.SSLError
         raise UserError(f"SSL_CERT_FILE: {file!r} holds no certificates that can be read: {error}") from error
+
+
+@cache
+def _trusting_nobody() -> ssl.SSLContext:
+    """Return what clients without TLS are given, since each would else make its own, which takes longest."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _check_secret(response: httpx2.Response) -> None:
