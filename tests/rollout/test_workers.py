@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import cohort
-import turn_servers
 from cohort.config import config_from_dict
 from cohort.errors import TrainingError, UserError
 from cohort.records import RolloutGroup
@@ -119,6 +118,27 @@ async def run(row, model):
         most = max(most, running)
     running -= 1
     return {"reward": 1.0, "running": most}
+"""
+
+TALK = """
+import os, time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+class Talk:
+    async def run(self, row, model):
+        reply = await model.chat(row["prompt"])
+        return {"reward": float(len(reply.content))}
+
+    def release(self, trajectory):
+        with (FOLDER / "released").open("a") as file:
+            file.write(f"{os.getpid()} {len(trajectory.calls)}\\n")
+
+    def close(self):
+        time.sleep(2)
+        with (FOLDER / "closed").open("a") as file:
+            file.write("in time\\n")
 """
 
 
@@ -232,6 +252,21 @@ def test_environments_are_reused_once_their_trajectories_are_released(tmp_path: 
     assert sorted(names[12:]) == sorted(names[6:12]), "the last ones are those of the groups before"
 
 
+def test_programs_are_told_of_each_trajectory_that_is_released_and_may_take_time_to_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "talks_elsewhere.py").write_text(TALK)
+    monkeypatch.syspath_prepend(tmp_path / "lib")  # as the folder of a script
+    options: dict[str, Any] = {"num_workers": 2, "environment": "talks_elsewhere:Talk"}
+    with serving(replying(letters)) as server, collecting(tmp_path, [server.url], **options) as (collector, _):
+        groups = collect(collector, ROWS[:4])
+        collector.release(groups[:3])
+    released = [line.split() for line in (tmp_path / "lib" / "released").read_text().splitlines()]
+    assert len(released) == 9 and len({pid for pid, _ in released}) == 2
+    assert (tmp_path / "lib" / "closed").read_text().count("in time") == 2
+
+
 def test_groups_of_a_worker_that_is_killed_are_sampled_again(tmp_path: Path):
     (tmp_path / "tools.py").write_text(TOOLS)
     rollout: dict[str, Any] = {"tools": ["tools.py:look"], "max_turns": 4}
@@ -314,8 +349,7 @@ def test_rows_that_cannot_be_sent_are_named(tmp_path: Path):
         collect(collector, [{"prompt": "what?", "answer": threading.Lock()}])
 
 
-def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(turn_servers.__file__).parent))  # of the stub's client
+def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path):
     inputs, completions, shown = make_inputs(tmp_path), {}, {}
     with known_engine(), stub_serving(len(make_tokenizer())) as server:
         for num_workers in (1, 2):
@@ -344,7 +378,7 @@ def servers_config(**sections: Any) -> Any:
 
 def chosen(config: Any, notes: list[str] | None = None) -> int:
     parts = Parts(config, tokenizer=turns_tokenizer())
-    return choose_num_workers(config, parts, notify=(notes if notes is not None else []).append)
+    return choose_num_workers(config, parts, num_own_servers=0, notify=(notes if notes is not None else []).append)
 
 
 @pytest.mark.parametrize(

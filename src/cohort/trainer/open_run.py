@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cohort.config import Config
 from cohort.data import OnProgress, no_progress
@@ -49,6 +49,7 @@ class OpenRun:
         *,
         while_waiting: Callable[[], None] = lambda: None,
         start_workers: StartWorkers | None = None,
+        num_own_servers: int = 0,
     ) -> RolloutCollector:
         """Return what samples groups with an engine. It closes the engine and the environments.
 
@@ -56,17 +57,29 @@ class OpenRun:
             engine: has the weights to sample with.
             while_waiting: called now and then while samples are awaited.
             start_workers: of the engine; None if trajectories can only run in this process.
+            num_own_servers: servers of this run, which need cores of this machine too.
         """
-        options = collector_options(self.config, self.parts.environments, notify=self.notify)
-        num_workers = 1 if start_workers is None else choose_num_workers(self.config, self.parts, notify=self.notify)
-        if start_workers is not None and num_workers > 1:
-            if "close_environments" in options:  # those of this process
-                self._on_close.callback(options["close_environments"])
-            tokenizer = sendable_tokenizer(self.parts.tokenizer)
-            load = partial(load_rollout, share_sandbox(self.config, num_workers), tokenizer)
-            options |= start_workers(load, num_workers=num_workers)
-        collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
+        with ExitStack() as on_failure:
+            on_failure.callback(engine.close)
+            options = collector_options(self.config, self.parts.environments, notify=self.notify)
+            if start_workers is not None:
+                options = self._with_workers(options, start_workers, num_own_servers)
+            collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
+            on_failure.pop_all()
         return self.enter(closing(collector))
+
+    def _with_workers(
+        self, options: dict[str, Any], start_workers: StartWorkers, num_own_servers: int
+    ) -> dict[str, Any]:
+        """Return the options of a collector whose groups rollout workers sample, if they pay."""
+        number = choose_num_workers(self.config, self.parts, num_own_servers=num_own_servers, notify=self.notify)
+        if number == 1:
+            return options
+        if "close_environments" in options:  # those of this process
+            self._on_close.callback(options["close_environments"])
+        tokenizer = sendable_tokenizer(self.parts.tokenizer)
+        load = partial(load_rollout, share_sandbox(self.config, number), tokenizer)
+        return options | start_workers(load, num_workers=number)
 
     def untrained_engine(self, prompts: Sequence[Prompt]) -> LocalEngine:
         """Load the model, which may be an adapter, and return an engine that samples from it in this process.

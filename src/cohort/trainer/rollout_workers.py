@@ -17,17 +17,18 @@ _TRAJECTORIES_PER_WORKER = 512  # at once; about what one event loop keeps up wi
 _MAX_WORKERS = 16  # of 0.3 GB each with tools
 
 
-def choose_num_workers(config: Config, parts: Parts, *, notify: Callable[[str], None]) -> int:
+def choose_num_workers(config: Config, parts: Parts, *, num_own_servers: int, notify: Callable[[str], None]) -> int:
     """Return how many processes run trajectories; 1 for an event loop in this process. Say so if they are several.
 
     Args:
         config: configuration of a run whose engine has servers.
         parts: objects of the run.
+        num_own_servers: servers that the run has started.
         notify: shows a message to the user.
     """
     assert isinstance(config.rollout, ServersConfig)
     wanted = config.rollout.workers
-    number = _automatic(config, config.rollout) if wanted == "auto" else wanted
+    number = _automatic(config, config.rollout, num_own_servers) if wanted == "auto" else wanted
     if number < 2:
         return 1
     if (reason := _needs_this_process(config, parts)) is not None:
@@ -50,12 +51,11 @@ def share_sandbox(config: Config, num_workers: int) -> Config:
     return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"max_concurrent": share})})
 
 
-def _automatic(config: Config, rollout: ServersConfig) -> int:
+def _automatic(config: Config, rollout: ServersConfig, num_own_servers: int) -> int:
     """One process per 512 trajectories at once, while there are cores that nothing else of the run uses."""
     steps = 1 + rollout.max_staleness
     at_once = config.train.prompts_per_step * rollout.num_generations * steps
-    num_servers = 0 if rollout.urls else (1 if rollout.servers == "auto" else rollout.servers)
-    free_cores = usable_cores() - int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - num_servers
+    free_cores = usable_cores() - int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - num_own_servers
     return min(at_once // _TRAJECTORIES_PER_WORKER, free_cores, _MAX_WORKERS)
 
 
@@ -65,6 +65,8 @@ def _needs_this_process(config: Config, parts: Parts) -> str | None:
         return f"{field} ({name}) exists in it only; define it at the top level of a file"
     if config.rollout.has_turns and read_trajectories(parts.rewards):
         return "a reward function takes `trajectories` or `environments`, which exist in it only"
+    if type(parts.tokenizer).__module__ == "__main__":
+        return "the class of the tokenizer is defined in the script; define it in a module"
     try:
         pickle.dumps(sendable_tokenizer(parts.tokenizer))
     except Exception as error:

@@ -126,7 +126,10 @@ def build_run(
         data.restore(state.data)
     started = setup.start(TrainingWorkers(workers), folder=folder, notify=run.notify)
     collector = run.collector(
-        started.engine, while_waiting=partial(keep_waiting, workers), start_workers=started.start_workers
+        started.engine,
+        while_waiting=partial(keep_waiting, workers),
+        start_workers=started.start_workers,
+        num_own_servers=started.num_own_servers,
     )
     parity = make_parity_gate(config, inputs.prompts.prompts, workers, started, collector)
     group_collector = build_group_collector(config, inputs.schedule, collector, data, inputs.rewards)

@@ -97,6 +97,7 @@ class StartedEngine:
     sample_on_each_server: SampleOnEachServer | None = None
     servers_dtype: torch.dtype | None = None  # of their weights; None without servers
     start_workers: StartWorkers | None = None  # None if trajectories can only run in this process
+    num_own_servers: int = 0  # that this run has started
 
 
 class EngineSetup(Protocol):

@@ -46,8 +46,15 @@ def read_message(content: bytes) -> dict[str, Any]:
     return {**header, "arrays": arrays}
 
 
-def write_group(number: int, group: RolloutGroup, **header: Any) -> bytes:
-    """Return the message with a group's trajectories."""
+def write_group(number: int, group: RolloutGroup, *, is_held: bool, **header: Any) -> bytes:
+    """Return the message with a group's trajectories.
+
+    Args:
+        number: of the group.
+        group: the group.
+        is_held: whether its trajectories are kept until they are released.
+        header: more entries.
+    """
     calls = [call for trajectory in group.trajectories for call in trajectory.calls]
     completions = PackedCompletions.of(calls)
     before = [seen for trajectory in group.trajectories for seen in _before(group.prompt, trajectory.calls)]
@@ -56,6 +63,7 @@ def write_group(number: int, group: RolloutGroup, **header: Any) -> bytes:
     header = {
         **header,
         "group": number,
+        "is_held": is_held,
         "trajectories": [_header(trajectory) for trajectory in group.trajectories],
         "lengths": completions.lengths.tolist(),
         "finish_reasons": completions.finish_reasons,
@@ -75,7 +83,7 @@ def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Calla
     Args:
         message: as `read_message` returned it.
         prompt: the group's.
-        environment: returns what stands for the environment of a trajectory that has one, from its index.
+        environment: returns what stands for the environment of a trajectory that is held, from its index.
 
     Raises:
         KeyError, TypeError, ValueError: the message has no group.
@@ -99,8 +107,7 @@ def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Calla
             before = _sequence(own[-1]) if own else prompt.token_ids
             context = np.concatenate([before[:kept], new_ids[start:end]]).astype(np.int64)
             own.append(replace(completion.model_call(context, policy_version=version), trained=trained))
-        has = header["has_environment"]
-        trajectories.append(_trajectory(header, own, environment=environment(index) if has else None))
+        trajectories.append(_trajectory(header, own, environment=environment(index) if message["is_held"] else None))
     return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
 
 
@@ -113,7 +120,6 @@ def _header(trajectory: Trajectory) -> dict[str, Any]:
         "step_rewards": trajectory.step_rewards,
         "metrics": dict(trajectory.metrics),
         "stats": None if trajectory.stats is None else asdict(trajectory.stats),
-        "has_environment": trajectory.environment is not None,
     }
 
 

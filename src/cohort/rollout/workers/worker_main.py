@@ -8,6 +8,7 @@ import asyncio
 import os
 import pickle
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,9 @@ from typing import Any
 
 from cohort.errors import TrainingError, UserError, describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, connect
-from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory
+from cohort.records import IntArray, ModelCall, RolloutGroup, Trajectory
 from cohort.rollout.collector import RolloutCollector
-from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams, StepKey
+from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams
 from cohort.rollout.engines.servers.handles import (
     BusyError,
     Client,
@@ -54,8 +55,9 @@ def main() -> None:
     """Run trajectories until the parent hangs up."""
     allow_open_files()
     connection = connect()
-    (content,) = connection.recv()
-    Host(connection).run(pickle.loads(content))
+    ((path, content),) = connection.recv()
+    sys.path += [folder for folder in path if folder not in sys.path]  # as where the code was found to be loadable
+    Host(connection).run(content)
 
 
 class Host:
@@ -70,13 +72,15 @@ class Host:
         self._release: Callable[[Trajectory], None] | None = None  # frees the environment of a trajectory
         self._unreleased: dict[tuple[int, int], Trajectory] = {}  # by group and index
 
-    def run(self, code: WorkerCode) -> None:
-        """Load the code, and run trajectories until the parent hangs up."""
+    def run(self, content: bytes) -> None:
+        """Load the code, a pickled `WorkerCode`, and run trajectories until the parent hangs up."""
         try:
+            code: WorkerCode = pickle.loads(content)
             tokenizer, options = code.load(self._notes.append)
         except Exception as error:
             self._send(write_message({"failed": described(error)}))
             return
+        self._send(write_message({}))  # from now on this process shows that it lives
         self._release = options.get("release")
         self._engine = LeasedEngine(max_num_seqs=code.max_num_seqs, send=self._send_all)
         self._collector = RolloutCollector(self._engine, tokenizer, while_waiting=self._show_life, **options)
@@ -98,22 +102,25 @@ class Host:
         for kind, *arguments in messages:
             if kind == "group":
                 number, content = arguments
-                self._collector.start(self._sample(number, *pickle.loads(content)))
+                self._collector.start(self._sample(number, content))
             elif kind == "release":
                 if self._release is not None and (trajectory := self._unreleased.pop(tuple(arguments), None)):
                     self._release(trajectory)
             else:
                 getattr(self._engine, kind)(*arguments)
 
-    async def _sample(self, number: int, prompt: Prompt, sampling: SamplingParams, key: StepKey) -> None:
+    async def _sample(self, number: int, content: bytes) -> None:
+        """Sample a group from its pickled prompt, sampling parameters and key, and send it."""
         try:
+            prompt, sampling, key = pickle.loads(content)
             group: RolloutGroup = await self._collector.own_group(prompt, sampling, key)
-            content = write_group(number, group, counts=dict(self._collector.counts()))
-            if self._release is not None:
+            is_held = self._release is not None
+            message = write_group(number, group, is_held=is_held, counts=dict(self._collector.counts()))
+            if is_held:
                 self._unreleased |= {(number, index): t for index, t in enumerate(group.trajectories)}
         except Exception as error:
-            content = write_message({"group": number, "error": described(error)})
-        self._send(content)
+            message = write_message({"group": number, "error": described(error)})
+        self._send(message)
 
     def _send_all(self, **messages: Sequence[Any]) -> None:
         """Send what there is to send."""
@@ -182,7 +189,8 @@ class LeasedEngine:
 
     def lease(self, lease: int, number: int, url: str) -> None:
         """Send a request to a server."""
-        self._attempts[lease] = asyncio.create_task(self._attempt(lease, number, url))
+        attempt = self._attempts[lease] = asyncio.create_task(self._attempt(lease, number, url))
+        attempt.add_done_callback(lambda _: self._attempts.pop(lease))  # also of one that is cancelled before it starts
 
     def cancel(self, lease: int) -> None:
         """End an attempt, whose outcome no longer matters."""
@@ -216,8 +224,6 @@ class LeasedEngine:
             self._completions[number] = await self._requests[number][0].send(self._client, url, allows=note)
         except Exception as raised:
             error = described(raised)
-        finally:
-            del self._attempts[lease]
         self._outcomes.append([lease, sorted(versions), error])
 
 

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -98,7 +99,13 @@ class RolloutWorkers:
         self._failure: Exception | None = None
         self._is_closing = False
         # None: one has ended, and the next group starts another
-        self._workers: list[RolloutWorker | None] = [RolloutWorker(self, self._content) for _ in range(num_workers)]
+        self._workers: list[RolloutWorker | None] = [None] * num_workers
+        try:
+            for place in range(num_workers):
+                self._workers[place] = RolloutWorker(self, self._content)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -146,7 +153,7 @@ class RolloutWorkers:
             self._is_closing = True
             workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
-            worker.child.hang_up()
+            worker.hang_up()
         deadline = time.monotonic() + 2 * CLOSE_TIMEOUT_S
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -160,7 +167,7 @@ class RolloutWorkers:
             new = [text for text in dict.fromkeys(map(str, notes)) if text not in self._notes]
             self._notes.update(new)
         for text in new:
-            self.fleet.add_note(text)
+            self.fleet.notify(text)
 
     def finish(self, worker: "RolloutWorker", message: Mapping[str, Any]) -> None:
         """Set the result of a group. Raises as `read_group` does."""
@@ -205,7 +212,8 @@ class RolloutWorkers:
                     )
                 )
         again = f"; its {len(groups)} groups are sampled again" if groups else ""
-        self.add(counts={"lost_workers": 1}, notes=[f"warning: a rollout worker {failure}{again}"])
+        self.add(counts={"lost_workers": 1}, notes=())
+        self.fleet.notify(f"warning: a rollout worker {failure}{again}")
 
     def _assign(self, group: SubmittedGroup) -> None:
         if self._failure is not None:
@@ -214,7 +222,7 @@ class RolloutWorkers:
         place = group.number % len(self._workers)
         try:
             worker = self._workers[place] or RolloutWorker(self, self._content)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no memory, processes, descriptors or threads
             group.finish(TrainingError(f"a rollout worker cannot be started: {error}"))
             return
         self._workers[place] = worker
@@ -228,7 +236,7 @@ class RolloutWorker:
         """Start the process."""
         self.groups: dict[int, SubmittedGroup] = {}  # guarded by the pool's lock
         self.child = Child(_COMMAND)
-        self.child.limit(_SILENT_S)
+        self.child.limit(pool.fleet.limits.start_timeout_s)
         self._pool = pool
         self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lease_numbers = count()
@@ -270,16 +278,19 @@ class RolloutWorker:
         """Let the process free the environment of a trajectory."""
         self._posted.put(("release", group, index))
 
+    def hang_up(self) -> None:
+        """Tell the process to end, after what was posted before."""
+        self._posted.put(None)
+
     def join(self, timeout_s: float) -> None:
         """Wait until the process has ended, but not longer than `timeout_s`; then kill it."""
         with suppress(subprocess.TimeoutExpired):
             self.child.process.wait(timeout_s)
         self.child.kill()
-        self._posted.put(None)
 
     def _send(self, content: bytes) -> None:
-        """Send what is posted, in few messages."""
-        messages: list[Any] = [content]
+        """Send what is posted, in few messages, and hang up at the end: what comes later needs no answer."""
+        messages: list[Any] = [(sys.path, content)]
         with suppress(ChildFailed, BlockingIOError):  # which `_receive` learns by itself
             while None not in messages:
                 self.child.send(messages)
@@ -287,15 +298,20 @@ class RolloutWorker:
                 with suppress(queue.Empty):
                     while True:
                         messages.append(self._posted.get_nowait())
+        self.child.hang_up()
 
     def _receive(self) -> None:
+        limit_s = self._pool.fleet.limits.start_timeout_s
         try:
             while True:
                 self._on_message(self.child.receive(read_message, max_bytes=_MAX_BYTES))
+                if limit_s != _SILENT_S:  # it has loaded the code
+                    limit_s = _SILENT_S
+                    self.child.limit(limit_s)
         except ChildFailed as failed:
             failure = str(failed)
         except BlockingIOError:
-            failure = f"sent nothing for {_SILENT_S:g} s{self.child.describe_output()}"
+            failure = f"sent nothing for {limit_s:g} s{self.child.describe_output()}"
         except Exception as error:  # of whatever a message lacks
             failure = f"sent an invalid message: {error!r:.200}"
         self.child.kill()

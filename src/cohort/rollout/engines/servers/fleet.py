@@ -122,9 +122,10 @@ class Fleet:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)
 
-    def add_note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Show a message to the user, from any thread."""
-        self._notify(text)
+        self._notes.append(text)
+        self._signal_change()
 
     def num_unfinished(self) -> int:
         """Return the number of requests without a result."""
@@ -247,7 +248,7 @@ class Fleet:
                 limits=self.limits,
                 find_cause=self.find_cause,
                 failures_pause_starts=self.failures_pause_starts,
-                notify=self._notify,
+                notify=self.notify,
                 on_up=self._signal_change,
                 on_down=self._release,
             )
@@ -268,7 +269,7 @@ class Fleet:
         if all(s.state is State.LOST for s in self._servers):
             self._abort(TrainingError(f"no {self.server_name} is left: {message}. {failure}"))
         else:
-            self._notify(f"{message}; continuing without it. {failure}")
+            self.notify(f"{message}; continuing without it. {failure}")
 
     def _dispatch(self) -> None:
         """Lease queued requests in order while servers have room."""
@@ -382,10 +383,6 @@ class Fleet:
         """Return the server if it is up and has not been restarted since; else None."""
         server = self._servers[running.index]
         return server if server.state is State.UP and server.num_starts == running.num_starts else None
-
-    def _notify(self, text: str) -> None:
-        self._notes.append(text)
-        self._signal_change()
 
     def _signal_change(self) -> None:
         self._changed.set()

@@ -158,6 +158,7 @@ class ServersSetup(ABC):
             sample_on_each_server=engine.sample_on_each_server,
             servers_dtype=self.dtype,
             start_workers=engine.start_workers,
+            num_own_servers=0 if self.rollout.urls else len(engine.fleet.handles),
         )
 
     def _start_fleet(self, policy: Policy, logs: Path) -> Fleet:
