@@ -22,7 +22,7 @@ from cohort.trainer.parts import Parts
 from cohort.trainer.rollout_workers import choose_num_workers
 from json_server import serving
 from playing import call, turns_tokenizer
-from runs import Notes, changed, make_inputs
+from runs import Notes, changed, make_inputs, metric
 from stub_engine.server import serving as stub_serving
 from third_engine import known_engine
 from tiny import make_tokenizer
@@ -363,6 +363,16 @@ def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path):
             shown[num_workers] = [note for note in display.told if "rollout.workers" in note]
     assert len(completions[1]) == 2 and completions[2] == completions[1]
     assert shown == {1: [], 2: ["trajectories run in 2 processes (rollout.workers)"]}
+
+
+def test_workers_sample_ahead_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(turn_servers.__file__).parent))
+    with known_engine(), stub_serving(len(make_tokenizer())) as server:
+        rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1, "parity_every": 0, "workers": 2}
+        cohort.train(changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 4}), display=Notes())
+    assert server.versions == [0, 1, 2, 3, 4]
+    assert metric(tmp_path / "run", "rollout/staleness_max")[1:] == [1, 1, 1]
+    assert metric(tmp_path / "run", "rollout/lost_workers") == [0, 0, 0, 0]
 
 
 def servers_config(**sections: Any) -> Any:
