@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,23 @@ def test_the_last_steps_are_kept_within_a_size(tmp_path: Path):
     assert steps_in(tmp_path / "b") == [6, 7]
     write(tmp_path / "a", [8], max_bytes=10**9)  # resumed with record_tokens: true
     assert steps_in(tmp_path / "a") == [5, 6, 7, 8]
+
+
+def test_of_a_large_step_the_first_groups_are_recorded(tmp_path: Path):
+    sequences = [replace(TWO_TURNS, index=n, group=n // 2, trajectory=n) for n in range(6)]  # of 4 tokens each
+
+    def chosen(max_step_tokens: float) -> list[int]:
+        records = TokenRecords(tmp_path, max_bytes=10**9, max_step_tokens=max_step_tokens)
+        return [s.index for s in records.chosen(sequences)]
+
+    assert chosen(math.inf) == chosen(24) == [0, 1, 2, 3, 4, 5]
+    assert chosen(23) == chosen(16) == [0, 1, 2, 3]
+    assert chosen(15) == chosen(1) == [0, 1]
+    arguments = {"num_trajectories": 6, "outputs": ForwardOnlyOutputs(), "with_context": True}
+    for name, of_step in (("all", sequences), ("some", sequences[:2])):
+        write_tokens_file(tmp_path / name, sequences=of_step, **arguments)
+    all_rows, some = (pq.read_table(tmp_path / name).to_pylist() for name in ("all", "some"))
+    assert some == [*all_rows[:2], *[dict.fromkeys(all_rows[0])] * 4]
 
 
 def write(folder: Path, steps: Iterable[int], *, max_bytes: int, max_recent: int | None = None) -> None:

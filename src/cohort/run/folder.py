@@ -6,6 +6,7 @@ checkpoints/step-N/  final/  summary.json  logs/  adapters/
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import Config, load_config, to_yaml
-from cohort.config.schema import RECENT_STEPS, RECENT_TOKENS_SIZE
+from cohort.config.schema import RECENT_STEP_TOKENS, RECENT_STEPS, RECENT_TOKENS_SIZE
 from cohort.config.section import parse_size
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
@@ -98,6 +99,7 @@ class RunFolder:
             tokens,
             max_bytes=parse_size(RECENT_TOKENS_SIZE if is_recent else config.run.record_tokens_max_size),
             max_recent=RECENT_STEPS if is_recent else None,
+            max_step_tokens=RECENT_STEP_TOKENS if is_recent else math.inf,
         )
 
     @property
@@ -185,6 +187,10 @@ class RunFolder:
         file = self.path / "completions" / f"{name}-{step:06d}.parquet"
         write_completions_file(file, step=step, groups=groups, sequences=sequences)
 
+    def recorded(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Return those of a step's sequences whose tokens `write_tokens` shall record."""
+        return self._tokens.chosen(sequences)
+
     def write_tokens(
         self, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
     ) -> None:
@@ -193,8 +199,8 @@ class RunFolder:
         Args:
             step: steps done.
             groups: P groups of G completions.
-            sequences: P x G in the same order.
-            outputs: logprobs and entropies, as far as they were computed.
+            sequences: those that are `recorded`.
+            outputs: their logprobs and entropies, as far as they were computed.
 
         Raises:
             TrainingError: the disk is full, or the folder was deleted.

@@ -1,5 +1,6 @@
 """Per-token records of training: `tokens/step-N.parquet`, bounded in size."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from cohort.records import FloatArray, ForwardOnlyOutputs, TrainSequence
 from cohort.run.atomic import write_file_atomically
 
 _ROWS_AT_A_TIME = 64  # rows of a row group, which is read as a whole
+_REPEATING = ("advantages", "loss_weights", "loss_mask")
 
 
 class TokenRecords:
     """The files `tokens/step-N.parquet` of a run, bounded in size."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_recent: int | None = None):
+    def __init__(
+        self, folder: Path, *, max_bytes: int, max_recent: int | None = None, max_step_tokens: float = math.inf
+    ):
         """Find the files that exist.
 
         Args:
@@ -24,10 +28,12 @@ class TokenRecords:
             max_bytes: maximum size of all files. Beyond it, files are deleted so that evenly spread steps and the
                 newest remain.
             max_recent: maximum number of steps; the oldest are deleted first. None: any number, evenly spread.
+            max_step_tokens: maximum tokens of a step that are recorded.
         """
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_recent = max_recent
+        self._max_step_tokens = max_step_tokens
         self._sizes = {  # step -> bytes
             int(file.stem.removeprefix("step-")): file.stat().st_size for file in folder.glob("step-[0-9]*.parquet")
         }
@@ -35,6 +41,15 @@ class TokenRecords:
     def file(self, step: int) -> Path:
         """File of a step."""
         return self._folder / f"step-{step:06d}.parquet"
+
+    def chosen(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Return a step's sequences to record: those of its first groups, at least of one."""
+        num_tokens = 0
+        for n, s in enumerate(sequences):
+            num_tokens += len(s.token_ids)
+            if num_tokens > self._max_step_tokens and s.group > sequences[0].group:
+                return [chosen for chosen in sequences[:n] if chosen.group < s.group]
+        return sequences
 
     def add(self, step: int) -> None:
         """Count a step's file, which has been written, and delete others if they take more room than there is."""
@@ -68,8 +83,8 @@ def write_tokens_file(
 
     Args:
         file: Parquet file, written atomically.
-        num_trajectories: rows of the file; those without a sequence are null.
-        sequences: sequences of the step, with advantages and loss weights.
+        num_trajectories: rows of the file; those without a sequence here are null.
+        sequences: sequences to record, with advantages and loss weights.
         outputs: [L] by sequence index; null for sequences that are missing, and outside the loss mask.
         with_context: whether a row has all tokens of its sequences, or only those that the policy sampled.
 
@@ -104,7 +119,14 @@ def write_tokens_file(
         "loss_mask": column(lambda s: s.loss_mask, "bool"),
     }
     with write_file_atomically(file) as partial:
-        pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
+        pq.write_table(
+            pa.table(columns),
+            partial,
+            compression="zstd",
+            row_group_size=_ROWS_AT_A_TIME,
+            use_dictionary=False,  # of values that hardly repeat takes four times as long, and more room
+            use_byte_stream_split=[f"{name}.list.element" for name in columns if name not in _REPEATING],
+        )
 
 
 def _most_crowded(steps: Sequence[int]) -> int:
