@@ -11,7 +11,7 @@ import pytest
 
 import cohort
 from cohort.records import ForwardOnlyOutputs, TrainSequence
-from cohort.run.tokens import TokenRecords, write_tokens_file
+from cohort.run.tokens import TokenRecords, prepare_tokens_file
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
 from selection import slow
 
@@ -30,9 +30,9 @@ TWO_TURNS = TrainSequence(
 
 def test_a_row_has_all_tokens_of_its_trajectory(tmp_path: Path):
     outputs = ForwardOnlyOutputs(logprobs={0: np.array([0.0, -1.5, 0.0, -2.5])})
-    write_tokens_file(
+    prepare_tokens_file(
         tmp_path / "f.parquet", num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True
-    )
+    )()
     broken, row = pq.read_table(tmp_path / "f.parquet").to_pylist()
     assert broken == dict.fromkeys(row)  # infrastructure broke it: it was not trained
     assert row == {
@@ -88,7 +88,7 @@ def test_of_a_large_step_the_first_groups_are_recorded(tmp_path: Path):
     assert chosen(15) == chosen(1) == [0, 1]
     arguments = {"num_trajectories": 6, "outputs": ForwardOnlyOutputs(), "with_context": True}
     for name, of_step in (("all", sequences), ("some", sequences[:2])):
-        write_tokens_file(tmp_path / name, sequences=of_step, **arguments)
+        prepare_tokens_file(tmp_path / name, sequences=of_step, **arguments)()
     all_rows, some = (pq.read_table(tmp_path / name).to_pylist() for name in ("all", "some"))
     assert some == [*all_rows[:2], *[dict.fromkeys(all_rows[0])] * 4]
 
@@ -97,7 +97,7 @@ def write(folder: Path, steps: Iterable[int], *, max_bytes: int, max_recent: int
     records = TokenRecords(folder, max_bytes=max_bytes, max_recent=max_recent)
     for step in steps:
         outputs, file = ForwardOnlyOutputs(), records.file(step)
-        write_tokens_file(file, num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True)
+        prepare_tokens_file(file, num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True)()
         records.add(step)
 
 

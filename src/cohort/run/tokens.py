@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +72,15 @@ class TokenRecords:
         self.file(step).unlink(missing_ok=True)
 
 
-def write_tokens_file(
+def prepare_tokens_file(
     file: Path,
     *,
     num_trajectories: int,
     sequences: Sequence[TrainSequence],
     outputs: ForwardOnlyOutputs,
     with_context: bool,
-) -> None:
-    """Write what training knew of each token: a row per trajectory, with one list per column.
+) -> Callable[[], None]:
+    """Collect what training knew of each token: a row per trajectory, with one list per column.
 
     Args:
         file: Parquet file, written atomically.
@@ -88,8 +89,8 @@ def write_tokens_file(
         outputs: [L] by sequence index; null for sequences that are missing, and outside the loss mask.
         with_context: whether a row has all tokens of its sequences, or only those that the policy sampled.
 
-    Raises:
-        TrainingError: the disk is full.
+    Returns:
+        What writes the file, in any thread. It raises `TrainingError` if the disk is full.
     """
     by_trajectory = sorted(sequences, key=lambda s: s.trajectory)  # stable
     lengths = np.zeros(num_trajectories, np.int64)
@@ -118,14 +119,18 @@ def write_tokens_file(
         "loss_weights": column(lambda s: s.loss_weights),
         "loss_mask": column(lambda s: s.loss_mask, "bool"),
     }
-    with write_file_atomically(file) as partial:
+    return partial(_write, file, pa.table(columns))
+
+
+def _write(file: Path, table: pa.Table) -> None:
+    with write_file_atomically(file) as unfinished:
         pq.write_table(
-            pa.table(columns),
-            partial,
+            table,
+            unfinished,
             compression="zstd",
             row_group_size=_ROWS_AT_A_TIME,
             use_dictionary=False,  # of values that hardly repeat takes four times as long, and more room
-            use_byte_stream_split=[f"{name}.list.element" for name in columns if name not in _REPEATING],
+            use_byte_stream_split=[f"{name}.list.element" for name in table.column_names if name not in _REPEATING],
         )
 
 

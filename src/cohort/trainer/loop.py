@@ -118,6 +118,7 @@ class TrainingLoop:
     def finish(self) -> RunResult:
         """Save the final model and the summary."""
         self.close()
+        self.folder.wait_for_files()
         self.checkpointer.save_final_model()
         summary = self._summary()
         self.folder.write_summary(summary)
