@@ -59,6 +59,12 @@ def _write(file: Path, table: pa.Table, rows: int) -> None:
         )
 
 
+def _mean(parts: Sequence[FloatArray]) -> float:
+    """Mean of all values; 0 without any."""
+    values = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0), *parts])
+    return float(np.add.reduce(values) / len(values)) if len(values) else 0.0  # `mean` takes five times as long
+
+
 def _lists(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
     """A column with an array in each row. `pa.array` would convert them element by element."""
     offsets = np.cumsum([0, *map(len, arrays)])
@@ -106,9 +112,8 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     if sequences is not None:
         advantages: list[list[FloatArray]] = [[] for _ in completions]
         for s in sequences:
-            advantages[s.trajectory].append(s.advantages[s.loss_mask])
-        means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
-        columns["advantage"] = pa.array(means, pa.float64())
+            advantages[s.trajectory].append(s.advantages[s.trained])
+        columns["advantage"] = pa.array([_mean(of_tokens) for of_tokens in advantages], pa.float64())
     if not are_single_turn(groups):
         columns |= _turn_columns(completions)
     return pa.table(columns)
