@@ -99,17 +99,24 @@ def prepare_tokens_file(
         [s.trajectory for s in sequences],
         [len(s.token_ids) if with_context else s.num_loss_tokens for s in sequences],
     )
+    places = [slice(None) if with_context else s.trained for s in by_trajectory]
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
     broken = pa.array(np.isin(np.arange(num_trajectories), [s.trajectory for s in sequences], invert=True))
 
     def column(values: Callable[[TrainSequence], np.ndarray], dtype: str = "float32") -> pa.Array:
         """Return one list per trajectory, from the values [L] of a sequence; NaN is null."""
-        parts = [values(s) if with_context else values(s)[s.loss_mask] for s in by_trajectory]
-        tokens = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+        parts = [values(s)[place] for s, place in zip(by_trajectory, places, strict=True)]
+        tokens = np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="same_kind")
         return pa.ListArray.from_arrays(offsets, pa.array(tokens, from_pandas=True), mask=broken)
 
     def output(by_sequence: Mapping[int, FloatArray]) -> pa.Array:
-        return column(lambda s: np.where(s.loss_mask, by_sequence.get(s.index, np.nan), np.nan))
+        def known(s: TrainSequence) -> FloatArray:
+            values = by_sequence.get(s.index)
+            if values is None:
+                return np.full(len(s.token_ids), np.nan)
+            return np.where(s.loss_mask, values, np.nan) if with_context else values
+
+        return column(known)
 
     columns = {"logprobs": output(outputs.logprobs), "entropies": output(outputs.entropies)}
     if outputs.reference_logprobs:
