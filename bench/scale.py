@@ -3,7 +3,7 @@
     python bench/scale.py [--ranks 8 64] [--quick]
 
 Eight prompts per rank with 16 completions each of about 1,800 tokens (6,000 characters with a LaTeX answer), as in
-docs/scaling.md. A stub engine has the completions at once; everything else is what a run does, with the vocabulary of a
+docs/scaling.md. The engine has the completions at once; everything else is what a run does, with the vocabulary of a
 tokenizer trained here. Ranks decode and score their shares, here one after another in this process: that is "all other
 ranks". Seconds are of this process; "children" are those of the processes that grade answers, and "thread" is where
 files are compressed and written while the run goes on.
@@ -32,10 +32,10 @@ from cohort.config.schema import RECENT_STEP_TOKENS
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
-from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, expand_to_mask
+from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, expand_to_mask
 from cohort.rewards import RewardRunner, TrainerProgress, build_rewards
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
-from cohort.rollout import RolloutCollector, SampledCompletion, SamplingParams, StepKey
+from cohort.rollout import LocalEngine, RolloutCollector, SampledCompletion, SamplingParams, StepKey
 from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.stop_strings import decode_text
 from cohort.run.completions import prepare_completions_file, write_completions_file
@@ -51,23 +51,6 @@ PHRASES = (
     "Wait, let me check the case $n \\equiv {a} \\pmod{{{c}}}$ again. ",
     "\\[ \\sum_{{k=1}}^{{{b}}} k^{a} = {c} \\] ",
 )
-
-
-class _StubEngine:
-    """Has every completion at once."""
-
-    def __init__(self, completions: list[SampledCompletion]):
-        self._completions = iter(completions)
-
-    async def generate(self, token_ids, sampling, key) -> ModelCall:
-        return next(self._completions).model_call(token_ids, policy_version=0)
-
-    def advance(self) -> bool:
-        return False
-
-    def release_gpus(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class OtherRanks:
@@ -105,14 +88,14 @@ def main() -> None:
     print(machine())
     gc.collect()
     gc.freeze()  # as commands do after their imports
-    # the first step also gets its memory from the system, as in a run
-    columns = [[measure(ranks, tokenizer) for _ in range(1 if args.quick else 2)][-1] for ranks in args.ranks]
+    # the first steps also get memory from the system, as in a run
+    columns = [measure(ranks, tokenizer, num_steps=1 if args.quick else 3) for ranks in args.ranks]
     rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
     print(markdown(["seconds", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
 
 
-def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Processor seconds by stage."""
+def measure(ranks: int, tokenizer: PreTrainedTokenizerFast, *, num_steps: int) -> dict[str, float]:
+    """Processor seconds of the last of some steps by stage."""
     rng = random.Random(ranks)
     answers = [rng.randrange(2, 10_000) for _ in range(ranks * PROMPTS_PER_RANK)]
     prompts = [
@@ -126,6 +109,13 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
         for n, answer in enumerate(answers)
     ]
     sampled = [sample(tokenizer, text(rng, answer)) for answer in answers for _ in range(GENERATIONS)]
+    return [measure_step(ranks, tokenizer, prompts, sampled) for _ in range(num_steps)][-1]
+
+
+def measure_step(
+    ranks: int, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], sampled: Sequence[SampledCompletion]
+) -> dict[str, float]:
+    """Processor seconds by stage."""
     bounds = [len(sampled) * rank // ranks for rank in range(ranks + 1)]
     seconds: dict[str, float] = {}
     own, *others_own = [sampled[start:end] for start, end in pairwise(bounds)]
@@ -140,7 +130,9 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     with timed(seconds, "unpickle completions"):
         completions = [completion for share in shares for completion in pickle.loads(share).unpack()]
     params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    collector = RolloutCollector(_StubEngine(completions), tokenizer)
+    answers = iter(completions)
+    engine = LocalEngine(lambda requests: [next(answers) for request in requests for _ in request.keys])
+    collector = RolloutCollector(engine, tokenizer)
     with timed(seconds, "collect groups"):
         groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
     collector.close()
