@@ -3,12 +3,14 @@
     python bench/scale.py [--ranks 8 64] [--quick]
 
 Eight prompts per rank with 16 completions each of about 1,800 tokens (6,000 characters with a LaTeX answer), as in
-docs/scaling.md. A stub engine has the completions at once; everything else is what a run does, with the vocabulary of a
+docs/scaling.md. The engine has the completions at once; everything else is what a run does, with the vocabulary of a
 tokenizer trained here. Ranks decode and score their shares, here one after another in this process: that is "all other
-ranks". Seconds are of this process; "children" are those of the processes that grade answers.
+ranks". Seconds are of this process; "children" are those of the processes that grade answers, and "thread" is where
+files are compressed and written while the run goes on.
 """
 
 import argparse
+import gc
 import pickle
 import random
 import tempfile
@@ -24,18 +26,20 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cohort.algorithms import assign_advantages, build_algorithm, build_sequences
+from cohort.algorithms import assign_advantages, build_algorithm, build_sequences, drop_zero_gradient
 from cohort.config import AlgorithmConfig, RewardConfig
+from cohort.config.schema import RECENT_STEP_TOKENS
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
-from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt
+from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, expand_to_mask
 from cohort.rewards import RewardRunner, TrainerProgress, build_rewards
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
-from cohort.rollout import RolloutCollector, SampledCompletion, SamplingParams, StepKey
+from cohort.rollout import LocalEngine, RolloutCollector, SampledCompletion, SamplingParams, StepKey
 from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.stop_strings import decode_text
-from cohort.run.completions import write_completions_file
+from cohort.run.completions import prepare_completions_file, write_completions_file
+from cohort.run.tokens import TokenRecords, prepare_tokens_file
 from harness import machine, markdown
 
 PROMPTS_PER_RANK, GENERATIONS, PROMPT_TOKENS, CHARACTERS, MAX_TOKENS = 8, 16, 256, 6_000, 8_192
@@ -47,23 +51,6 @@ PHRASES = (
     "Wait, let me check the case $n \\equiv {a} \\pmod{{{c}}}$ again. ",
     "\\[ \\sum_{{k=1}}^{{{b}}} k^{a} = {c} \\] ",
 )
-
-
-class _StubEngine:
-    """Has every completion at once."""
-
-    def __init__(self, completions: list[SampledCompletion]):
-        self._completions = iter(completions)
-
-    async def generate(self, token_ids, sampling, key) -> ModelCall:
-        return next(self._completions).model_call(token_ids, policy_version=0)
-
-    def advance(self) -> bool:
-        return False
-
-    def release_gpus(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class OtherRanks:
@@ -99,14 +86,16 @@ def main() -> None:
     rng = random.Random(0)
     tokenizer = train_tokenizer([text(rng, 1) for _ in range(50)])
     print(machine())
-    # the first step also gets its memory from the system, as in a run
-    columns = [[measure(ranks, tokenizer) for _ in range(1 if args.quick else 2)][-1] for ranks in args.ranks]
+    gc.collect()
+    gc.freeze()  # as commands do after their imports
+    # the first steps also get memory from the system, as in a run
+    columns = [measure(ranks, tokenizer, num_steps=1 if args.quick else 3) for ranks in args.ranks]
     rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
     print(markdown(["seconds", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
 
 
-def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Processor seconds by stage."""
+def measure(ranks: int, tokenizer: PreTrainedTokenizerFast, *, num_steps: int) -> dict[str, float]:
+    """Processor seconds of the last of some steps by stage."""
     rng = random.Random(ranks)
     answers = [rng.randrange(2, 10_000) for _ in range(ranks * PROMPTS_PER_RANK)]
     prompts = [
@@ -120,6 +109,13 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
         for n, answer in enumerate(answers)
     ]
     sampled = [sample(tokenizer, text(rng, answer)) for answer in answers for _ in range(GENERATIONS)]
+    return [measure_step(ranks, tokenizer, prompts, sampled) for _ in range(num_steps)][-1]
+
+
+def measure_step(
+    ranks: int, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], sampled: Sequence[SampledCompletion]
+) -> dict[str, float]:
+    """Processor seconds by stage."""
     bounds = [len(sampled) * rank // ranks for rank in range(ranks + 1)]
     seconds: dict[str, float] = {}
     own, *others_own = [sampled[start:end] for start, end in pairwise(bounds)]
@@ -134,7 +130,9 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     with timed(seconds, "unpickle completions"):
         completions = [completion for share in shares for completion in pickle.loads(share).unpack()]
     params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    collector = RolloutCollector(_StubEngine(completions), tokenizer)
+    answers = iter(completions)
+    engine = LocalEngine(lambda requests: [next(answers) for request in requests for _ in request.keys])
+    collector = RolloutCollector(engine, tokenizer)
     with timed(seconds, "collect groups"):
         groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
     collector.close()
@@ -148,9 +146,10 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     with timed(seconds, "metrics"):
         rollout_metrics(scored)
         reward_health_metrics(scored)
+    scored = [replace(group, rewards=np.random.default_rng(0).random(GENERATIONS)) for group in scored]  # all learn
     with timed(seconds, "sequences, advantages"):
         sequences = assign_advantages(
-            [replace(group, rewards=np.random.default_rng(0).random(GENERATIONS)) for group in scored],
+            scored,
             algorithm,
             build_sequences(scored),
             ForwardOnlyOutputs(),
@@ -158,16 +157,45 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
             coefficients=algorithm.coefficients(algorithm.initial_coefficients),
         )
     with timed(seconds, "pack"):
-        batches = pack(sequences, micro_batch_tokens=8192, dp_size=ranks, share_prompts=True, padded=False)
+        learned = drop_zero_gradient(sequences, algorithm)
+        batches = pack(learned, micro_batch_tokens=8192, dp_size=ranks, share_prompts=True, padded=False)
     with timed(seconds, "pickle sequences"):
         for batch in batches:
             pickle.dumps(batch)
-    with tempfile.TemporaryDirectory() as folder:  # what the first file imports is no work of each step
-        write_completions_file(Path(folder) / "first.parquet", step=1, groups=scored[:1])
-    with timed(seconds, "write completions"), tempfile.TemporaryDirectory() as folder:
-        write_completions_file(Path(folder) / "step.parquet", step=1, groups=scored, sequences=sequences)
-    own_s = [s for stage, s in seconds.items() if not stage.endswith("children") and "other" not in stage]
+    write_files(seconds, scored, sequences)
+    own_s = [s for stage, s in seconds.items() if not stage.endswith(("children", "thread")) and "other" not in stage]
     return {**seconds, "rank 0": sum(own_s)}
+
+
+def write_files(seconds: dict[str, float], groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence]) -> None:
+    """Write what a run writes of a step, with what ranks have sent of the tokens in the first groups."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        records = TokenRecords(path, max_bytes=10**9, max_step_tokens=RECENT_STEP_TOKENS)
+        write_completions_file(path / "first.parquet", step=1, groups=groups[:1])  # imports, which no step makes
+        with timed(seconds, "prepare completions file"):
+            write_completions = prepare_completions_file(
+                path / "step.parquet", step=1, groups=groups, sequences=sequences
+            )
+        with timed(seconds, "prepare tokens file"):
+            recorded = records.chosen(sequences)
+        first_pass = {s.index: s.sampling_logprobs[s.trained] for s in recorded}
+        sent = [pickle.dumps(first_pass) for _ in ("logprobs", "entropies")]
+        with timed(seconds, "prepare tokens file"):
+            logprobs, entropies = (
+                {s.index: expand_to_mask(s.loss_mask, values[s.index]) for s in recorded}
+                for values in map(pickle.loads, sent)
+            )
+            write_tokens = prepare_tokens_file(
+                records.file(1),
+                num_trajectories=len(sequences),
+                sequences=recorded,
+                outputs=ForwardOnlyOutputs(logprobs=logprobs, entropies=entropies),
+                with_context=False,
+            )
+        with timed(seconds, "compress and write files, thread"):
+            write_completions()
+            write_tokens()
 
 
 @contextmanager
@@ -175,7 +203,7 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     """Add the processor time of this process, all threads included."""
     start = time.process_time()
     yield
-    seconds[stage] = time.process_time() - start
+    seconds[stage] = seconds.get(stage, 0.0) + time.process_time() - start
 
 
 def text(rng: random.Random, answer: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.algorithms import build_sequences
+from cohort.algorithms import assign, build_sequences
 from cohort.errors import TrainingError
 from cohort.records import ModelCall, Prompt, RolloutGroup, TokenSequence, TrainSequence, Trajectory, join_calls
 from selection import examples
@@ -159,6 +159,27 @@ def test_broken_trajectories_have_no_sequences():
 
 
 _floats = st.sampled_from([0.0, -0.0, 0.5, -1.0, 0.1, 1e-300, float("inf"), float("nan")])
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 3])
+def test_completions_of_a_prompt_have_the_sequences_of_any_trajectory(
+    prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(*lengths: int, also: tuple[Trajectory, ...] = ()) -> RolloutGroup:
+        prompt = Prompt(id=0, epoch=0, content="", token_ids=np.arange(5, 5 + prompt_tokens), columns={})
+        calls = [call(prompt.token_ids.copy(), range(10, 10 + n)) for n in lengths]
+        return RolloutGroup(prompt=prompt, trajectories=(*map(trajectory, calls), *also))
+
+    broken = Trajectory(calls=(), messages=(), text="", end="timeout")
+    groups = [group(4, 1, 2), group(3), group(2, 2, also=(broken,)), group(5, also=(trajectory(call([1, 2], [3])),))]
+    fast = build_sequences(groups)
+    monkeypatch.setattr(assign, "_is_completion", lambda *_: False)
+    naive = build_sequences(groups)
+    assert len(fast) == len(naive) > 1
+    for one, other in zip(fast, naive, strict=True):
+        for field in fields(one):
+            a, b = (np.asarray(getattr(s, field.name)) for s in (one, other))
+            assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), field.name
 
 
 @st.composite

@@ -196,7 +196,8 @@ def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
     """Append a call: its new context tokens, which are not trained, and its sampled tokens."""
     before, context, total = len(sequence.token_ids), len(call.context_ids), len(call.context_ids) + len(call.token_ids)
     mask, logprobs = np.zeros(total, bool), np.zeros(total)
-    mask[:before], logprobs[:before] = sequence.loss_mask, sequence.sampling_logprobs
+    if before:
+        mask[:before], logprobs[:before] = sequence.loss_mask, sequence.sampling_logprobs
     mask[context:], logprobs[context:] = True, call.sampling_logprobs
     return TokenSequence(
         token_ids=np.concatenate([call.context_ids, call.token_ids]), loss_mask=mask, sampling_logprobs=logprobs
@@ -237,23 +238,28 @@ class TrainSequence:
     def __post_init__(self) -> None:
         """Check the invariants that packing relies on."""
         assert 0 <= self.shared_prefix_tokens < len(self.token_ids), "the shared prefix must be a proper prefix"
-        assert not self.loss_mask[: max(1, self.shared_prefix_tokens)].any(), "the shared prefix must not be trained"
+        num_trained = np.count_nonzero(self.loss_mask[: max(1, self.shared_prefix_tokens)])
+        assert num_trained == 0, "the shared prefix must not be trained"
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return what a message needs: 4 to 8 bytes per token instead of 33, and nothing is rounded."""
-        first = int(self.loss_mask.argmax())
-        trained = slice(first, None) if self.loss_mask[first:].all() else self.loss_mask  # a slice is no copy
+        trained = self.trained
+        mask = trained.start if isinstance(trained, slice) else np.packbits(trained)
         values = [_compact(getattr(self, name)[trained]) for name in _PER_TOKEN]
         returns = _compact(self.returns[trained]) if len(self.returns) else None
         numbers = [getattr(self, name) for name in _PER_SEQUENCE]
-        return self.token_ids.astype(np.int32), np.packbits(self.loss_mask), values, returns, numbers
+        return self.token_ids.astype(np.int32).tobytes(), mask, values, returns, numbers
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Set the fields from what `__getstate__` returned."""
-        token_ids, mask, values, returns, numbers = state
-        loss_mask = np.unpackbits(mask, count=len(token_ids)).astype(bool)
-        per_token = dict(zip(_PER_TOKEN, (expand_to_mask(loss_mask, value) for value in values), strict=True))
-        per_token["returns"] = np.zeros(0) if returns is None else expand_to_mask(loss_mask, returns)
+        tokens, mask, values, returns, numbers = state
+        token_ids = np.frombuffer(tokens, np.int32)
+        if isinstance(mask, int):
+            loss_mask = np.arange(len(token_ids)) >= mask
+        else:
+            loss_mask = np.unpackbits(mask, count=len(token_ids)).astype(bool)
+        per_token = {n: expand_to_mask(loss_mask, _loose(v)) for n, v in zip(_PER_TOKEN, values, strict=True)}
+        per_token["returns"] = np.zeros(0) if returns is None else expand_to_mask(loss_mask, _loose(returns))
         per_sequence = dict(zip(_PER_SEQUENCE, numbers, strict=True))
         fields = {"token_ids": token_ids.astype(np.int64), "loss_mask": loss_mask, **per_token, **per_sequence}
         for name, value in fields.items():
@@ -263,6 +269,12 @@ class TrainSequence:
     def num_loss_tokens(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def trained(self) -> "slice | BoolArray":
+        """Index of the trained tokens: the loss mask, or a slice, which copies nothing, if they are the last ones."""
+        first = int(self.loss_mask.argmax())
+        return slice(first, None) if self.num_loss_tokens == len(self.loss_mask) - first else self.loss_mask
 
     @classmethod
     def single_turn(
@@ -309,13 +321,18 @@ _PER_TOKEN = ("sampling_logprobs", "advantages", "loss_weights")
 _PER_SEQUENCE = ("shared_prefix_tokens", "index", "group", "trajectory")
 
 
-def _compact(values: FloatArray) -> "NDArray[np.floating[Any]] | float":
-    """Return one number if all are equal, else float32 if that is exact."""
-    bits = values.view(np.int64)  # -0 is not 0
-    if len(values) and (bits == bits[0]).all():
+def _compact(values: FloatArray) -> float | tuple[str, bytes]:
+    """Return one number if all are equal, else dtype and bytes: those of float32 if that is exact."""
+    sent = values.tobytes()  # -0 is not 0; and an array takes five times as long to pickle
+    if len(values) and sent[:8] == sent[-8:] and sent == sent[:8] * len(values):
         return float(values[0])
     single = values.astype(np.float32)
-    return single if np.array_equal(single, values) else values
+    return ("f", single.tobytes()) if single.astype(np.float64).tobytes() == sent else ("d", sent)
+
+
+def _loose(compact: float | tuple[str, bytes]) -> FloatArray | float:
+    """Return the values that `_compact` was called with, or one number."""
+    return np.frombuffer(compact[1], compact[0]).astype(np.float64) if isinstance(compact, tuple) else compact
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -197,7 +197,7 @@ def why_missing(kind: str, step: int, config: Mapping[str, Any] | None) -> str:
         return f"No completions of step {step}: {which} (run.completions_every: {every})."
     if kind != "step":
         return f"No groups of step {step} were {kind}."
-    return f"No completions of step {step}: the step is not done, or the file was deleted."
+    return f"No completions of step {step}: the step is not done, its file is still being written, or it was deleted."
 
 
 def reward_std(rewards_G: FloatArray) -> float:

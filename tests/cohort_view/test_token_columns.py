@@ -279,7 +279,7 @@ def test_a_row_that_does_not_exist(tmp_path):
         assert completion(run, 5, "step", row)["problems"] == (
             f"completions/step-000005.parquet has no row {row}: it has 1.",
         )
-    missing = "No completions of step 6: the step is not done, or the file was deleted."
+    missing = "No completions of step 6: the step is not done, its file is still being written, or it was deleted."
     assert completion(run, 6, "step", 0)["problems"] == (missing,)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
 from cohort.run.completions import write_completions_file
-from cohort.run.tokens import write_tokens_file
+from cohort.run.tokens import prepare_tokens_file
 from cohort_view import groups, tokens
 from cohort_view.search.search import Match, Search, columns, search
 from completions_files import RunFolder, answering
@@ -56,7 +56,7 @@ def run(tmp_path):
     write_completions_file(tmp_path / "completions/step-000005.parquet", step=5, groups=[GROUP], sequences=[SEQUENCE])
     outputs = ForwardOnlyOutputs(logprobs={0: np.array([0, 0, -0.5, -0.5, 0, -2.0])})
     file = tmp_path / "tokens/step-000005.parquet"
-    write_tokens_file(file, num_trajectories=2, sequences=[SEQUENCE], outputs=outputs, with_context=True)
+    prepare_tokens_file(file, num_trajectories=2, sequences=[SEQUENCE], outputs=outputs, with_context=True)()
     return RunFolder(tmp_path, {"rollout": {"num_generations": 2}})
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import cohort
 from cohort.records import ForwardOnlyOutputs, TrainSequence
-from cohort.run.tokens import TokenRecords, write_tokens_file
+from cohort.run.tokens import TokenRecords, prepare_tokens_file
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
 from selection import slow
 
@@ -29,9 +30,9 @@ TWO_TURNS = TrainSequence(
 
 def test_a_row_has_all_tokens_of_its_trajectory(tmp_path: Path):
     outputs = ForwardOnlyOutputs(logprobs={0: np.array([0.0, -1.5, 0.0, -2.5])})
-    write_tokens_file(
+    prepare_tokens_file(
         tmp_path / "f.parquet", num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True
-    )
+    )()
     broken, row = pq.read_table(tmp_path / "f.parquet").to_pylist()
     assert broken == dict.fromkeys(row)  # infrastructure broke it: it was not trained
     assert row == {
@@ -75,11 +76,28 @@ def test_the_last_steps_are_kept_within_a_size(tmp_path: Path):
     assert steps_in(tmp_path / "a") == [5, 6, 7, 8]
 
 
+def test_of_a_large_step_the_first_groups_are_recorded(tmp_path: Path):
+    sequences = [replace(TWO_TURNS, index=n, group=n // 2, trajectory=n) for n in range(6)]  # of 4 tokens each
+
+    def chosen(max_step_tokens: float) -> list[int]:
+        records = TokenRecords(tmp_path, max_bytes=10**9, max_step_tokens=max_step_tokens)
+        return [s.index for s in records.chosen(sequences)]
+
+    assert chosen(math.inf) == chosen(24) == [0, 1, 2, 3, 4, 5]
+    assert chosen(23) == chosen(16) == [0, 1, 2, 3]
+    assert chosen(15) == chosen(1) == [0, 1]
+    arguments = {"num_trajectories": 6, "outputs": ForwardOnlyOutputs(), "with_context": True}
+    for name, of_step in (("all", sequences), ("some", sequences[:2])):
+        prepare_tokens_file(tmp_path / name, sequences=of_step, **arguments)()
+    all_rows, some = (pq.read_table(tmp_path / name).to_pylist() for name in ("all", "some"))
+    assert some == [*all_rows[:2], *[dict.fromkeys(all_rows[0])] * 4]
+
+
 def write(folder: Path, steps: Iterable[int], *, max_bytes: int, max_recent: int | None = None) -> None:
     records = TokenRecords(folder, max_bytes=max_bytes, max_recent=max_recent)
     for step in steps:
         outputs, file = ForwardOnlyOutputs(), records.file(step)
-        write_tokens_file(file, num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True)
+        prepare_tokens_file(file, num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True)()
         records.add(step)
 
 

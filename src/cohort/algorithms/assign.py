@@ -4,8 +4,8 @@ P prompts, G generations, N = P x G completions, K rewards, L loss tokens of the
 loss mask are ignored here.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -60,6 +60,10 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
     sequences: list[TrainSequence] = []
     num_trajectories = 0
     for g, group in enumerate(groups):
+        if all(_is_completion(group.prompt.token_ids, trajectory) for trajectory in group.trajectories):
+            sequences += _completions(group, group=g, trajectory=num_trajectories, index=len(sequences))
+            num_trajectories += len(group.trajectories)
+            continue
         trajectories = [_join_calls(trajectory) for trajectory in group.trajectories]
         prefix = _shared_prefix(group.prompt.token_ids, trajectories)
         for number, joined in enumerate(trajectories, start=num_trajectories):
@@ -80,6 +84,39 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
                 )
         num_trajectories += len(trajectories)
     return sequences
+
+
+def _is_completion(prompt_ids: IntArray, trajectory: Trajectory) -> bool:
+    """Whether a trajectory is one trained call with exactly the prompt as context."""
+    if trajectory.is_broken or len(trajectory.calls) != 1:
+        return False
+    (call,) = trajectory.calls
+    is_prompt = call.context_ids is prompt_ids or np.array_equal(call.context_ids, prompt_ids)
+    return is_prompt and call.trained and len(call.token_ids) > 0
+
+
+def _completions(of: RolloutGroup | ScoredGroup, *, group: int, trajectory: int, index: int) -> Iterator[TrainSequence]:
+    """Build the sequences of completions of one prompt, which are parts of a few arrays for all of them."""
+    prompt_ids, calls = of.prompt.token_ids, [t.calls[0] for t in of.trajectories]
+    num_shared, zeros_P = len(prompt_ids), np.zeros(len(prompt_ids))
+    ends = np.cumsum([num_shared + len(call.token_ids) for call in calls]).tolist()
+    token_ids = np.concatenate([part for call in calls for part in (prompt_ids, call.token_ids)])
+    logprobs = np.concatenate([part for call in calls for part in (zeros_P, call.sampling_logprobs)])
+    longest = num_shared + max(len(call.token_ids) for call in calls)
+    mask, zeros = np.arange(longest) >= num_shared, np.zeros(longest)
+    for n, (start, end) in enumerate(pairwise([0, *ends])):
+        length = end - start
+        yield TrainSequence(
+            token_ids=token_ids[start:end],
+            loss_mask=mask[:length],
+            sampling_logprobs=logprobs[start:end],
+            advantages=zeros[:length],
+            loss_weights=zeros[:length],
+            shared_prefix_tokens=num_shared,
+            index=index + n,
+            group=group,
+            trajectory=trajectory + n,
+        )
 
 
 def _join_calls(trajectory: Trajectory) -> list[TokenSequence]:
@@ -145,14 +182,26 @@ def assign_advantages(
         counted_NL = included_N[:, None] & (np.arange(advantages_NL.shape[1]) < lengths_N[:, None])
         entropies_NL = _padded(outputs.entropies, sequences, x.lengths.numpy()).reshape(advantages_NL.shape)
         advantages_NL = advantages_NL * high_entropy(entropies_NL, counted_NL, share=algorithm.top_entropy_quantile)
+    is_constant = advantages_NL.strides[1] == 0  # each completion's tokens have the same one
+    no_returns = np.zeros(0)
     return [
-        replace(
-            s,
+        TrainSequence(
+            token_ids=s.token_ids,
+            loss_mask=s.loss_mask,
+            sampling_logprobs=s.sampling_logprobs,
+            advantages=expand_to_mask(
+                s.loss_mask, advantages_NL[s.trajectory, 0] if is_constant else advantages_NL[place]
+            )
+            if included_N[s.trajectory]
+            else np.zeros(len(s.token_ids)),
             loss_weights=expand_to_mask(s.loss_mask, weights_N[s.trajectory]),
-            advantages=expand_to_mask(s.loss_mask, advantages_NL[place] if included_N[s.trajectory] else 0.0),
-            returns=np.zeros(0)
+            returns=no_returns
             if returns_NL is None or not included_N[s.trajectory]
             else expand_to_mask(s.loss_mask, returns_NL[place]),
+            shared_prefix_tokens=s.shared_prefix_tokens,
+            index=s.index,
+            group=s.group,
+            trajectory=s.trajectory,
         )
         for s, place in zip(sequences, _places(sequences), strict=True)
     ]
@@ -223,13 +272,20 @@ def advantage_inputs(
     tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
     last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
     tokens_PGL[last_PG] = np.where(scored_PG & trained_PG, rewards_PG, 0.0)
-    for place in np.argwhere(scored_PG & trained_PG):
-        trajectory = groups[place[0]].trajectories[place[1]]
-        _move_step_rewards(tokens_PGL[tuple(place)], trajectory, reward_weights)
+    with_steps = [
+        (p, g, trajectory)
+        for p, group in enumerate(groups)
+        for g, trajectory in enumerate(group.trajectories)
+        if trajectory.step_rewards and scored_PG[p, g] and trained_PG[p, g]
+    ]
+    for p, g, trajectory in with_steps:
+        _move_step_rewards(tokens_PGL[p, g], trajectory, reward_weights)
     if penalties:
         tokens_PGL -= np.where(scored_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
     # without a trained token there is none to bear the reward, with which the group is still compared
-    totals_PG = np.where(trained_PG, tokens_PGL.sum(axis=-1), rewards_PG)
+    is_at_one_token = not penalties and not with_steps
+    sums_PG = rewards_PG + 0.0 if is_at_one_token else tokens_PGL.sum(axis=-1)
+    totals_PG = np.where(trained_PG, sums_PG, rewards_PG)
     parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
         rewards=torch.from_numpy(np.where(scored_PG, totals_PG, np.nan)),
@@ -243,8 +299,6 @@ def advantage_inputs(
 
 def _move_step_rewards(tokens_L: FloatArray, trajectory: Trajectory, reward_weights: Mapping[str, float]) -> None:
     """Move the step rewards, which the last token has in its reward, to the last token of their turns. In place."""
-    if not trajectory.step_rewards:
-        return
     rewards = np.array(trajectory.step_rewards) * sum(reward_weights[name] for name in trajectory.rewards)
     ends = np.cumsum([len(call.token_ids) for call in trajectory.trained_calls]) - 1
     tokens_L[ends] += rewards

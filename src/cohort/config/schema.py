@@ -383,6 +383,7 @@ class TrainConfig(Section):
 # What `run.record_tokens: auto` keeps.
 RECENT_STEPS = 20
 RECENT_TOKENS_SIZE = "200MB"
+RECENT_STEP_TOKENS = 2_000_000  # of a step, the first groups; ranks send rank 0 what they computed for these
 
 
 class RunConfig(Section):
@@ -404,8 +405,9 @@ class RunConfig(Section):
     ] = Field(
         "auto",
         description="Also write each token's logprob, entropy, advantage and loss weight in training (tokens/), for "
-        "`cohort view`. Costs no computation, only disk: about 10 bytes per token that is trained on. auto: of the "
-        f"last {RECENT_STEPS} steps, at most {RECENT_TOKENS_SIZE}.",
+        "`cohort view`. Costs no computation, only disk: about 7 bytes per token that is trained on. auto: of the "
+        f"last {RECENT_STEPS} steps, at most {RECENT_TOKENS_SIZE}, and of the first {RECENT_STEP_TOKENS:,} tokens of "
+        "each.",
     )
     record_tokens_max_size: Size = Field(
         "1GB",

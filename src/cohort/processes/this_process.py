@@ -24,8 +24,15 @@ def pause_gc() -> None:
 
 
 def resume_gc() -> None:
-    """Enable garbage collection again, after imports and before any computation."""
+    """Enable garbage collection again, after imports and before any computation.
+
+    It leaves out what exists by then: to traverse the 900,000 objects of libraries takes 0.4 s, and the records of a
+    step of many completions cause several full collections.
+    """
+    global _paused
     if _paused:
+        _paused = False
+        gc.freeze()
         gc.enable()
 
 

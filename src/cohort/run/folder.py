@@ -6,21 +6,24 @@ checkpoints/step-N/  final/  summary.json  logs/  adapters/
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cohort.config import Config, load_config, to_yaml
-from cohort.config.schema import RECENT_STEPS, RECENT_TOKENS_SIZE
+from cohort.config.schema import RECENT_STEP_TOKENS, RECENT_STEPS, RECENT_TOKENS_SIZE
 from cohort.config.section import parse_size
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
 from cohort.run.atomic import remove_leftovers, write_file_atomically
-from cohort.run.completions import are_single_turn, write_completions_file
+from cohort.run.completions import are_single_turn, num_sampled_tokens, prepare_completions_file
 from cohort.run.files import (
     SECRET_FILE,
     checkpoints,
@@ -30,7 +33,7 @@ from cohort.run.files import (
     read_metrics,
     read_summary,
 )
-from cohort.run.tokens import TokenRecords, write_tokens_file
+from cohort.run.tokens import TokenRecords, prepare_tokens_file
 
 # Keys that may change when a run resumes, beside those that the rollout engine names: they affect neither what is
 # learned nor in which order.
@@ -54,6 +57,8 @@ ADAPTERS = "adapters"  # the trained adapter, for servers to load
 GIVEN_MODEL = "given-model"  # begins the name of the folder of a model that was given as an object
 LOGS = "logs"  # output of the run's processes; created before the run starts
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
+
+_MANY_TOKENS = 1 << 20  # sampled tokens of a step whose files are compressed while the run goes on
 
 _locks: set[int] = set()  # descriptors of this process's open folders
 
@@ -98,7 +103,11 @@ class RunFolder:
             tokens,
             max_bytes=parse_size(RECENT_TOKENS_SIZE if is_recent else config.run.record_tokens_max_size),
             max_recent=RECENT_STEPS if is_recent else None,
+            max_step_tokens=RECENT_STEP_TOKENS if is_recent else math.inf,
         )
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="files")
+        self._unwritten: list[Future[None]] = []  # files of the last step
+        self._last_step = 0
 
     @property
     def checkpoints_path(self) -> Path:
@@ -170,7 +179,7 @@ class RunFolder:
     def write_completions(
         self, name: str, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
     ) -> None:
-        """Write one step's completions as `completions/{name}-N.parquet`.
+        """Write one step's completions as `completions/{name}-N.parquet`; many of them in a thread (`wait_for_files`).
 
         Args:
             name: "step" for training, "eval" for evaluation.
@@ -179,35 +188,68 @@ class RunFolder:
             sequences: P x G in the same order; they have the advantages. None for evaluation.
 
         Raises:
-            TrainingError: the disk is full, or the folder was deleted.
+            TrainingError: the disk is full, if only for the files before, or the folder was deleted.
         """
         self.check_is_there()
         file = self.path / "completions" / f"{name}-{step:06d}.parquet"
-        write_completions_file(file, step=step, groups=groups, sequences=sequences)
+        write = prepare_completions_file(file, step=step, groups=groups, sequences=sequences)
+        self._write_soon(step, groups, write)
+
+    def recorded(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Return those of a step's sequences whose tokens `write_tokens` shall record."""
+        return self._tokens.chosen(sequences)
 
     def write_tokens(
         self, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
     ) -> None:
         """Write what training knew of the tokens of `completions/step-N.parquet` as `tokens/step-N.parquet`.
 
+        Many of them are written in a thread (`wait_for_files`).
+
         Args:
             step: steps done.
             groups: P groups of G completions.
-            sequences: P x G in the same order.
-            outputs: logprobs and entropies, as far as they were computed.
+            sequences: those that are `recorded`.
+            outputs: their logprobs and entropies, as far as they were computed.
 
         Raises:
-            TrainingError: the disk is full, or the folder was deleted.
+            TrainingError: the disk is full, if only for the files before, or the folder was deleted.
         """
         self.check_is_there()
-        write_tokens_file(
+        write = prepare_tokens_file(
             self._tokens.file(step),
             num_trajectories=sum(len(group.trajectories) for group in groups),
             sequences=sequences,
             outputs=outputs,
             with_context=not are_single_turn(groups),
         )
-        self._tokens.add(step)
+
+        def write_and_count() -> None:
+            write()
+            self._tokens.add(step)
+
+        self._write_soon(step, groups, write_and_count)
+
+    def _write_soon(self, step: int, groups: Sequence[ScoredGroup], write: Callable[[], None]) -> None:
+        """Write a file of a step; in a thread if it is large, of one step at a time."""
+        if step != self._last_step:
+            self.wait_for_files()
+            self._last_step = step
+        if self._unwritten or num_sampled_tokens(groups) >= _MANY_TOKENS:
+            self._unwritten.append(self._writer.submit(write))
+        else:
+            write()
+
+    def wait_for_files(self) -> None:
+        """Wait until all files are written. Called before a checkpoint says that the steps so far are complete.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        unwritten, self._unwritten = self._unwritten, []
+        wait(unwritten)
+        for file in unwritten:
+            file.result()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, which marks the run as finished."""
@@ -226,9 +268,22 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Release the folder."""
-        _locks.discard(self._lock)
-        os.close(self._lock)
+        """Wait until all files are written, and release the folder.
+
+        Raises:
+            TrainingError: the disk is full, and nothing else has ended the run.
+        """
+        ending = sys.exception()
+        try:
+            self.wait_for_files()
+        except TrainingError as error:
+            if ending is None:
+                raise
+            ending.add_note(str(error))
+        finally:
+            self._writer.shutdown()
+            _locks.discard(self._lock)
+            os.close(self._lock)
 
     def _write(self, name: str, text: str) -> None:
         with write_file_atomically(self.path / name) as partial:

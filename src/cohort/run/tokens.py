@@ -1,6 +1,8 @@
 """Per-token records of training: `tokens/step-N.parquet`, bounded in size."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,15 @@ from cohort.records import FloatArray, ForwardOnlyOutputs, TrainSequence
 from cohort.run.atomic import write_file_atomically
 
 _ROWS_AT_A_TIME = 64  # rows of a row group, which is read as a whole
+_REPEATING = ("advantages", "loss_weights", "loss_mask")
 
 
 class TokenRecords:
     """The files `tokens/step-N.parquet` of a run, bounded in size."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_recent: int | None = None):
+    def __init__(
+        self, folder: Path, *, max_bytes: int, max_recent: int | None = None, max_step_tokens: float = math.inf
+    ):
         """Find the files that exist.
 
         Args:
@@ -24,10 +29,12 @@ class TokenRecords:
             max_bytes: maximum size of all files. Beyond it, files are deleted so that evenly spread steps and the
                 newest remain.
             max_recent: maximum number of steps; the oldest are deleted first. None: any number, evenly spread.
+            max_step_tokens: maximum tokens of a step that are recorded.
         """
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_recent = max_recent
+        self._max_step_tokens = max_step_tokens
         self._sizes = {  # step -> bytes
             int(file.stem.removeprefix("step-")): file.stat().st_size for file in folder.glob("step-[0-9]*.parquet")
         }
@@ -35,6 +42,15 @@ class TokenRecords:
     def file(self, step: int) -> Path:
         """File of a step."""
         return self._folder / f"step-{step:06d}.parquet"
+
+    def chosen(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Return a step's sequences to record: those of its first groups, at least of one."""
+        num_tokens = 0
+        for n, s in enumerate(sequences):
+            num_tokens += len(s.token_ids)
+            if num_tokens > self._max_step_tokens and s.group > sequences[0].group:
+                return [chosen for chosen in sequences[:n] if chosen.group < s.group]
+        return sequences
 
     def add(self, step: int) -> None:
         """Count a step's file, which has been written, and delete others if they take more room than there is."""
@@ -56,25 +72,25 @@ class TokenRecords:
         self.file(step).unlink(missing_ok=True)
 
 
-def write_tokens_file(
+def prepare_tokens_file(
     file: Path,
     *,
     num_trajectories: int,
     sequences: Sequence[TrainSequence],
     outputs: ForwardOnlyOutputs,
     with_context: bool,
-) -> None:
-    """Write what training knew of each token: a row per trajectory, with one list per column.
+) -> Callable[[], None]:
+    """Collect what training knew of each token: a row per trajectory, with one list per column.
 
     Args:
         file: Parquet file, written atomically.
-        num_trajectories: rows of the file; those without a sequence are null.
-        sequences: sequences of the step, with advantages and loss weights.
+        num_trajectories: rows of the file; those without a sequence here are null.
+        sequences: sequences to record, with advantages and loss weights.
         outputs: [L] by sequence index; null for sequences that are missing, and outside the loss mask.
         with_context: whether a row has all tokens of its sequences, or only those that the policy sampled.
 
-    Raises:
-        TrainingError: the disk is full.
+    Returns:
+        What writes the file, in any thread. It raises `TrainingError` if the disk is full.
     """
     by_trajectory = sorted(sequences, key=lambda s: s.trajectory)  # stable
     lengths = np.zeros(num_trajectories, np.int64)
@@ -83,17 +99,24 @@ def write_tokens_file(
         [s.trajectory for s in sequences],
         [len(s.token_ids) if with_context else s.num_loss_tokens for s in sequences],
     )
+    places = [slice(None) if with_context else s.trained for s in by_trajectory]
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
     broken = pa.array(np.isin(np.arange(num_trajectories), [s.trajectory for s in sequences], invert=True))
 
     def column(values: Callable[[TrainSequence], np.ndarray], dtype: str = "float32") -> pa.Array:
         """Return one list per trajectory, from the values [L] of a sequence; NaN is null."""
-        parts = [values(s) if with_context else values(s)[s.loss_mask] for s in by_trajectory]
-        tokens = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+        parts = [values(s)[place] for s, place in zip(by_trajectory, places, strict=True)]
+        tokens = np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="same_kind")
         return pa.ListArray.from_arrays(offsets, pa.array(tokens, from_pandas=True), mask=broken)
 
     def output(by_sequence: Mapping[int, FloatArray]) -> pa.Array:
-        return column(lambda s: np.where(s.loss_mask, by_sequence.get(s.index, np.nan), np.nan))
+        def known(s: TrainSequence) -> FloatArray:
+            values = by_sequence.get(s.index)
+            if values is None:
+                return np.full(len(s.token_ids), np.nan)
+            return np.where(s.loss_mask, values, np.nan) if with_context else values
+
+        return column(known)
 
     columns = {"logprobs": output(outputs.logprobs), "entropies": output(outputs.entropies)}
     if outputs.reference_logprobs:
@@ -103,8 +126,19 @@ def write_tokens_file(
         "loss_weights": column(lambda s: s.loss_weights),
         "loss_mask": column(lambda s: s.loss_mask, "bool"),
     }
-    with write_file_atomically(file) as partial:
-        pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
+    return partial(_write, file, pa.table(columns))
+
+
+def _write(file: Path, table: pa.Table) -> None:
+    with write_file_atomically(file) as unfinished:
+        pq.write_table(
+            table,
+            unfinished,
+            compression="zstd",
+            row_group_size=_ROWS_AT_A_TIME,
+            use_dictionary=False,  # of values that hardly repeat takes four times as long, and more room
+            use_byte_stream_split=[f"{name}.list.element" for name in table.column_names if name not in _REPEATING],
+        )
 
 
 def _most_crowded(steps: Sequence[int]) -> int:

@@ -144,6 +144,7 @@ class Checkpointer:
         """
         assert self._state is not None, "no step is finished"
         self._folder.check_is_there()
+        self._folder.wait_for_files()
         self._display.phase("checkpoint")
         self._workers.call(Worker.save, self._folder.checkpoints_path, self._state, keep=self._config.keep_checkpoints)
         self._saved_steps = self._state.steps_done

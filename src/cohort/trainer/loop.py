@@ -118,6 +118,7 @@ class TrainingLoop:
     def finish(self) -> RunResult:
         """Save the final model and the summary."""
         self.close()
+        self.folder.wait_for_files()
         self.checkpointer.save_final_model()
         summary = self._summary()
         self.folder.write_summary(summary)
@@ -171,8 +172,9 @@ class TrainingLoop:
         if self.schedule.writes_completions_at(steps_done):
             self.folder.write_completions("step", steps_done, collected.groups, sequences)
             if self.config.run.record_tokens:
-                known = with_first_pass(self.workers, sequences, outputs)
-                self.folder.write_tokens(steps_done, collected.groups, sequences, known)
+                recorded = self.folder.recorded(sequences)
+                known = with_first_pass(self.workers, recorded, outputs)
+                self.folder.write_tokens(steps_done, collected.groups, recorded, known)
             for kind, groups in (("replaced", collected.replaced), ("dropped", collected.dropped)):
                 if groups:
                     self.folder.write_completions(kind, steps_done, groups)

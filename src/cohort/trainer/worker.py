@@ -113,12 +113,17 @@ class Worker:
             for name, by_sequence in outputs.items()
         }
 
-    def first_pass_outputs(self) -> dict[ForwardOnlyField, dict[int, FloatArray]]:
-        """Return what the policy's first pass over the step computed: name -> sequence index -> [C] trained tokens."""
-        return {
-            name: dict(zip(by_sequence, _to_host([*by_sequence.values()]), strict=True))
-            for name, by_sequence in self.engine.first_pass_outputs().items()
-        }
+    def first_pass_outputs(self, indices: Set[int]) -> dict[ForwardOnlyField, dict[int, FloatArray]]:
+        """Return what the policy's first pass over the step computed: name -> sequence index -> [C] trained tokens.
+
+        Args:
+            indices: of the sequences that are asked for; this rank has some of them.
+        """
+        outputs = {}
+        for name, by_sequence in self.engine.first_pass_outputs().items():
+            own = {index: values for index, values in by_sequence.items() if index in indices}
+            outputs[name] = dict(zip(own, _to_host([*own.values()]), strict=True))
+        return outputs
 
     def send_weights(self, send: SendWeights | None, dtype: torch.dtype, *, share: bool = False) -> None:
         """Gather the weights tensor by tensor and pass them to rank 0's `send`.
@@ -354,10 +359,10 @@ def run_forward_only(
 def with_first_pass(
     workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
 ) -> ForwardOnlyOutputs:
-    """Complete a step's forward-only outputs with what its first pass computed for the sequences trained on."""
+    """Complete forward-only outputs of some of a step's sequences with what its first pass computed for them."""
     masks = {s.index: s.loss_mask for s in sequences}
     found: dict[ForwardOnlyField, dict[int, FloatArray]] = {}
-    for part in workers.call(Worker.first_pass_outputs):
+    for part in workers.call(Worker.first_pass_outputs, {*masks}):
         for name, by_sequence in part.items():
             found.setdefault(name, {}).update({i: expand_to_mask(masks[i], x) for i, x in by_sequence.items()})
     return replace(outputs, **{name: {**values, **getattr(outputs, name)} for name, values in found.items()})

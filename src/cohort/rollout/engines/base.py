@@ -181,8 +181,8 @@ Generate = Callable[[IntArray, SamplingParams, CallKey], Awaitable[ModelCall]]
 class RolloutEngine(Protocol):
     """Samples from the current policy. All methods are called in the training thread."""
 
-    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
-        """Sample a continuation of `token_ids` [K].
+    def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> Awaitable[ModelCall]:
+        """Sample a continuation of `token_ids` [K]. A future is collected faster than a coroutine.
 
         Concurrent calls may be batched; those with equal `token_ids` are prefilled once. Tokens after a stop string of
         `sampling` are cut by the caller (`cut_at_stop`), so that an engine may sample a few more, or ignore it.
@@ -244,12 +244,12 @@ class CallQueue:
         """Create an empty queue."""
         self._calls: list[PendingCall] = []
 
-    async def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
-        """Queue a call and wait for its result."""
+    def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> "asyncio.Future[ModelCall]":
+        """Queue a call and return its result to wait for. Called in a coroutine."""
         result: asyncio.Future[ModelCall] = asyncio.get_running_loop().create_future()
         context = np.asarray(token_ids, dtype=np.int64)  # engines compare contexts by their bytes
         self._calls.append(PendingCall(token_ids=context, sampling=sampling, key=key, result=result))
-        return await result
+        return result
 
     def take(self) -> list[PendingCall]:
         """Remove all calls and return those that were not cancelled."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from cohort.records import Prompt, Trajectory
+from cohort.records import ModelCall, Prompt, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.child_process import ChildPool
 from cohort.rollout.environments.environment_class import group_fraction, reset_seed
@@ -19,7 +19,12 @@ async def answer_prompt(
     generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
 ) -> Trajectory:
     """Sample one completion of a prompt with a single model call."""
-    call = cut_at_stop(await generate(prompt.token_ids, sampling, key), sampling.stop, tokenizer)
+    return completion(await generate(prompt.token_ids, sampling, key), tokenizer, sampling)
+
+
+def completion(call: ModelCall, tokenizer: Any, sampling: SamplingParams) -> Trajectory:
+    """Return the trajectory of a prompt's only call."""
+    call = cut_at_stop(call, sampling.stop, tokenizer)
     return Trajectory.single_turn(call, text=text_of(call, tokenizer))
 
 

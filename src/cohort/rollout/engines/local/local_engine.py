@@ -1,5 +1,6 @@
 """The `local` rollout engine: sample all waiting calls in one batch in the training processes."""
 
+from asyncio import Future
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -48,9 +49,9 @@ class LocalEngine:
         self._calls = CallQueue()
         self._policy_version = 0
 
-    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
+    def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> "Future[ModelCall]":
         """Sample a continuation of `token_ids` [K], batched with all waiting calls."""
-        return await self._calls.put(token_ids, sampling, key)
+        return self._calls.put(token_ids, sampling, key)
 
     def advance(self) -> bool:
         """Sample all waiting calls: one batch, unless they differ in purpose or in a token's distribution."""
