@@ -238,6 +238,7 @@ def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_pa
         assert {x.device for _, x in sent} == {DEVICE} and not cuda.crossings
 
 
+@slow("a step on the device is tried above, and the search for a budget on the CPU")
 def test_the_budget_is_looked_for(tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,17 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter to a run."""
     found = {"python": platform.python_version()}
     for name, distribution in _DISTRIBUTIONS.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+        if version := _installed_version(distribution):
+            found[name] = version
     return found
+
+
+@cache  # looking for it takes milliseconds
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def newer_than_tested(name: str, version: str) -> str | None:
