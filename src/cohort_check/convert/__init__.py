@@ -65,6 +65,7 @@ def convert_launch(
         rules = run_rules(launch, framework_version=framework_version)
         draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
         draft.differences += raised
+        draft.decide += [f"program: {rules.foreign}"] if rules.foreign else []
         comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
         config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
     try:

@@ -37,11 +37,13 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.batch(start)
     for convert in (_data, _rewards, _kl, _algorithm, _sampling):
         convert(draft)
+    mode = draft.launch.settings.get(f"{_ROLLOUT}.mode")
+    if version >= (0, 7) or (mode and mode.value == "async"):  # whose evaluation does not look at do_sample
+        draft.put("eval.temperature", settings.number(f"{_ROLLOUT}.val_kwargs.temperature", 0.0))
+        draft.skip("its evaluation does not look at it", f"{_ROLLOUT}.val_kwargs.do_sample")
     if start and start.generation_batch_size and start.global_batch_size:
         draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
     program = draft.launch.program or VERL
-    if not program.startswith(("verl.", "recipe.")):
-        draft.decide.append(f"program: {program} is not verl's, and may sample or reward in a way of its own")
     if re.search("one_step_off|fully_async", program):
         draft.put("rollout.max_staleness", 1)
         draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")

@@ -99,7 +99,8 @@ class Script:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self._change(node.value, node)
         # in what may not run, or may run several times
-        branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
+        named = [n for n in nodes if isinstance(n, _BRANCHES)]
+        branches: list[Any] = [n for n in named if "__name__" not in ast.dump(getattr(n, "test", n))]
         self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
         mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
         # outside of branches and loops, but `if __name__ == "__main__":`
@@ -116,6 +117,13 @@ class Script:
         self._assigned = {n: of for n, of in plain.items() if len(of) == 1 or not {*map(id, of)} & self._inside}
         self._constants: dict[int, Any] = {}  # values of such lines
         self._options: dict[str, Any] = {}  # of the script's own command line
+        # by line: the tests around it that are true, those that are not, and other branches, which have no value
+        self._when: dict[int, list[tuple[Any, bool]]] = defaultdict(list)
+        for branch in branches:
+            is_if = isinstance(branch, ast.If)
+            for block, holds in [(branch.body, True), (branch.orelse, False)] if is_if else [([branch], True)]:
+                for inside in [node for line in block for node in ast.walk(line)]:
+                    self._when[id(inside)].append((branch.test if is_if else branch, holds))
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
     def _assign(self, target: ast.expr, node: Any) -> None:
@@ -160,6 +168,8 @@ class Script:
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not self.value(node.operand)
         if isinstance(node, ast.IfExp):
             return self.value(node.body if self.value(node.test) else node.orelse)
         if isinstance(node, ast.BoolOp):
@@ -273,9 +283,14 @@ class Script:
         yield from self.changes(name_of(node)) if pairs else ()
 
     def changes(self, name: str) -> Iterator[tuple[str | None, ast.expr, bool]]:
-        """Yield (key, value, certain) of what is set on a name after it is made."""
+        """Yield (key, value, certain) of what is set on a name after it is made, but in branches that do not run."""
         for key, value, line in self.parts.get(name, []):
-            yield key, value, id(line) in self._straight
+            runs: bool | None = id(line) in self._straight
+            with contextlib.suppress(*UNREADABLE):
+                runs = runs or all(bool(self.value(test)) == holds for test, holds in self._when[id(line)])
+                if not runs:
+                    continue
+            yield key, value, bool(runs)
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:

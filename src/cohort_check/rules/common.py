@@ -56,6 +56,7 @@ class RunRules:
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
+    foreign: str | None = None  # why the program is not the framework's own, so that none of this holds
 
 
 def divisors(*factors: int, smallest: int = 2) -> list[int]:
@@ -149,10 +150,10 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
         keys |= _signs(launch)
     elif launch.form == "python":  # whatever their values are
         keys |= {entry.key for entry in launch.unread if not entry.added and entry.key not in OF_THE_TRAINER}
-    has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
+    has = {number: {key for key in keys if is_in(key, table)} for number, table in tables.items()}
     known = set().union(*has.values())  # what no version knows says nothing about versions
     number = parse_version(_newest_release(framework, default))
-    newer = sorted(known - {key for key in keys if _is_in(key, known_keys(framework, number))})
+    newer = sorted(known - {key for key in keys if is_in(key, known_keys(framework, number))})
     fitting = [number for number, found in has.items() if found == known]
     if not newer or not fitting:
         return default, reason
@@ -176,7 +177,8 @@ def _signs(launch: Launch) -> set[str]:
     return {*signs, f"no {ENGINE}"} if needs else signs
 
 
-def _is_in(key: str, table: Keys) -> bool:
+def is_in(key: str, table: Keys) -> bool:
+    """Whether a version has a key, as a section too, or fits a sign of `_signs`."""
     if key.startswith("no "):
         return "required" not in table[ENGINE]
     if key.startswith("+"):
