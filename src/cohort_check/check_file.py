@@ -10,16 +10,14 @@ from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
 from cohort_check.readers import read_launch, read_variants
 from cohort_check.readers.files import read_text
+from cohort_check.readers.launcher import is_of_launcher
 from cohort_check.readers.pins import pinned_version
 from cohort_check.rules import common, run_rules
 from cohort_check.rules.cohort import missing_file_findings
-from cohort_check.rules.common import EVALUATION, GPUS, BatchSizes, RunRules, Start
+from cohort_check.rules.common import EVALUATION, RunRules, Start
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
-# keys of the number of processes; if only known at run time, larger numbers are tried too
-_COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
-_MOST_PROCESSES = 64
 _REFUSALS = frozenset(("CHK002", "CHK006", "CHK008", "CHK010"))
 Outcome = Literal["starts", "refused", "depends", "not checked", "unreadable"]
 
@@ -172,8 +170,8 @@ def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple
     failing = [size for size in starts if size not in working]
     if not failing:
         return "starts", f" with {_gpus(working)}", []
-    if not working and _COUNTS & {entry.key.lower() for entry in launch.unread}:
-        working = [size for size in range(1, _MOST_PROCESSES + 1) if rules.start(size, rules.sizes).starts]
+    if not working and any(map(is_of_launcher, launch.unread)):  # and the number of processes may be any
+        working = [size for size in range(1, max(WORLD_SIZES)) if rules.start(size, rules.sizes).starts]
     size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
     if not working:
         text = f"does not start with {_gpus(failing)}; with {size}"
@@ -218,22 +216,8 @@ def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     if missing:
         return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
     proposals = common.nearest_starts(rules.start, size, rules.sizes)
-    nearest = tuple(f"{name}={value}" for name, value in proposals) or _both(rules, size)
+    nearest = tuple(f"{name}={value}" for name, value in proposals)
     return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
-
-
-def _both(rules: RunRules, size: int) -> tuple[str, ...]:
-    """The nearest numbers with which the run starts once missing keys are set."""
-
-    def start(world_size: int, sizes: BatchSizes) -> Start:
-        result = rules.start(world_size, sizes)
-        return replace(result, starts=True) if rules.missing(world_size, sizes) else result
-
-    def describe(name: str, value: int) -> str:
-        changed = {GPUS: size, **rules.sizes, name: value}
-        return " and ".join((f"{name}={value}", *rules.missing(changed.pop(GPUS), changed)))
-
-    return tuple(describe(*proposal) for proposal in common.nearest_starts(start, size, rules.sizes))
 
 
 def _gpus(sizes: Sequence[int]) -> str:

@@ -144,7 +144,6 @@ def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[st
             .replace("train_batch_size=256", "train_batch_size=255"),
             {"train_batch_size=255": "train_batch_size=256"},
         ),
-        ("c.yaml", COHORT + "rollout: {num_generations: 1}\n", {"num_generations: 1": "num_generations: 2"}),
     ],
 )
 def test_fix_writes_the_nearest_values_and_nothing_else(name: str, text: str, changes: dict[str, str], tmp_path: Path):

@@ -45,7 +45,7 @@ def test_a_script_whose_arguments_name_the_recipe_is_not_checked(tmp_path: Path)
     assert found.launch is not None and found.launch.framework == "open-r1" and not found.failed
     assert found.starts == {} and found.launch.processes is None  # nodes come with the recipe
     (told,) = messages(found, "CHK004")
-    assert "recipe: the script's arguments name" in told and "--launch 'sbatch --nodes=2" in told
+    assert "recipe: the script's arguments name" in told and "--launch 'accelerate launch" in told
 
 
 # --- frameworks and engines whose rules are not known

@@ -83,7 +83,6 @@ def test_what_does_not_decide_may_be_missing(tmp_path: Path):
         ("accelerate launch --num_processes 7", 7),
         ("accelerate launch --num_processes=16 --num_machines 2 train.py --num_processes 3", 16),
         ("torchrun --nproc_per_node 4 --nnodes=2 train.py", 8),
-        ("sbatch --nodes=3 slurm/train.slurm --model x --dp 4 --tp 2", 24),
         ("NNODES=2 NPROC_PER_NODE=8 swift rlhf", 16),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu train.py", 2),
         ("python -m torch.distributed.run --nproc_per_node 4 train.py", 4),
@@ -96,14 +95,6 @@ def test_the_launch_command_says_how_many_processes(command: str, processes: int
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
     launch = read_launch(tmp_path / "r.yaml", launched_with=command)
     assert launch.processes and launch.processes.value == processes
-
-
-def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
-    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nuse_vllm: true\nbenchmarks: []\n")
-    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm")
-    assert two.processes and two.processes.value == 8
-    report = check_file(tmp_path / "r.yaml", launched_with="sbatch --nodes=1 slurm/train.slurm")
-    assert "0 nodes and 0 processes" in next(f.message for f in report.findings if f.code == "CHK002")
 
 
 def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):

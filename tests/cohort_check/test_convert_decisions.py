@@ -160,9 +160,7 @@ def test_a_program_that_is_not_verls_is_to_decide(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6\n"
     )
     config, _ = converted(tmp_path, command, "run.sh")
-    assert any(
-        text.startswith("program: agentlightning.verl is a program") for text in config["decide_first"]
-    )
+    assert any(text.startswith("program: agentlightning.verl is a program") for text in config["decide_first"])
     assert config["eval"]["temperature"] == 0.6
 
 

@@ -106,8 +106,6 @@ def _launched(launch: Launch, command: Command) -> Launch:
     if launch.not_checked is not None:
         return launch
     launched = read_command(command, launch.framework, Path.cwd())
-    if command.has("sbatch"):
-        return trl.open_r1_nodes(launch, command)
     own = command.has("trl", "grpo")
     if not (launched.processes or launched.training_gpus or launched.unread or own):
         raise UserError(

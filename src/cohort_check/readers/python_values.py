@@ -98,14 +98,17 @@ class Script:
                 self._assign(target, node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self._change(node.value, node)
-        # in what may not run, or may run several times
-        named = [n for n in nodes if isinstance(n, _BRANCHES)]
-        branches: list[Any] = [n for n in named if "__name__" not in ast.dump(getattr(n, "test", n))]
-        self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
+        # by node in what may not run, or may run several times: tests and what they must be, or what has no value
+        self.branched: dict[int, list[tuple[Any, bool]]] = defaultdict(list)
+        named: list[Any] = [n for n in nodes if isinstance(n, _BRANCHES)]
+        for branch in [n for n in named if "__name__" not in ast.dump(getattr(n, "test", n))]:
+            is_if = isinstance(branch, ast.If)
+            for block, holds in [(branch.body, True), (branch.orelse, False)] if is_if else [([branch], True)]:
+                for inside in [node for line in block for node in ast.walk(line)]:
+                    self.branched[id(inside)].append((branch.test if is_if else branch, holds))
         mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
         # outside of branches and loops, but `if __name__ == "__main__":`
         lines: list[Any] = [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]
-        self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned: dict[str, list[Any]] = defaultdict(list)
@@ -117,13 +120,6 @@ class Script:
         self._assigned = {n: of for n, of in plain.items() if len(of) == 1 or not {*map(id, of)} & self._inside}
         self._constants: dict[int, Any] = {}  # values of such lines
         self._options: dict[str, Any] = {}  # of the script's own command line
-        # by line: the tests around it that are true, those that are not, and other branches, which have no value
-        self._when: dict[int, list[tuple[Any, bool]]] = defaultdict(list)
-        for branch in branches:
-            is_if = isinstance(branch, ast.If)
-            for block, holds in [(branch.body, True), (branch.orelse, False)] if is_if else [([branch], True)]:
-                for inside in [node for line in block for node in ast.walk(line)]:
-                    self._when[id(inside)].append((branch.test if is_if else branch, holds))
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
     def _assign(self, target: ast.expr, node: Any) -> None:
@@ -285,12 +281,11 @@ class Script:
     def changes(self, name: str) -> Iterator[tuple[str | None, ast.expr, bool]]:
         """Yield (key, value, certain) of what is set on a name after it is made, but in branches that do not run."""
         for key, value, line in self.parts.get(name, []):
-            runs: bool | None = id(line) in self._straight
-            with contextlib.suppress(*UNREADABLE):
-                runs = runs or all(bool(self.value(test)) == holds for test, holds in self._when[id(line)])
-                if not runs:
-                    continue
-            yield key, value, bool(runs)
+            try:
+                if all(bool(self.value(test)) == holds for test, holds in self.branched.get(id(line), ())):
+                    yield key, value, True
+            except UNREADABLE:
+                yield key, value, False
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:

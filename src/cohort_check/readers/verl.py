@@ -50,9 +50,6 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
             unread[word.where] = unknown_word(word)
-    if module.endswith("sft_trainer"):
-        sft = f"{module} trains on given answers (SFT), and neither GRPO nor PPO"
-        return Launch(framework="verl", form="shell", reason=f"verl at {command.where}", settings={}, not_checked=sft)
     resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
     for key, entry in [*unread.items()][:1]:
         unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")

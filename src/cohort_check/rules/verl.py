@@ -191,7 +191,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
 def _foreign(launch: Launch, *, is_release: bool) -> str | None:
     """Why the program is not verl's: its module, or keys that no version has, unless a release of verl is pinned."""
     if launch.program not in (None, *_PROGRAMS):
-        return f"{launch.program} is a program of its own, with rules and defaults that are not verl's"
+        return f"{launch.program} is a program of its own, with rules and defaults that are not known here"
     if is_release or launch.program != VERL or any(unread.key == "(config)" for unread in launch.unread):
         return None
     tables = common.key_tables("verl").values()
