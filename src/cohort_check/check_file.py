@@ -79,10 +79,10 @@ def check_file(
     if ran is not None:
         settings = {key: Setting(value, ran["where"]) for key, value in {**ran["arguments"], **ran["trainer"]}.items()}
         reason = f"the GRPOTrainer at {ran['where']}, by running the script"
-        exact = Launch(framework="trl", form="python", reason=reason, settings=settings)
+        pinned = pinned_version("trl", path, read_text(path))
+        exact = Launch(framework="trl", form="python", reason=reason, settings=settings, version=pinned)
         if ran["processes"] > 1:
             exact = replace(exact, processes=Setting(ran["processes"], "--launch"), processes_per_node=ran["processes"])
-        exact = replace(exact, version=pinned_version("trl", path, read_text(path)))
         return _report(path, exact, world_sizes, framework_version)
     try:
         launch = read_launch(path)
@@ -212,12 +212,11 @@ def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     start = rules.start(size, rules.sizes)
     if start.message == rules.blocked:
         return []  # has its own finding
-    missing = rules.missing(size, rules.sizes)
-    if missing:
-        return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
     proposals = common.nearest_starts(rules.start, size, rules.sizes)
-    nearest = tuple(f"{name}={value}" for name, value in proposals)
-    return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
+    missing = rules.missing(size, rules.sizes)
+    nearest = missing or tuple(f"{name}={value}" for name, value in proposals)
+    field = missing[0].partition("=")[0] if missing else start.field or rules.usual_field
+    return [Finding(code, field, text, nearest, says=start.message)]
 
 
 def _gpus(sizes: Sequence[int]) -> str:

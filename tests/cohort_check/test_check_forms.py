@@ -297,7 +297,7 @@ def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -
 def test_a_script_beside_that_prepares_data_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "to_grpo.py").write_text("import json\n")
     assert report(tmp_path, "python to_grpo.py --input a --output b\n").outcome == "unreadable"
-    assert report(tmp_path, "python to_grpo.py --beta 0.1\n").outcome != "unreadable"
+    assert report(tmp_path, "accelerate launch to_grpo.py --beta 0.1\n").outcome == "not checked"
     assert report(tmp_path, "python elsewhere_grpo.py --input a\n").outcome != "unreadable"
 
 

@@ -97,11 +97,12 @@ def test_the_launch_command_says_how_many_processes(command: str, processes: int
     assert launch.processes and launch.processes.value == processes
 
 
-def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):
+def test_a_launch_command_that_names_no_processes_changes_nothing(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
-    for command in ("accelerate launch train.py", "a; b", "srun x"):
-        with pytest.raises(UserError, match="--launch"):
-            check_file(tmp_path / "r.yaml", launched_with=command)
+    for command in ("accelerate launch train.py", "srun x"):
+        assert check_file(tmp_path / "r.yaml", launched_with=command).starts[8].starts
+    with pytest.raises(UserError, match="--launch"):
+        check_file(tmp_path / "r.yaml", launched_with="a; b")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,6 @@ SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
         ("a.sh", b" \n", "none of the formats"),
         ("a.sh", SHELL_BOMB.encode(), "variables expand to more than"),
         ("a.sh", b"true && " * 3000 + b"false\n", "nested too deeply"),
-        ("a.sh", b"swift rlhf --rlhf_type grpo\n" * 50, "more than 32 runs"),
-        ("a.py", b"GRPOConfig()\n" * 50, "more than 32 runs"),
         ("a.toml", b"a = " + b"[" * 5000, "none of the formats"),
         ("a.toml", b"a = 1\n", "none of the formats"),
         ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "none of the formats"),

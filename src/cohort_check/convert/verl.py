@@ -1,7 +1,5 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
-import re
-
 from cohort.config.other_trainers import equivalents
 from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
@@ -43,10 +41,6 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
         draft.skip("its evaluation does not look at it", f"{_ROLLOUT}.val_kwargs.do_sample")
     if start and start.generation_batch_size and start.global_batch_size:
         draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
-    program = draft.launch.program or VERL
-    if re.search("one_step_off|fully_async", program):
-        draft.put("rollout.max_staleness", 1)
-        draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")
 
 
 def _data(draft: Draft) -> None:

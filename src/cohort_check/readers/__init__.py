@@ -9,7 +9,7 @@ from pathlib import Path
 from cohort.errors import UserError
 from cohort_check.launch import Launch
 from cohort_check.readers import others, swift, trl, trl_python, verl
-from cohort_check.readers.files import notebook_code, read_text, read_yaml_tree
+from cohort_check.readers.files import count_of, notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
 from cohort_check.readers.pins import pinned_version
 from cohort_check.readers.shell import Arms, Command, parse_shell, variants
@@ -20,7 +20,6 @@ FORMATS = (
     "Cohort, TRL, Open-R1, ms-swift (rlhf_type grpo) and verl (actor_rollout_ref), as YAML or the script that starts "
     "them; Python with GRPOConfig(...); prime-rl and OpenRLHF are recognized"
 )
-_MOST_RUNS = 32  # of one file
 _YAML = (others.read_cohort, verl.read_yaml, swift.read_yaml, trl.read_yaml)
 _SHELL = (verl.read_shell, swift.read_shell, trl.read_shell)
 
@@ -40,15 +39,13 @@ def read_launch(path: Path, *, launched_with: str | None = None, arms: Arms = ()
         if launched_with and len(commands) != 1:
             raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
         command = commands[0] if commands else None
-        launches = list(islice(_read(path, code, command, arms), _MOST_RUNS + 1))
+        launches = list(_read(path, code, command, arms))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
-    if len(launches) > _MOST_RUNS:
-        raise UserError(f"{path}: starts more than {_MOST_RUNS} runs; check them in several files")
     if not launches:
         raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
     if command is not None and path.suffix not in (".py", ".ipynb"):
@@ -107,15 +104,10 @@ def _launched(launch: Launch, command: Command) -> Launch:
         return launch
     launched = read_command(command, launch.framework, Path.cwd())
     own = command.has("trl", "grpo")
-    if not (launched.processes or launched.training_gpus or launched.unread or own):
-        raise UserError(
-            "--launch: the command names neither processes nor GPUs; use such as 'accelerate launch --num_processes "
-            "7', 'torchrun --nproc_per_node 8' or 'NPROC_PER_NODE=8 swift rlhf'"
-        )
     return replace(
         launch,
         settings={**launch.settings, **{key: said for key, said in launched.settings.items() if key != "config"}},
-        processes=launched.processes or (trl.own_processes(launch.settings) if own else launch.processes),
+        processes=launched.processes or (count_of(launch.settings, "num_processes") if own else launch.processes),
         processes_per_node=launched.processes_per_node or launch.processes_per_node,
         training_gpus=launched.training_gpus or launch.training_gpus,
         unread=(*launch.unread, *launched.unread),

@@ -20,7 +20,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-UNREADABLE = (ValueError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
 
 
 def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
@@ -164,6 +164,8 @@ class Script:
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
+        if isinstance(node, ast.Subscript) and name_of(node.value) in self._assigned:
+            return self.value(dict(_pairs(self._assigned[name_of(node.value)][-1].value))[constant(node.slice)])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return not self.value(node.operand)
         if isinstance(node, ast.IfExp):

@@ -117,7 +117,6 @@ class _Walker:
         # one word each, or those of an array, which have their own places
         self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
         self._exported: set[str] = set()
-        self._never: list[Word] = []  # in a loop over nothing: why its commands are not run
         self._expanded = 0
 
     def walk(self, node: tree_sitter.Node) -> None:
@@ -143,13 +142,13 @@ class _Walker:
     def _branches(self, node: tree_sitter.Node) -> None:
         arms = [child for child in node.named_children if child.type in _BRANCHES]
         rest = [child for child in node.named_children if child.type not in _BRANCHES]
-        variable, never = node.child_by_field_name("variable"), self._never
+        variable = node.child_by_field_name("variable")
         if variable:  # of a loop
             name = _text(variable)
             self.variables[name] = [Word("", missing=(f"${name} is set by a loop",))]
             given = [child for child in node.children if child.type in ("in", "ERROR")]  # ERROR: `in` and no word
             if given and not any(self._argument(child) for child in rest if child not in (variable, *given)):
-                self._never = [Word("", missing=(f"the loop over ${name} runs over nothing",))]
+                return  # over nothing
         elif node.type == "list" and rest:  # A && B
             self.walk(rest.pop(0))
         before, ends = self.variables, []
@@ -164,7 +163,7 @@ class _Walker:
                 for part in child.named_children if child.type in _BRANCHES else [child]:
                     self.walk(part)
             ends.append(self.variables)
-        self.variables, self._never = before, never
+        self.variables = before
         for name in dict.fromkeys(name for end in ends for name in end.maps[0]):
             values = [end[name] for end in ends if name in end]
             before[name] = merged = _merged(name, values)
@@ -185,7 +184,6 @@ class _Walker:
                 words += self._argument(inner)
         if not words:
             return
-        words += [replace(word, where=self._where(node)) for word in self._never]
         known = {key: replace(value[0], where=self._where(node)) for key, value in env.items() if value}
         self.commands.append(Command(tuple(words), known))
         unread = [replace(words[-1], text="")] if words[-1].missing else []

@@ -2,14 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from cohort.errors import UserError
-from cohort_check.launch import Framework, Launch, Setting, Unread
+from cohort_check.launch import Framework, Launch, Unread
 from cohort_check.readers import trl_python
-from cohort_check.readers.files import YamlTree, find_text
+from cohort_check.readers.files import YamlTree, count_of, find_text
 from cohort_check.readers.launcher import read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
 from cohort_check.rules.common import known_keys
@@ -54,12 +53,13 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     place, found = path, ""
     with contextlib.suppress(UserError, ValueError):
         place, found = find_text(scripts[0].text, path.parent) if launched and scripts else (path, "")
-    beside = "GRPOTrainer" in found
-    script &= not found or beside or bool(options & {"config", *known_keys("trl", ())})  # else it prepares data
+    beside = "GRPOTrainer" in found or "GRPOConfig" in found
+    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
+    if found and not beside and not of_trl:  # a program of its own
+        return None
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
-    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
     if not of_trl:  # with options of its own
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
     if scripts and not of_trl and (beside or not launch.settings):
@@ -68,7 +68,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         reason = "the script's arguments name it; check the recipe with --launch 'accelerate launch --num_processes 8'"
         launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
     launch = with_recipe(launch, path.parent)
-    processes = launch.processes or (own_processes(launch.settings) if own else None)
+    processes = launch.processes or (count_of(launch.settings, "num_processes") if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
     framework: Framework = "open-r1" if special else "trl"
     return replace(launch, framework=framework, processes=processes)
@@ -83,9 +83,3 @@ def _with_script(launch: Launch, script: Word, place: Path, text: str, command: 
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)
     return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
-
-
-def own_processes(settings: Mapping[str, Setting]) -> Setting | None:
-    """`num_processes` of a recipe, which `trl grpo` starts."""
-    said = settings.get("num_processes")
-    return said if said and isinstance(said.value, int) else None

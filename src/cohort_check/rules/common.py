@@ -140,11 +140,9 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     if launch.version is not None:
         return _newest_release(framework, str(launch.version.value)), launch.version.where
     default = DEFAULTS[launch.framework]
-    reason = "the default; --framework-version chooses another one"
-    if launch.framework == "open-r1":
-        reason = "what Open-R1 pins"
-    tables = key_tables(framework)
-    own = set().union(*key_tables("open-r1").values()) if launch.framework == "open-r1" else set()
+    is_open_r1, tables = launch.framework == "open-r1", key_tables(framework)
+    reason = "what Open-R1 pins" if is_open_r1 else "the default; --framework-version chooses another one"
+    own = set().union(*key_tables("open-r1").values()) if is_open_r1 else set()
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
     if framework == "verl":
         keys |= _signs(launch)
@@ -159,11 +157,9 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
         return default, reason
     name = _KNOWN[framework][0]
     first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
-    span = first if first == last else f"{first} to {last}"
-    verb = "fit" if any(key.startswith(("+", "no ")) for key in newer) else "know"
-    who = f"the version that {verb}s" if first == last else f"the versions that {verb}"
+    which = f"{last}, the version that knows" if first == last else f"{first} to {last}, the versions that know"
     shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
-    return last, f"judged as {name} {span}, {who} {shown}; {name} {default} does not"
+    return last, f"judged as {name} {which} {shown}; {name} {default} does not"
 
 
 VERL, ENGINE = "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name"
