@@ -18,8 +18,8 @@ _TABLES: dict[str, Rows] = equivalents()["verl"]
 def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of verl."""
     settings = draft.settings
-    draft.per_node, nodes = settings.whole("trainer.n_gpus_per_node", 8), settings.whole("trainer.nnodes", 1)
-    draft.processes = draft.per_node * nodes if draft.processes else 0
+    draft.per_node = settings.whole("trainer.n_gpus_per_node", 8)
+    draft.processes = draft.per_node * settings.whole("trainer.nnodes", 1) if draft.processes else 0
     draft.model(settings.said(f"{_MODEL}.path"))
     put_sources(draft, files_of(settings.said("data.train_files")))
     put_sources(draft, files_of(settings.said("data.val_files")), section="eval")
