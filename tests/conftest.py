@@ -22,6 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What is written outlasts a killed process; only a machine that loses power needs more, and that takes disks' time.
+os.fsync = lambda descriptor: None
+
 for profile in (QUICK, THOROUGH):  # of `examples`; a busy machine is no reason to fail
     settings.register_profile(profile, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(QUICK)  # `--hypothesis-profile` comes after this

@@ -8,18 +8,16 @@ from typing import Any, Literal
 from cohort.errors import UserError
 from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
-from cohort_check.readers import read_launch
+from cohort_check.readers import read_launch, read_variants
 from cohort_check.readers.files import read_text
+from cohort_check.readers.launcher import is_of_launcher
 from cohort_check.readers.pins import pinned_version
 from cohort_check.rules import common, run_rules
 from cohort_check.rules.cohort import missing_file_findings
-from cohort_check.rules.common import EVALUATION, GPUS, BatchSizes, RunRules, Start
+from cohort_check.rules.common import EVALUATION, RunRules, Start
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
-# keys of the number of processes; if only known at run time, larger numbers are tried too
-_COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
-_MOST_PROCESSES = 64
 _REFUSALS = frozenset(("CHK002", "CHK006", "CHK008", "CHK010"))
 Outcome = Literal["starts", "refused", "depends", "not checked", "unreadable"]
 
@@ -81,10 +79,10 @@ def check_file(
     if ran is not None:
         settings = {key: Setting(value, ran["where"]) for key, value in {**ran["arguments"], **ran["trainer"]}.items()}
         reason = f"the GRPOTrainer at {ran['where']}, by running the script"
-        exact = Launch(framework="trl", form="python", reason=reason, settings=settings)
+        pinned = pinned_version("trl", path, read_text(path))
+        exact = Launch(framework="trl", form="python", reason=reason, settings=settings, version=pinned)
         if ran["processes"] > 1:
             exact = replace(exact, processes=Setting(ran["processes"], "--launch"), processes_per_node=ran["processes"])
-        exact = replace(exact, version=pinned_version("trl", path, read_text(path)))
         return _report(path, exact, world_sizes, framework_version)
     try:
         launch = read_launch(path)
@@ -95,8 +93,27 @@ def check_file(
     if launched_with:
         launch = read_launch(path, launched_with=launched_with)
     runs = (launch, *launch.others)
-    first, *others = (_report(path, run, world_sizes, framework_version) for run in runs)
-    return replace(first, others=tuple(others))
+    reports = [_report(path, run, world_sizes, framework_version) for run in runs]
+    if not launched_with:
+        reports = [_with_branches(path, report, world_sizes, framework_version) for report in reports]
+    return replace(reports[0], others=tuple(reports[1:]))
+
+
+def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version: str | None) -> FileReport:
+    """Judge a run with each of the values that branches of its script give to what decides, if they are known."""
+    if report.outcome != "not checked" or report.launch is None or report.rules is None:
+        return report
+    runs = read_variants(path, report.launch, report.rules.decides | ANY_SETTING)
+    tried = {said: _report(path, run, sizes, version) for said, run in runs}
+    outcomes = dict.fromkeys(one.outcome for one in tried.values())
+    if not outcomes or "not checked" in outcomes:
+        return report
+    if len(outcomes) == 1:
+        said, first = next(iter(tried.items()))
+        return replace(first, verdict=f"{first.verdict} with {said}; the script's other branches lead to the same")
+    by_outcome = ((each, [said for said, one in tried.items() if one.outcome == each]) for each in outcomes)
+    told = "; ".join(f"{outcome} with {' or '.join(said)}" for outcome, said in by_outcome)
+    return replace(report, outcome="depends", verdict=f"depends: {told}")
 
 
 def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:
@@ -105,6 +122,9 @@ def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | Non
         told = f"not checked: {launch.not_checked}"
         return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, findings=launch.findings)
     rules = run_rules(launch, framework_version=version)
+    if rules.foreign:
+        told = f"not checked: {rules.foreign}"
+        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, rules=rules)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)
@@ -150,8 +170,8 @@ def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple
     failing = [size for size in starts if size not in working]
     if not failing:
         return "starts", f" with {_gpus(working)}", []
-    if not working and _COUNTS & {entry.key.lower() for entry in launch.unread}:
-        working = [size for size in range(1, _MOST_PROCESSES + 1) if rules.start(size, rules.sizes).starts]
+    if not working and any(map(is_of_launcher, launch.unread)):  # and the number of processes may be any
+        working = [size for size in range(1, max(WORLD_SIZES)) if rules.start(size, rules.sizes).starts]
     size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
     if not working:
         text = f"does not start with {_gpus(failing)}; with {size}"
@@ -192,26 +212,11 @@ def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     start = rules.start(size, rules.sizes)
     if start.message == rules.blocked:
         return []  # has its own finding
-    missing = rules.missing(size, rules.sizes)
-    if missing:
-        return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
     proposals = common.nearest_starts(rules.start, size, rules.sizes)
-    nearest = tuple(f"{name}={value}" for name, value in proposals) or _both(rules, size)
-    return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
-
-
-def _both(rules: RunRules, size: int) -> tuple[str, ...]:
-    """The nearest numbers with which the run starts once missing keys are set."""
-
-    def start(world_size: int, sizes: BatchSizes) -> Start:
-        result = rules.start(world_size, sizes)
-        return replace(result, starts=True) if rules.missing(world_size, sizes) else result
-
-    def describe(name: str, value: int) -> str:
-        changed = {GPUS: size, **rules.sizes, name: value}
-        return " and ".join((f"{name}={value}", *rules.missing(changed.pop(GPUS), changed)))
-
-    return tuple(describe(*proposal) for proposal in common.nearest_starts(start, size, rules.sizes))
+    missing = rules.missing(size, rules.sizes)
+    nearest = missing or tuple(f"{name}={value}" for name, value in proposals)
+    field = missing[0].partition("=")[0] if missing else start.field or rules.usual_field
+    return [Finding(code, field, text, nearest, says=start.message)]
 
 
 def _gpus(sizes: Sequence[int]) -> str:

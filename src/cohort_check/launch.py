@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cohort_check.findings import Finding
 
-Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl", "prime-rl", "openrlhf"]
+Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl", "prime-rl", "openrlhf", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Launch:
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Setting] = field(default_factory=dict)  # that command's settings
-    version: Setting | None = None  # of the framework (for open-r1: of TRL), where the file says
+    version: Setting | None = None  # of the framework (for open-r1: of TRL), as pinned; `added`: that of a copy of it
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 

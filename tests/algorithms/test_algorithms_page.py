@@ -74,11 +74,11 @@ def test_an_unknown_name_is_told_the_nearest():
     assert result.output.rstrip().endswith("did you mean gspo?")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json"], ["gspo"]])
-def test_it_does_not_import_torch(arguments: list[str]):
+def test_it_does_not_import_torch():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom cohort.cli.app import app\n"
-        f"assert CliRunner().invoke(app, ['algorithms', *{arguments}]).exit_code == 0\n"
+        "for arguments in ([], ['--json'], ['gspo']):\n"
+        "    assert CliRunner().invoke(app, ['algorithms', *arguments]).exit_code == 0\n"
         "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -156,6 +156,25 @@ def test_every_view_says_that_the_folder_is_gone(open_page, runs: Path, tmp_path
         page.close()
 
 
+LEAVE_AT_ONCE = """
+new MutationObserver((_, observer) => {
+  if (!document.getElementById("main")) return;
+  observer.disconnect();
+  location.hash = "#/run/learns/questions";
+}).observe(document, { childList: true, subtree: true });
+"""
+
+
+def test_a_link_followed_at_once_is_not_taken_back(open_page, runs: Path):
+    with served(runs / "learns") as address:
+        page = open_page("about:blank")
+        page.add_init_script(LEAVE_AT_ONCE)  # before the page has made its one run the address
+        page.goto(address)
+        page.locator("[data-question]").first.wait_for()
+        assert page.evaluate("location.hash") == "#/run/learns/questions"
+        page.close()
+
+
 def test_the_keyboard_is_enough(open_page, address):
     page = open_page(address, run_view("learns", "/steps/3"))
     page.locator("[data-group]").nth(3).wait_for()

@@ -110,7 +110,8 @@ def test_exit_codes(files: dict[str, Path], tmp_path: Path):
         assert run("check", files["cohort.yaml"], "--world-sizes", wrong)[0] == 2
     assert run("check", files["trl.yaml"], "--framework-version", "newest")[0] == 2
     assert "trl 0.18.0 (--framework-version)" in run("check", files["trl.yaml"], "--trl-version", "0.18.0")[1]
-    assert run("check", files["trl.yaml"], "--launch", "srun x.py")[0] == 2
+    assert run("check", files["trl.yaml"], "--launch", "a; b")[0] == 2
+    assert run("convert", files["cohort.yaml"])[0] == 2  # nothing to convert
     assert run("convert", tmp_path / "missing.yaml")[0] == 2
 
 
@@ -144,7 +145,6 @@ def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[st
             .replace("train_batch_size=256", "train_batch_size=255"),
             {"train_batch_size=255": "train_batch_size=256"},
         ),
-        ("c.yaml", COHORT + "rollout: {num_generations: 1}\n", {"num_generations: 1": "num_generations: 2"}),
     ],
 )
 def test_fix_writes_the_nearest_values_and_nothing_else(name: str, text: str, changes: dict[str, str], tmp_path: Path):
@@ -181,7 +181,7 @@ def test_brackets_in_files_do_not_become_styles(tmp_path: Path):
 
 def test_converted_files_are_valid_and_say_the_same(files: dict[str, Path], tmp_path: Path):
     configs = {}
-    for name, path in files.items():
+    for name, path in [(name, path) for name, path in files.items() if name != "cohort.yaml"]:
         code, output = run("convert", path)
         decisions = yaml.safe_load(output.partition("decide_first: 1")[0]).get("decide_first", [])
         assert code == bool(decisions) and decisions == (

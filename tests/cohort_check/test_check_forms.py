@@ -45,7 +45,7 @@ def test_a_script_whose_arguments_name_the_recipe_is_not_checked(tmp_path: Path)
     assert found.launch is not None and found.launch.framework == "open-r1" and not found.failed
     assert found.starts == {} and found.launch.processes is None  # nodes come with the recipe
     (told,) = messages(found, "CHK004")
-    assert "recipe: the script's arguments name" in told and "--launch 'sbatch --nodes=2" in told
+    assert "recipe: the script's arguments name" in told and "--launch 'accelerate launch" in told
 
 
 # --- frameworks and engines whose rules are not known
@@ -89,7 +89,7 @@ def test_what_only_hydra_knows_comes_with_the_command_that_tells_it(tmp_path: Pa
     resolve = "`python -m recipe.dapo.main_dapo <the same overrides> --cfg job --resolve > resolved.yaml`"
     assert [(entry.key, entry.where, entry.reason) for entry in launch.unread] == [
         ("trainer.x", "run.sh:3", f"$X is set outside of this file; {resolve} makes a file to check in its place"),
-        ("trainer.nnodes", "run.sh:2", "only a branch adds it"),
+        ("trainer.nnodes", "run.sh:2", "only a branch adds it to $EXTRA"),
         ("(arguments)", "run.sh:3", "$@ is set outside of this file"),
     ]
     based = report(tmp_path, VERL.format("--config-name=my_grpo"))
@@ -269,7 +269,7 @@ def test_a_program_of_others_is_not_refused_by_the_rules_of_verl(tmp_path: Path)
     assert report(tmp_path, text).outcome == "refused"
     found = report(tmp_path, text.replace("verl.trainer.main_ppo", "mine.main_grpo"))
     assert (found.outcome, found.failed) == ("not checked", False)
-    assert "mine.main_grpo, which is not verl's" in found.verdict
+    assert "mine.main_grpo is a program of its own" in found.verdict
     own = report(tmp_path, text.replace("data.", "--config-name mine data.").replace("trainer.n_gpus_per_node=7", ""))
     (tmp_path / "run.sh").write_text("export CUDA_VISIBLE_DEVICES=0\n" + (tmp_path / "run.sh").read_text())
     assert not own.failed and not check_file(tmp_path / "run.sh").failed  # as its configuration names the GPUs
@@ -297,7 +297,7 @@ def test_ms_swift_by_its_own_option_and_openrlhf_by_its_module(tmp_path: Path) -
 def test_a_script_beside_that_prepares_data_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "to_grpo.py").write_text("import json\n")
     assert report(tmp_path, "python to_grpo.py --input a --output b\n").outcome == "unreadable"
-    assert report(tmp_path, "python to_grpo.py --beta 0.1\n").outcome != "unreadable"
+    assert report(tmp_path, "accelerate launch to_grpo.py --beta 0.1\n").outcome == "not checked"
     assert report(tmp_path, "python elsewhere_grpo.py --input a\n").outcome != "unreadable"
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from checks import by_code, read, report
-from cohort.errors import UserError
 from cohort_check import convert_file
 
 OWN = """
@@ -44,30 +43,61 @@ def test_a_script_beside_is_judged_with_the_launchers_arguments(tmp_path: Path) 
     assert found.launch and found.launch.settings["gradient_accumulation_steps"].value == 4
 
 
-def test_keys_of_a_forks_own_configuration_are_known(tmp_path: Path) -> None:
-    text = (
-        "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
-        "actor_rollout_ref.actor.my_key=1\n"
-    )
-    assert "CHK006" in by_code(report(tmp_path, text))
-    (tmp_path / "verl/trainer/config/actor").mkdir(parents=True)
-    (tmp_path / "verl/trainer/config/actor/dp.yaml").write_text("my_key: null\n")
-    assert "CHK006" not in by_code(report(tmp_path, text))
-
-
-def test_a_copy_of_verl_may_be_beside_the_folder_of_the_script(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "src/verl/verl/trainer/config").mkdir(parents=True)
-    (tmp_path / "src/verl/verl/trainer/config/ppo.yaml").write_text("actor:\n  my_key: null\n")
-    (tmp_path / "src/verl/verl/version").mkdir()
-    (tmp_path / "src/verl/verl/version/version").write_text("0.7.0.dev\n")
-    (tmp_path / "scripts/train").mkdir(parents=True)
+def test_keys_that_no_version_of_verl_has_are_those_of_another_program(tmp_path: Path) -> None:
     text = (
         "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
         "actor_rollout_ref.actor.my_key=1 +data.seed=1 actor_rollout_ref.actor.use_dynamic_bsz=True\n"
     )
+    found = report(tmp_path, text)
+    assert (found.outcome, found.findings) == ("not checked", ())
+    assert "no version of verl has actor_rollout_ref.actor.my_key, so this is a program of its own" in found.verdict
+    assert "CHK006" in by_code(report(tmp_path, text, framework_version="0.9"))
+    (tmp_path / "requirements.txt").write_text("verl==0.9.1\n")
+    assert "CHK006" in by_code(report(tmp_path, text))
+
+
+def test_a_copy_of_verl_may_be_beside_the_folder_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "src/verl/verl/version").mkdir(parents=True)
+    (tmp_path / "src/verl/verl/version/version").write_text("0.7.0.dev\n")
+    (tmp_path / "scripts/train").mkdir(parents=True)
+    text = (
+        "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm "
+        "+data.seed=1 actor_rollout_ref.actor.use_dynamic_bsz=True\n"
+    )
     found = report(tmp_path / "scripts/train", text)
     assert found.rules and (found.rules.version, found.failed) == ("0.7.0", False)
+    assert report(tmp_path / "scripts/train", text.replace("+data.seed", "data.mine")).outcome == "not checked"
+
+
+@pytest.mark.parametrize("program", ["verl.trainer.main", "verl.trainer.main_mine", "recipe.mine.main"])
+def test_a_module_beside_those_of_verl_is_a_program_of_its_own(tmp_path: Path, program: str) -> None:
+    found = report(tmp_path, f"python -m {program} data.train_batch_size=7 trainer.nnodes=1 worker.actor.lr=1\n")
+    assert (found.outcome, found.failed) == ("not checked", False) and program in found.verdict
+
+
+BRANCHES = """
+if [ "$1" = small ]; then
+    SIZE=64; N=8
+else
+    SIZE=96; N={}
+fi
+accelerate launch --num_processes 4 -m trl.scripts.grpo --per_device_train_batch_size $SIZE --num_generations $N
+"""
+
+
+def test_a_run_is_judged_with_each_of_the_values_that_branches_choose(tmp_path: Path) -> None:
+    found = report(tmp_path, BRANCHES.format(6))  # 64 with 6 would be refused, and is chosen by no branch
+    assert found.outcome == "starts" and found.verdict.endswith(
+        "with per_device_train_batch_size=64, num_generations=8; the script's other branches lead to the same"
+    )
+    found = report(tmp_path, BRANCHES.format(5))
+    assert (found.outcome, found.failed) == ("depends", False)
+    assert found.verdict == (
+        "depends: starts with per_device_train_batch_size=64, num_generations=8; "
+        "refused with per_device_train_batch_size=96, num_generations=5"
+    )
+    assert report(tmp_path, BRANCHES.format("$2")).outcome == "not checked"
 
 
 @pytest.mark.parametrize(
@@ -89,9 +119,9 @@ def test_signs_of_an_older_version_of_verl(tmp_path: Path, more: str, version: s
 def test_sft_with_verl_is_not_checked(tmp_path: Path, start: str) -> None:
     text = f"torchrun --nproc_per_node=3 {start} data.train_batch_size=7 data.micro_batch_size=4 trainer.total_epochs=1"
     found = report(tmp_path, text)
-    assert (found.outcome, found.failed) == ("not checked", False) and "(SFT)" in found.verdict
-    with pytest.raises(UserError, match="SFT"):
-        convert_file(tmp_path / "run.sh")
+    assert (found.outcome, found.failed) == ("not checked", False)
+    assert "verl.trainer.fsdp_sft_trainer is a program of its own" in found.verdict
+    assert "program: verl.trainer.fsdp_sft_trainer is a program of its own" in convert_file(tmp_path / "run.sh")
 
 
 def test_an_override_that_is_empty_is_not_its_default(tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ def test_what_does_not_decide_may_be_missing(tmp_path: Path):
         ("accelerate launch --num_processes 7", 7),
         ("accelerate launch --num_processes=16 --num_machines 2 train.py --num_processes 3", 16),
         ("torchrun --nproc_per_node 4 --nnodes=2 train.py", 8),
-        ("sbatch --nodes=3 slurm/train.slurm --model x --dp 4 --tp 2", 24),
         ("NNODES=2 NPROC_PER_NODE=8 swift rlhf", 16),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu train.py", 2),
         ("python -m torch.distributed.run --nproc_per_node 4 train.py", 4),
@@ -98,19 +97,12 @@ def test_the_launch_command_says_how_many_processes(command: str, processes: int
     assert launch.processes and launch.processes.value == processes
 
 
-def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
-    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nuse_vllm: true\nbenchmarks: []\n")
-    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm")
-    assert two.processes and two.processes.value == 8
-    report = check_file(tmp_path / "r.yaml", launched_with="sbatch --nodes=1 slurm/train.slurm")
-    assert "0 nodes and 0 processes" in next(f.message for f in report.findings if f.code == "CHK002")
-
-
-def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):
+def test_a_launch_command_that_names_no_processes_changes_nothing(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
-    for command in ("accelerate launch train.py", "a; b", "srun x"):
-        with pytest.raises(UserError, match="--launch"):
-            check_file(tmp_path / "r.yaml", launched_with=command)
+    for command in ("accelerate launch train.py", "srun x"):
+        assert check_file(tmp_path / "r.yaml", launched_with=command).starts[8].starts
+    with pytest.raises(UserError, match="--launch"):
+        check_file(tmp_path / "r.yaml", launched_with="a; b")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +118,8 @@ def test_a_run_is_known_by_its_options_too(command: str, processes: int | None, 
     launch = read(tmp_path, command + "\n", "run.sh")
     assert launch.settings["num_generations"].value == "8"
     assert (launch.processes and launch.processes.value) == processes
-    with pytest.raises(UserError, match="none of the formats"):  # another way of training
-        read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
+    other = read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
+    assert other.framework == "other" and not other.settings  # another way of training
 
 
 # --- YAML and bad input
@@ -156,7 +148,7 @@ def test_a_key_with_a_value_and_a_section_is_the_later_one():
 
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))
-SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
+SHELL_BOMB = "a=xxxxxxxx\n" + 'a="$a$a"\n' * 9 + "run $a\n" * 2000
 
 
 @pytest.mark.parametrize(
@@ -166,7 +158,7 @@ SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
         ("a.yaml", b"a: &x\n  b: *x\nnum_generations: 8\n", "contains itself"),
         ("a.yaml", b"a: &x [1, *x]\nnum_generations: 8\n", "contains itself"),
         ("a.yaml", BOMB.encode(), "more than 100,000 values"),
-        ("a.yaml", b"[" * 5000, "nested too deeply"),
+        ("a.yaml", b"[" * 1000, "nested too deeply"),
         ("a.yaml", b"- 1\n- 2\n", "none of the formats"),
         ("a.yaml", b"", "none of the formats"),
         ("a.yaml", b"learning_rate: 1\n", "none of the formats"),
@@ -181,8 +173,6 @@ SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
         ("a.sh", b" \n", "none of the formats"),
         ("a.sh", SHELL_BOMB.encode(), "variables expand to more than"),
         ("a.sh", b"true && " * 3000 + b"false\n", "nested too deeply"),
-        ("a.sh", b"swift rlhf --rlhf_type grpo\n" * 50, "more than 32 runs"),
-        ("a.py", b"GRPOConfig()\n" * 50, "more than 32 runs"),
         ("a.toml", b"a = " + b"[" * 5000, "none of the formats"),
         ("a.toml", b"a = 1\n", "none of the formats"),
         ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "none of the formats"),

@@ -160,8 +160,21 @@ def test_a_program_that_is_not_verls_is_to_decide(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6\n"
     )
     config, _ = converted(tmp_path, command, "run.sh")
-    assert any(text.startswith("program: agentlightning.verl is not verl's") for text in config["decide_first"])
+    assert any(text.startswith("program: agentlightning.verl is a program") for text in config["decide_first"])
     assert config["eval"]["temperature"] == 0.6
+
+
+@pytest.mark.parametrize(("version", "temperature"), [("0.9", 0.6), ("0.6", 0.0)])
+def test_asynchronous_rollouts_of_verl_evaluate_with_the_temperature_that_is_set(
+    tmp_path: Path, version: str, temperature: float
+) -> None:
+    text = (
+        "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm trainer.nnodes=1 "
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=False actor_rollout_ref.rollout.val_kwargs.temperature=0.6\n"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    evaluation = yaml.safe_load(convert_file(tmp_path / "run.sh", framework_version=version))["eval"]
+    assert evaluation["temperature"] == temperature
 
 
 def test_a_run_with_open_decisions_does_not_start(tmp_path: Path) -> None:

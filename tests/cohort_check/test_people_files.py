@@ -14,7 +14,8 @@ CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("people_fi
 @pytest.mark.parametrize("case", CASES, ids=[case["origin"] for case in CASES])
 def test_the_verdict_is_that_of_a_person(case: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / case["file"]
-    path.write_text(case["text"])
+    for name, text in {case["file"]: case["text"], **case.get("beside", {})}.items():
+        (tmp_path / name).write_text(text)
     found = check_file(path)
     assert found.outcome == case.get("verdict", found.outcome), found.verdict
     assert case.get("error", "") in {"", *(finding.code for finding in found.findings if finding.severity == "error")}

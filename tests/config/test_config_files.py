@@ -32,7 +32,7 @@ from selection import examples
         ("train: {steps: 2024-13-45}\n", "not valid YAML: line 1, column 16: '2024-13-45' is not a valid timestamp"),
         ("train: {seed: !!bool maybe}\n", "not valid YAML: line 1, column 15: 'maybe' is not a valid bool"),
         ("rewards: [{args: &a {x: *a}}]\n", "not valid YAML: nested too deeply, or an anchor contains itself"),
-        ("[" * 3000, "not valid YAML: nested too deeply"),
+        ("[" * 1000, "not valid YAML: nested too deeply"),
         ("{a: " * 3000, "not valid YAML: nested too deeply"),
         (
             "a0: &a0 [1, 2]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 10)),

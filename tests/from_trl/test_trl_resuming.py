@@ -65,7 +65,9 @@ def test_from_the_last_checkpoint(tmp_path: Path, base: Path, whole: Path):
     assert_same_weights(tmp_path / "final", whole / "checkpoint-4")
 
 
-@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize(
+    "as_object", mostly_slow([False, True], True, reason="test_only_the_last_checkpoints_stay has a path")
+)
 def test_from_an_earlier_checkpoint(tmp_path: Path, base: Path, whole: Path, as_object: bool):
     """The run that has gone further stays as it is, and its later checkpoints are moved."""
     out = tmp_path / "out"

@@ -251,7 +251,9 @@ def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str, key:
     """The same in a part of a stream, on one rank, while the others have streams of their own; no old logprobs."""
     precision = {"dtype": "float64", **({key: True} if key else {})}
     engine = make_engine(model, ranks, reference=reference, precision=precision)
-    algorithm, sequences = step_sequences("grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * 3, LONG)
+    algorithm, sequences = step_sequences(
+        "grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * ranks.world_size, LONG
+    )
 
     def compute(budget: int) -> Computed:
         batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]

@@ -28,7 +28,7 @@ import psutil
 def kill_workers(completions, level):
     """Kill the processes that grade answers on the rank that scores group 1."""
     for child in psutil.Process().children(recursive=True) if level[0] == 1 else ():
-        if child.status() != "zombie" and not any("resource_tracker" in word for word in child.cmdline()):
+        if child.status() != "zombie" and "cohort.rewards.math_worker" in child.cmdline():
             child.kill()
     return [1] * len(completions)
 

@@ -1,6 +1,7 @@
 """PPO's critic: advantages and returns, values and their gradients under laws 1 and 2, and whole runs."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import make_critic_sequences, make_worker
 from rank_engine import REWRITTEN, SHARD, TURNS, out_of_memory_over
 from runs import changed, make_inputs
-from selection import examples
+from selection import examples, mostly_slow
 from test_flops import make_moe
 from test_laws import random_groups
 from tiny import gradients, make_model, make_tokenizer, pack_for, relative_error, save_model_folder
@@ -171,8 +172,14 @@ def test_one_completion_needs_a_critic_and_only_then_is_there_one(tmp_path: Path
         config_from_dict({**config, "algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 6}})
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2"])
-@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    mostly_slow(
+        [*itertools.product(["llama", "qwen3", "qwen2"], ["shared", "packed", "padded"])],
+        *(("llama", "shared"), ("qwen3", "packed"), ("qwen2", "padded"), ("qwen2", "shared")),
+        reason="each family and each layout",
+    ),
+)
 def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
     """Laws 1 and 2 for the critic: any budget, streams too, against one unpadded forward per completion."""
     critic = make_critic(kind)

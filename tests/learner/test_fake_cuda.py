@@ -224,7 +224,10 @@ def test_activations_wait_in_their_size_of_pinned_memory_which_is_used_again(tmp
         assert not cuda.registered
 
 
-@pytest.mark.parametrize("name", ["autocast", "masters"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["autocast", "masters"], "masters", reason="masters are one more thing to send"),
+)
 def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE) as cuda:
         worker = build(VARIANTS[name], folders(VARIANTS[name].model), tmp_path)
@@ -235,6 +238,7 @@ def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_pa
         assert {x.device for _, x in sent} == {DEVICE} and not cuda.crossings
 
 
+@slow("a step on the device is tried above, and the search for a budget on the CPU")
 def test_the_budget_is_looked_for(tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)

@@ -117,7 +117,7 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: lis
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@examples(20, quick=2)
+@examples(20, quick=1)
 @given(groups=GROUPS, budget=st.integers(1, 120), seed=st.integers(0, 1000))
 def test_the_gradient_of_every_algorithm_depends_on_no_split(name: str, groups: list[Any], budget: int, seed: int):
     assert_any_split_has_the_dense_gradient(AlgorithmConfig(name=name), groups, budget, seed)

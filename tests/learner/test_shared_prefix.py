@@ -1,5 +1,6 @@
 """Streams: a group larger than the budget computes its prompt once, and the gradient is that of the whole group."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -140,17 +141,18 @@ def memory_runs_out_once(engine: TrainEngine, layer: int, within: range, way: st
         hook.remove()
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(
-    ("budget", "lengths", "within"),
-    [
-        (340, [[30, 14, 25, 1, 31, 8], [20, 1, 6, 2, 11, 4]], range(31, 200)),  # in a part, not the prompt's own row
-        (1000, [[3, 14, 9, 1, 1, 8]], range(311, 1000)),  # in a whole group, which becomes a stream
-    ],
-)
-def test_memory_that_runs_out(budget: int, lengths: list[list[int]], within: range, layer: int, way: str):
+SHORT = {  # budget in tokens, lengths, and what is computed when memory runs out
+    "part": (340, [[30, 14, 25, 1, 31, 8], [20, 1, 6, 2, 11, 4]], range(31, 200)),  # not the prompt's own row
+    "group": (1000, [[3, 14, 9, 1, 1, 8]], range(311, 1000)),  # a whole one, which becomes a stream
+}
+RUNS_OUT = [*itertools.product(SHORT, (0, 1), ("forward", "backward"))]
+EACH_TWO = [("part", 0, "forward"), ("part", 1, "backward"), ("group", 0, "backward"), ("group", 1, "forward")]
+
+
+@pytest.mark.parametrize(("where", "layer", "way"), mostly_slow(RUNS_OUT, *EACH_TWO, reason="each two of them"))
+def test_memory_that_runs_out(where: str, layer: int, way: str):
     """What did not fit is computed again in smaller parts; nothing is added twice, to the prompt neither."""
+    budget, lengths, within = SHORT[where]
     policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
     algorithm, sequences = step("grpo_kl", lengths)
     _, expected = dense_gradient(policy, reference, sequences, algorithm)

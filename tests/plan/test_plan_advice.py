@@ -85,7 +85,7 @@ def test_a_proposal_planned_again_gives_the_numbers_of_its_line(tmp_path: Path, 
         "{model: {path: m}, data: {path: d.csv}, rewards: [{use: math}], rollout: {max_prompt_tokens: 512}}"
     )
     command = [str(file), "--model", model, *options]
-    plan = planned(*command)
+    plan = planned(*command, advised=True)
     assert plan["advice"]
     for line in plan["advice"]:
         numbers = {key[2:]: value for key, value in line["changes"].items() if key.startswith("--")}

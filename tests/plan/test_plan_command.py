@@ -21,7 +21,7 @@ from cohort.plan.memory import MemoryPlan
 from cohort.plan.schedule import plan_micro_batches
 from cohort.plan.shape import PRESETS, preset_shape
 from cohort.trainer.preflight import compare_memory, preflight_on
-from plans import EIGHT, config, on_gpus
+from plans import EIGHT, config, on_gpus, planned, without_advice
 from selection import slow
 
 
@@ -66,9 +66,7 @@ def test_prompts_of_sources_are_counted_as_the_run_reads_them(run_file: Path) ->
 
 
 def test_the_command(run_file: Path) -> None:
-    fits = CliRunner().invoke(app, ["plan", str(run_file), "--gpu-memory", "80GB", "--json", "--max", "length"])
-    assert fits.exit_code == 0, fits.output
-    plan = json.loads(fits.output)
+    plan = planned(str(run_file), "--gpu-memory", "80GB", "--max", "length")
     assert plan["model"]["parameters"] == 7_615_616_512
     assert plan["layout"]["num_steps"] == 7
     assert plan["memory"]["fits"]
@@ -83,7 +81,8 @@ def test_the_command(run_file: Path) -> None:
 
 def test_the_first_line_says_which_gpus_were_assumed(run_file: Path) -> None:
     def first_line(*arguments: str) -> str:
-        return CliRunner().invoke(app, ["plan", str(run_file), *arguments]).output.splitlines()[0]
+        with without_advice():
+            return CliRunner().invoke(app, ["plan", str(run_file), *arguments]).output.splitlines()[0]
 
     others = "(for others: --gpus 1 --gpu 4090; for this machine's CPU: hardware.device=cpu)"
     assert first_line() == f"assumed: 8 x NVIDIA H100 80GB HBM3 {others}"
@@ -108,8 +107,9 @@ def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: 
     assert unknown.layer_parameters == everywhere.layer_parameters
     assert "qkv_proj" in str(unknown.warning) and everywhere.warning is None
     arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
-    assert "qkv_proj not found in the shape" in CliRunner().invoke(app, arguments).output
-    assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]
+    with without_advice():
+        assert "qkv_proj not found in the shape" in CliRunner().invoke(app, arguments).output
+    assert "qkv_proj" in planned(*arguments[1:])["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,8 @@ def test_groups_of_one(run_file: Path) -> None:
         assert (plan.packed_tokens, plan.completions_per_micro_batch) == (4608, 1)
         assert (plan.shared_prefix_tokens, plan.num_micro_batches) == (0, 2)
     command = ["plan", str(run_file), "algorithm.name=ppo", "rollout.num_generations=1"]
-    told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
+    with without_advice():
+        told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
     assert "prompts per step and process 2, with one completion each" in told
     assert "completions per step" not in told
     assert "critic 7.07 billion parameters" in told

@@ -12,7 +12,7 @@ from cohort.plan.advice import advise, replan
 from cohort.plan.hardware import cpu_name
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
-from plans import on_gpus, planned
+from plans import on_gpus, planned, without_advice
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def shown(*arguments: str) -> str:
-    return " ".join(CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"}).output.split())
+    with without_advice():
+        return " ".join(CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"}).output.split())
 
 
 def test_by_default_every_gpu_is_used(run_file: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_run_on_the_cpu_is_planned_for_the_cpu(run_file: Path) -> None:
 
 def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path) -> None:
     arguments = (str(run_file), "--gpus", "8", "hardware.processes=1")
-    plan = planned(*arguments)
+    plan = planned(*arguments, advised=True)
     assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (1, 7, [])
     first = plan["advice"][0]
     assert first["changes"] == {"hardware.processes": "auto"}

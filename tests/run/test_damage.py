@@ -14,6 +14,7 @@ from cohort.errors import UserError
 from cohort.run.files import MANIFEST, checkpoints, find_damage, read_manifest, read_metrics, split_by_size
 from commands import Ended, assert_refused
 from runs import Notes, assert_same_weights, changed, make_inputs, metric, stop_after, train
+from selection import mostly_slow
 from test_launched_ranks import LaunchedRank
 from waiting import free_port
 
@@ -100,7 +101,7 @@ def test_every_kind_is_noticed(run: Path, cohort, damage, name: str, story: str)
     assert sorted(p.relative_to(run) for p in run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("kind", [1, 8, 11, 15])
+@pytest.mark.parametrize("kind", mostly_slow([1, 8, 11, 15], 8, 11, reason="the rest is found by `cohort verify`"))
 def test_the_run_goes_on_from_the_newest_whole_one(config, whole: Path, run: Path, kind: int):
     damage, name, story = DAMAGE[kind]
     damage(run / "checkpoints" / "step-4" / name)

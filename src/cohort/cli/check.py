@@ -28,8 +28,7 @@ LaunchedWith = Annotated[
     typer.Option(
         "--launch",
         metavar="COMMAND",
-        help="Launch command, if the files do not contain it: 'accelerate launch --num_processes 7', "
-        "'sbatch --nodes=2 slurm/train.slurm'.",
+        help="Launch command, if the files do not contain it, such as 'accelerate launch --num_processes 7'.",
     ),
 ]
 Run = Annotated[

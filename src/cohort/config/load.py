@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"override {override!r}: must look like key.sub=value, such as train.steps=100")
     try:
-        value = read_yaml(text)
+        value = _plain_copy(_override_value(text))
     except ValueError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.split(".")
@@ -217,6 +218,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         node[_list_index(node, last, override, ".".join(parents))] = value
     else:
         node[last] = value
+
+
+@lru_cache(maxsize=1024)
+def _override_value(text: str) -> Any:
+    """Read a value; planning tries the same few hundreds of times."""
+    return read_yaml(text)
 
 
 def _list_index(items: list[Any], part: str, override: str, field: str) -> int:

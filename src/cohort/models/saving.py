@@ -6,6 +6,7 @@ Only one tensor is gathered at a time (or those that are saved as one); `weight_
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,10 @@ class TensorSpec:
 
 def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """Return the specs of what `stream_weights` yields, in order, without gathering weights."""
-    specs = []
+    specs, as_saved = [], _as_saved(policy)
     for group in _groups(policy, dtype):
         shapes = {name: torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="meta") for name, tensor in group}
-        specs += [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in _as_saved(policy, shapes).items()]
+        specs += [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in as_saved(shapes).items()]
     return specs
 
 
@@ -59,8 +60,9 @@ def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator
         policy: source of the weights.
         dtype: cast floating-point weights to it before gathering; None keeps the dtype of the (master) weights.
     """
+    as_saved = _as_saved(policy)
     for group in _groups(policy, dtype):
-        made = _as_saved(policy, {name: _full_tensor(tensor, dtype) for name, tensor in group})
+        made = as_saved({name: _full_tensor(tensor, dtype) for name, tensor in group})
         while made:  # drop each one as soon as it has been consumed
             name = next(iter(made))
             yield name, made.pop(name)
@@ -121,11 +123,14 @@ def _stored_name(name: str, converters: list["WeightConverter"]) -> str:
     return name
 
 
-def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert names and shapes to those of `save_pretrained`."""
+def _as_saved(policy: Policy) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a function that converts names and shapes of tensors to those of `save_pretrained`."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(saved_model(policy.model, policy.multimodal), tensors)
+    model = saved_model(policy.model, policy.multimodal)
+    if getattr(model, "_weight_conversions", None) is None and not weight_conversions(model):
+        return lambda tensors: tensors  # the library would look through the model for every tensor
+    return partial(revert_weight_conversion, model)
 
 
 def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -67,7 +67,7 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload) -> MemoryPlan:
     """Compute the memory of each phase, by part."""
-    persistent, models = _persistent(workload), workload.models
+    persistent, models = persistent_parts(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
     largest = workload.shape.embedding_parameters
     return MemoryPlan(
@@ -88,9 +88,14 @@ def plan_memory(workload: Workload) -> MemoryPlan:
     )
 
 
-def backward_bytes(workload: Workload) -> int:
-    """Memory of the backward phase alone, as `plan_memory` computes it."""
-    return sum({**_persistent(workload), **_backward(workload)}.values())
+def backward_bytes(workload: Workload, persistent: Mapping[str, int] | None = None) -> int:
+    """Memory of the backward phase alone, as `plan_memory` computes it.
+
+    Args:
+        workload: of one process.
+        persistent: `persistent_parts` of it, if they are known.
+    """
+    return sum({**(persistent or persistent_parts(workload)), **_backward(workload)}.values())
 
 
 def checkpointed_activations(workload: Workload) -> dict[Checkpointing, int]:
@@ -154,8 +159,8 @@ def _optimizer_state_bytes(workload: Workload) -> int:
     return state
 
 
-def _persistent(workload: Workload) -> dict[str, int]:
-    """Memory that is allocated in all phases."""
+def persistent_parts(workload: Workload) -> dict[str, int]:
+    """Memory that is allocated in all phases, whatever the token budget."""
     weights = _shard(workload, workload.shape.num_parameters, workload.resident_weight_bytes)
     if workload.quantization is not None:
         weights = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.shards)

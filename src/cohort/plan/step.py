@@ -7,7 +7,7 @@ from cohort.config import Config
 from cohort.plan.backward import offloaded_bytes_per_token
 from cohort.plan.defaults import replicas, with_communication
 from cohort.plan.hardware import Hardware, link_bandwidth
-from cohort.plan.memory import CERTAIN, backward_bytes, plan_memory
+from cohort.plan.memory import CERTAIN, backward_bytes, persistent_parts, plan_memory
 from cohort.plan.schedule import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape
 from cohort.plan.timing import BUS_BANDWIDTH, StepTimes, step_times
@@ -177,12 +177,15 @@ def _largest_budget(
 ) -> int:
     """Largest useful token budget that fits, as the run finds it; the smallest one if none fits."""
 
-    def fits(tokens: int) -> bool:
+    def workload(tokens: int) -> Workload:
         micro_batches = plan_micro_batches(config, num_training, tokens)
-        workload = process_workload(config, shape, hardware, micro_batches, shared=shared, keeps_base=keeps_base)
-        return backward_bytes(workload) <= hardware.gpu_memory_bytes
+        return process_workload(config, shape, hardware, micro_batches, shared=shared, keeps_base=keeps_base)
+
+    def fits(tokens: int) -> bool:
+        return backward_bytes(workload(tokens), persistent) <= hardware.gpu_memory_bytes
 
     low = min_budget(config)
+    persistent = persistent_parts(workload(low))
     high = max(low, max_useful_budget(config, num_training))
     return largest_number(fits, low, high, tolerance=16) or low
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,13 @@ _DISTRIBUTIONS = {
 _SHOWN = {"python": "Python", **{package: section.program for package, section in _SERVER_PACKAGES}}
 
 
+@cache  # looking for them takes tens of milliseconds, and a run starts with two looks
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter to a run."""
     found = {"python": platform.python_version()}
     for name, distribution in _DISTRIBUTIONS.items():
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -60,12 +60,11 @@ def newer_than_tested(name: str, version: str) -> str | None:
 
 def untested_versions() -> list[str]:
     """Describe what this process has loaded in a version newer than any that was tested. Servers are not in it."""
-    found = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
-    loaded = {name: version for name, version in found.items() if name in sys.modules}
+    found = versions()
+    loaded = {name: found[name] for name in ("torch", "transformers") if name in found and name in sys.modules}
     if loaded:
         loaded["python"] = platform.python_version()
-    notes = (newer_than_tested(name, version) for name, version in loaded.items())
-    return [note for note in notes if note is not None]
+    return [note for name, text in loaded.items() if (note := newer_than_tested(name, text)) is not None]
 
 
 def release(version: str) -> tuple[int, int]:

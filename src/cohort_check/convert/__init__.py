@@ -15,7 +15,6 @@ from cohort_check.launch import ANY_SETTING, Launch, Setting, Settings
 from cohort_check.readers import read_launch
 from cohort_check.readers.trl_python import UNSLOTH
 from cohort_check.rules import run_rules
-from cohort_check.rules.cohort import nested
 from cohort_check.rules.common import EVALUATION, FRAMEWORK_NAMES, RunRules, Start, counted, parse_version
 from cohort_check.rules.verl import BATCH_KEYS
 
@@ -56,17 +55,16 @@ def convert_launch(
     Raises:
         UserError: the framework is only recognized.
     """
-    if launch.framework == "cohort":
-        config, comments = nested(launch), {"Different here": ["nothing: this is a configuration of Cohort"]}
-    elif launch.not_checked and not launch.settings:
-        raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
-    else:
-        launch, raised = _raised_by_unsloth(launch)
-        rules = run_rules(launch, framework_version=framework_version)
-        draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
-        draft.differences += raised
-        comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
-        config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
+    if launch.framework == "cohort" or (launch.not_checked and not launch.settings):
+        why = f": {launch.not_checked}" if launch.not_checked else ""
+        raise UserError(f"{launch.reason}{why}; only TRL, Open-R1, ms-swift and verl are converted")
+    launch, raised = _raised_by_unsloth(launch)
+    rules = run_rules(launch, framework_version=framework_version)
+    draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
+    draft.differences += raised
+    draft.decide += [f"program: {rules.foreign}"] if rules.foreign else []
+    comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
+    config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
     try:
         config_from_dict(config)
     except UserError as error:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +162,12 @@ class Draft:
         settings, entry = self.settings, self.known.get(key) or {**self._older.get(key, {}), "default": None}
         kind = row.get("type", entry.get("type"))
         value = row.get("default") if entry["default"] is None else entry["default"]
+        whole = partial(settings.whole, minimum=-1, maximum=10**9)
+        typed: dict[Any, Any] = {"int": whole, "float": settings.number, "bool": settings.flag}
         if settings.text(key) is None:
             pass  # not set, or null
-        elif kind == "int":
-            value = settings.whole(key, value, minimum=-1, maximum=10**9)
-        elif kind == "float":
-            value = settings.number(key, value)
-        elif kind == "bool":
-            value = settings.flag(key, bool(value))
+        elif str(kind) in typed:
+            value = typed[kind](key, value)
         elif kind == "texts":
             said = settings.said(key)
             value = [str(text) for text in (said if isinstance(said, list | tuple) else [said])] or None

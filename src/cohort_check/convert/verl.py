@@ -1,7 +1,5 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
-import re
-
 from cohort.config.other_trainers import equivalents
 from cohort_check.convert.data_sources import files_of, put_sources
 from cohort_check.convert.draft import Draft, Rows
@@ -20,8 +18,8 @@ _TABLES: dict[str, Rows] = equivalents()["verl"]
 def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of verl."""
     settings = draft.settings
-    draft.per_node, nodes = settings.whole("trainer.n_gpus_per_node", 8), settings.whole("trainer.nnodes", 1)
-    draft.processes = draft.per_node * nodes if draft.processes else 0
+    draft.per_node = settings.whole("trainer.n_gpus_per_node", 8)
+    draft.processes = draft.per_node * settings.whole("trainer.nnodes", 1) if draft.processes else 0
     draft.model(settings.said(f"{_MODEL}.path"))
     put_sources(draft, files_of(settings.said("data.train_files")))
     put_sources(draft, files_of(settings.said("data.val_files")), section="eval")
@@ -37,14 +35,12 @@ def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.batch(start)
     for convert in (_data, _rewards, _kl, _algorithm, _sampling):
         convert(draft)
+    mode = draft.launch.settings.get(f"{_ROLLOUT}.mode")
+    if version >= (0, 7) or (mode and mode.value == "async"):  # whose evaluation does not look at do_sample
+        draft.put("eval.temperature", settings.number(f"{_ROLLOUT}.val_kwargs.temperature", 0.0))
+        draft.skip("its evaluation does not look at it", f"{_ROLLOUT}.val_kwargs.do_sample")
     if start and start.generation_batch_size and start.global_batch_size:
         draft.rescale(start.generation_batch_size, start.global_batch_size, "rollouts there")
-    program = draft.launch.program or VERL
-    if not program.startswith(("verl.", "recipe.")):
-        draft.decide.append(f"program: {program} is not verl's, and may sample or reward in a way of its own")
-    if re.search("one_step_off|fully_async", program):
-        draft.put("rollout.max_staleness", 1)
-        draft.decide.append("batch: it samples on GPUs of its own, ahead of training; set hardware.rollout_gpus")
 
 
 def _data(draft: Draft) -> None:

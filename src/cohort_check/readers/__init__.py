@@ -1,6 +1,7 @@
 """Readers of launch files."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -8,24 +9,25 @@ from pathlib import Path
 from cohort.errors import UserError
 from cohort_check.launch import Launch
 from cohort_check.readers import others, swift, trl, trl_python, verl
-from cohort_check.readers.files import notebook_code, read_text, read_yaml_tree
+from cohort_check.readers.files import count_of, notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
 from cohort_check.readers.pins import pinned_version
-from cohort_check.readers.shell import Command, parse_shell
+from cohort_check.readers.shell import Arms, Command, parse_shell, variants
 
-__all__ = ["FORMATS", "read_launch"]
+__all__ = ["FORMATS", "read_launch", "read_variants"]
 
 FORMATS = (
     "Cohort, TRL, Open-R1, ms-swift (rlhf_type grpo) and verl (actor_rollout_ref), as YAML or the script that starts "
     "them; Python with GRPOConfig(...); prime-rl and OpenRLHF are recognized"
 )
-_MOST_RUNS = 32  # of one file
 _YAML = (others.read_cohort, verl.read_yaml, swift.read_yaml, trl.read_yaml)
 _SHELL = (verl.read_shell, swift.read_shell, trl.read_shell)
 
 
-def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
+def read_launch(path: Path, *, launched_with: str | None = None, arms: Arms = ()) -> Launch:
     """Read the runs of a file. `launched_with` is the launch command, if the file does not contain it.
+
+    `arms` are those that branches of a shell script take.
 
     Raises:
         UserError: the file cannot be read, or has an unknown format.
@@ -37,21 +39,31 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         if launched_with and len(commands) != 1:
             raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
         command = commands[0] if commands else None
-        launches = list(islice(_read(path, code, command), _MOST_RUNS + 1))
+        launches = list(_read(path, code, command, arms))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
-    if len(launches) > _MOST_RUNS:
-        raise UserError(f"{path}: starts more than {_MOST_RUNS} runs; check them in several files")
     if not launches:
         raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
     if command is not None and path.suffix not in (".py", ".ipynb"):
         launches = [_launched(launch, command) for launch in launches]
     launches = [replace(one, version=one.version or pinned_version(one.framework, path, text)) for one in launches]
     return replace(launches[0], others=tuple(launches[1:]))
+
+
+def read_variants(path: Path, launch: Launch, keys: Set[str]) -> Iterator[tuple[str, Launch]]:
+    """Yield a run of a shell script for each way through the branches that decide `keys`, after their values there."""
+    deciding = [entry for entry in launch.unread if entry.key in keys]
+    names = {name for entry in deciding for name in re.findall(r"\$(\w+)", entry.reason)}
+    text = read_text(path) if names and launch.form == "shell" else ""
+    for arms in variants(text, path.name, names, known=slurm_variables(text)) if text else ():
+        first = read_launch(path, arms=arms)
+        for run in [run for run in (first, *first.others) if run.reason == launch.reason]:
+            said = ((entry.key.rpartition(".")[2], run.settings.get(entry.key)) for entry in deciding)
+            yield ", ".join(f"{key}={entry.value if entry else ''}" for key, entry in said), run
 
 
 def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
@@ -69,7 +81,7 @@ def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
     raise UserError(f"--launch {launched_with!r}: must start {script.name}, such as 'python {script.name} --lr 1e-6'")
 
 
-def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+def _read(path: Path, text: str, command: Command | None, arms: Arms) -> Iterator[Launch]:
     """Yield every run of a file."""
     suffix = path.suffix.lower()
     if suffix in (".py", ".ipynb"):
@@ -77,7 +89,7 @@ def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     elif suffix == ".toml":
         yield from filter(None, [others.recognize(path, text)])
     elif suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
-        commands = parse_shell(text, path.name, known=slurm_variables(text))
+        commands = parse_shell(text, path.name, known=slurm_variables(text), arms=arms)
         server = find_server(commands)
         found = (islice(filter(None, (read(path, text, one, server) for read in _SHELL)), 1) for one in commands)
         runs = [run for first in found for run in first]
@@ -91,18 +103,11 @@ def _launched(launch: Launch, command: Command) -> Launch:
     if launch.not_checked is not None:
         return launch
     launched = read_command(command, launch.framework, Path.cwd())
-    if command.has("sbatch"):
-        return trl.open_r1_nodes(launch, command)
     own = command.has("trl", "grpo")
-    if not (launched.processes or launched.training_gpus or launched.unread or own):
-        raise UserError(
-            "--launch: the command names neither processes nor GPUs; use such as 'accelerate launch --num_processes "
-            "7', 'torchrun --nproc_per_node 8' or 'NPROC_PER_NODE=8 swift rlhf'"
-        )
     return replace(
         launch,
         settings={**launch.settings, **{key: said for key, said in launched.settings.items() if key != "config"}},
-        processes=launched.processes or (trl.own_processes(launch.settings) if own else launch.processes),
+        processes=launched.processes or (count_of(launch.settings, "num_processes") if own else launch.processes),
         processes_per_node=launched.processes_per_node or launch.processes_per_node,
         training_gpus=launched.training_gpus or launch.training_gpus,
         unread=(*launch.unread, *launched.unread),

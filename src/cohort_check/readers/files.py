@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,12 @@ def read_yaml_tree(text: str, name: str) -> YamlTree | None:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     return tree
+
+
+def count_of(settings: Mapping[str, Setting], key: str) -> Setting | None:
+    """A setting that is a whole number, such as that of the processes; None for any other."""
+    said = settings.get(key)
+    return said if said and isinstance(said.value, int) else None
 
 
 def find_yaml(name: str, folder: Path) -> YamlTree:

@@ -6,20 +6,19 @@ from pathlib import Path
 
 from cohort_check.findings import load_table
 from cohort_check.launch import Launch
-from cohort_check.readers.files import YamlTree
+from cohort_check.readers.files import YamlTree, count_of
 
 
 def read_cohort(path: Path, text: str, tree: YamlTree) -> Launch | None:
     """Read a configuration of Cohort; None for any other file."""
     if not {"model", "data", "rewards"} <= tree.top.keys() or "model" in tree.values:
         return None
-    processes = tree.values.get("hardware.processes")
     return Launch(
         framework="cohort",
         form="yaml",
         reason="YAML with the sections model, data and rewards",
         settings=tree.values,
-        processes=processes if processes and isinstance(processes.value, int) else None,
+        processes=count_of(tree.values, "hardware.processes"),
         findings=tuple(tree.findings),
     )
 

@@ -36,7 +36,7 @@ def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     for copy, file in ((name, file) for name in copies for file in find_copies(path.parent, name)):
         with suppress(UserError):
             if match := re.search(rf"(?:^|__version__\s*=\s*[\"']){_NUMBER}", read_text(file).strip()):
-                return Setting(match[1], copy)
+                return Setting(match[1], copy, added=True)
     return None
 
 

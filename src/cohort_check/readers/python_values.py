@@ -20,7 +20,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-UNREADABLE = (ValueError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
 
 
 def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
@@ -98,13 +98,17 @@ class Script:
                 self._assign(target, node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self._change(node.value, node)
-        # in what may not run, or may run several times
-        branches = [n for n in nodes if isinstance(n, _BRANCHES) and "__name__" not in ast.dump(getattr(n, "test", n))]
-        self.branched = {id(node) for branch in branches for node in ast.walk(branch)}
+        # by node in what may not run, or may run several times: tests and what they must be, or what has no value
+        self.branched: dict[int, list[tuple[Any, bool]]] = defaultdict(list)
+        named: list[Any] = [n for n in nodes if isinstance(n, _BRANCHES)]
+        for branch in [n for n in named if "__name__" not in ast.dump(getattr(n, "test", n))]:
+            is_if = isinstance(branch, ast.If)
+            for block, holds in [(branch.body, True), (branch.orelse, False)] if is_if else [([branch], True)]:
+                for inside in [node for line in block for node in ast.walk(line)]:
+                    self.branched[id(inside)].append((branch.test if is_if else branch, holds))
         mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
         # outside of branches and loops, but `if __name__ == "__main__":`
         lines: list[Any] = [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]
-        self._straight = {id(line) for line in lines}
         names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
         assigned: dict[str, list[Any]] = defaultdict(list)
@@ -160,6 +164,10 @@ class Script:
             return self._options[node.attr]
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
+        if isinstance(node, ast.Subscript) and name_of(node.value) in self._assigned:
+            return self.value(dict(_pairs(self._assigned[name_of(node.value)][-1].value))[constant(node.slice)])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not self.value(node.operand)
         if isinstance(node, ast.IfExp):
             return self.value(node.body if self.value(node.test) else node.orelse)
         if isinstance(node, ast.BoolOp):
@@ -273,9 +281,13 @@ class Script:
         yield from self.changes(name_of(node)) if pairs else ()
 
     def changes(self, name: str) -> Iterator[tuple[str | None, ast.expr, bool]]:
-        """Yield (key, value, certain) of what is set on a name after it is made."""
+        """Yield (key, value, certain) of what is set on a name after it is made, but in branches that do not run."""
         for key, value, line in self.parts.get(name, []):
-            yield key, value, id(line) in self._straight
+            try:
+                if all(bool(self.value(test)) == holds for test, holds in self.branched.get(id(line), ())):
+                    yield key, value, True
+            except UNREADABLE:
+                yield key, value, False
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:

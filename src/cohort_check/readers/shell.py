@@ -1,12 +1,13 @@
 """Parse shell scripts into commands, expanding the variables that the script assigns. Nothing is run."""
 
 import ast
+import math
 import re
-from collections import ChainMap
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import product, takewhile
 
 import tree_sitter
 import tree_sitter_bash
@@ -16,6 +17,7 @@ from cohort_check.readers.python_values import UNREADABLE, compute
 _BASH = tree_sitter.Language(tree_sitter_bash.language())
 _MOST_EXPANDED = 1_000_000  # characters of all variables where they are used
 _MOST_REASONS = 4  # why a word is not known
+_MOST_VARIANTS = 16  # of a script, by the ways through its branches
 _EXPORTED = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")  # that decide something
 _BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
 _PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
@@ -27,6 +29,9 @@ _DIRNAME = r"\$\(dirname (?:-- )?\"?\$(?:0|BASH_SOURCE|\{(?:0|BASH_SOURCE(?:\[0\
 _OWN_FOLDER = re.compile(rf'{_DIRNAME}|\$\(cd (?:-- )?"?{_DIRNAME}((?:/\.\.)*)/?"?(?: &?>[^&]*)? && pwd(?: -P)?\)')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
+
+
+Known = tuple[tuple[str, str], ...]  # variables and their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +67,32 @@ class Command:
         return any(tuple(own[i : i + len(names)]) == names for i in range(len(own)))
 
 
-@lru_cache(maxsize=8)
-def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()) -> tuple[Command, ...]:
+Arms = tuple[tuple[int, int], ...]  # by where a branch starts: which of its arms is taken
+
+
+def parse_shell(text: str, name: str, *, known: Known = (), arms: Arms = ()) -> tuple[Command, ...]:
     """Parse the commands of a script, in order. `name` is its file's; the variables `known` are set when it starts.
 
     Raises:
         ValueError: its variables expand to more than any script holds.
         RecursionError: it is nested too deeply.
     """
-    walker = _Walker(name, {"HOME": "~", "PWD": ".", **dict(known)})
+    return tuple(_walked(text, name, known, arms).commands)
+
+
+def variants(text: str, name: str, variables: Iterable[str], *, known: Known = ()) -> Iterator[Arms]:
+    """Yield each way through the branches that decide these variables; none if there are too many."""
+    decided = _walked(text, name, known, ()).decided
+    places = dict(sorted(place for variable in variables for place in decided.get(variable, {}).items()))
+    if places and math.prod(places.values()) <= _MOST_VARIANTS:
+        yield from (tuple(zip(places, taken, strict=True)) for taken in product(*map(range, places.values())))
+
+
+@lru_cache(maxsize=8)
+def _walked(text: str, name: str, known: Known, arms: Arms) -> "_Walker":
+    walker = _Walker(name, {"HOME": "~", "PWD": ".", **dict(known)}, dict(arms))
     walker.walk(_tree(text))
-    return tuple(walker.commands)
+    return walker
 
 
 def _tree(text: str) -> tree_sitter.Node:
@@ -89,13 +109,14 @@ def _text(node: tree_sitter.Node) -> str:
 class _Walker:
     """Walk a script once, from its first line to its last."""
 
-    def __init__(self, name: str, variables: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(self, name: str, variables: Mapping[str, str], arms: Mapping[int, int]) -> None:
+        self.name, self.arms = name, arms
+        # by variable: where branches start that decide its value, and how many arms they have
+        self.decided: dict[str, dict[int, int]] = defaultdict(dict)
         self.commands: list[Command] = []
         # one word each, or those of an array, which have their own places
         self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
         self._exported: set[str] = set()
-        self._never: list[Word] = []  # in a loop over nothing: why its commands are not run
         self._expanded = 0
 
     def walk(self, node: tree_sitter.Node) -> None:
@@ -121,30 +142,35 @@ class _Walker:
     def _branches(self, node: tree_sitter.Node) -> None:
         arms = [child for child in node.named_children if child.type in _BRANCHES]
         rest = [child for child in node.named_children if child.type not in _BRANCHES]
-        variable, never = node.child_by_field_name("variable"), self._never
+        variable = node.child_by_field_name("variable")
         if variable:  # of a loop
             name = _text(variable)
             self.variables[name] = [Word("", missing=(f"${name} is set by a loop",))]
             given = [child for child in node.children if child.type in ("in", "ERROR")]  # ERROR: `in` and no word
             if given and not any(self._argument(child) for child in rest if child not in (variable, *given)):
-                self._never = [Word("", missing=(f"the loop over ${name} runs over nothing",))]
+                return  # over nothing
         elif node.type == "list" and rest:  # A && B
             self.walk(rest.pop(0))
         before, ends = self.variables, []
-        for arm in ([rest] if node.type in ("if_statement", "list") else []) + [[arm] for arm in arms]:
+        ways = ([rest] if node.type in ("if_statement", "list") else []) + [[arm] for arm in arms]
+        if not any(arm.type == "else_clause" or _text(arm).lstrip("(").startswith("*)") for arm in arms):
+            ways.insert(0, [])
+        if (taken := self.arms.get(node.start_byte)) is not None:
+            ways = [ways[taken]]
+        for way in ways:
             self.variables = before.new_child()
-            for child in arm:
+            for child in way:
                 for part in child.named_children if child.type in _BRANCHES else [child]:
                     self.walk(part)
             ends.append(self.variables)
-        self.variables, self._never = before, never
-        if not any(arm.type == "else_clause" or _text(arm).lstrip("(").startswith("*)") for arm in arms):
-            ends.insert(0, before.new_child())
+        self.variables = before
         for name in dict.fromkeys(name for end in ends for name in end.maps[0]):
             values = [end[name] for end in ends if name in end]
             before[name] = merged = _merged(name, values)
             if len(values) < len(ends) and len(merged) == 1 and not merged[0].where:  # not set in one of them
                 before[name] = [replace(merged[0], choices=("", *_choices(merged[0])))]
+            if any(word.missing or word.choices for word in before[name]):
+                self.decided[name][node.start_byte] = len(ends)
 
     def _command(self, node: tree_sitter.Node) -> None:
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
@@ -158,7 +184,6 @@ class _Walker:
                 words += self._argument(inner)
         if not words:
             return
-        words += [replace(word, where=self._where(node)) for word in self._never]
         known = {key: replace(value[0], where=self._where(node)) for key, value in env.items() if value}
         self.commands.append(Command(tuple(words), known))
         unread = [replace(words[-1], text="")] if words[-1].missing else []
@@ -300,7 +325,7 @@ def _merged(name: str, values: Sequence[list[Word]]) -> list[Word]:
     pairs = zip(*values, strict=False)
     same = sum(1 for _ in takewhile(lambda words: all(word == words[0] for word in words), pairs))
     added = {word: None for value in values for word in value[same:]}
-    return [*values[0][:same], *(replace(word, missing=("only a branch adds it",)) for word in added)]
+    return [*values[0][:same], *(replace(word, missing=(f"only a branch adds it to ${name}",)) for word in added)]
 
 
 def _choices(word: Word) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cohort_check.launch import Launch, Unread
-from cohort_check.readers.files import YamlTree
+from cohort_check.readers.files import YamlTree, count_of
 from cohort_check.readers.launcher import read_command, with_recipe
 from cohort_check.readers.shell import Command
 
@@ -32,7 +32,6 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     """Read a YAML file with ms-swift's keys; None for any other file."""
     if "rlhf_type" not in tree.values or tree.values["rlhf_type"].value != "grpo":
         return None
-    processes = tree.values.get("ENV.NPROC_PER_NODE")
     gpus = tree.values.get("ENV.CUDA_VISIBLE_DEVICES")
     return Launch(
         framework="ms-swift",
@@ -40,7 +39,7 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
         reason="YAML with rlhf_type: grpo",
         settings={key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")},
         not_checked=_RAY if "train.gpus" in tree.values else None,
-        processes=processes if processes and isinstance(processes.value, int) else None,
+        processes=count_of(tree.values, "ENV.NPROC_PER_NODE"),
         training_gpus=tuple(str(gpus.value).split(",")) if gpus else None,
         findings=tuple(tree.findings),
     )

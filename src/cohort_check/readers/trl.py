@@ -1,16 +1,15 @@
 """TRL and Open-R1: YAML recipes, and the shell commands that start them."""
 
+import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from cohort.errors import UserError
-from cohort_check.findings import Finding
-from cohort_check.launch import Framework, Launch, Setting, Unread
+from cohort_check.launch import Framework, Launch, Unread
 from cohort_check.readers import trl_python
-from cohort_check.readers.files import YamlTree, find_text
-from cohort_check.readers.launcher import parse_options, read_command, with_recipe
+from cohort_check.readers.files import YamlTree, count_of, find_text
+from cohort_check.readers.launcher import read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
 from cohort_check.rules.common import known_keys
 
@@ -21,7 +20,6 @@ _SIGNS = (
 SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for other ways of training
 _SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
 OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
-_OPEN_R1_GPUS = 8  # of each node, written into its slurm/train.slurm
 _OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
 _STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 
@@ -52,33 +50,28 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     outside = next((word for word in scripts if word.missing and word.name == ".py"), None)
     serves = server is not None and server.has("trl", "vllm-serve") and bool(scripts)
     own = command.has("trl", "grpo")
-    place, found = _find_script(scripts[0], path.parent) if launched and scripts else (path, "")
-    beside = "GRPOTrainer" in found
-    script &= not found or beside or bool(options & {"config", *known_keys("trl", ())})  # else it prepares data
+    place, found = path, ""
+    with contextlib.suppress(UserError, ValueError):
+        place, found = find_text(scripts[0].text, path.parent) if launched and scripts else (path, "")
+    beside = "GRPOTrainer" in found or "GRPOConfig" in found
+    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
+    if found and not beside and not of_trl:  # a program of its own
+        return None
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
-    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
     if not of_trl:  # with options of its own
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
     if scripts and not of_trl and (beside or not launch.settings):
         launch = _with_script(launch, scripts[0], place, found, command)
     if outside:  # such as Open-R1's slurm/train.slurm
-        reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
+        reason = "the script's arguments name it; check the recipe with --launch 'accelerate launch --num_processes 8'"
         launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
     launch = with_recipe(launch, path.parent)
-    processes = launch.processes or (own_processes(launch.settings) if own else None)
+    processes = launch.processes or (count_of(launch.settings, "num_processes") if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
     framework: Framework = "open-r1" if special else "trl"
     return replace(launch, framework=framework, processes=processes)
-
-
-def _find_script(script: Word, folder: Path) -> tuple[Path, str]:
-    """Where a script that a command starts is, and its text; empty if it is not there."""
-    try:
-        return find_text(script.text, folder)
-    except (UserError, ValueError):
-        return folder, ""
 
 
 def _with_script(launch: Launch, script: Word, place: Path, text: str, command: Command) -> Launch:
@@ -90,24 +83,3 @@ def _with_script(launch: Launch, script: Word, place: Path, text: str, command: 
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)
     return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
-
-
-def own_processes(settings: Mapping[str, Setting]) -> Setting | None:
-    """`num_processes` of a recipe, which `trl grpo` starts."""
-    said = settings.get("num_processes")
-    return said if said and isinstance(said.value, int) else None
-
-
-def open_r1_nodes(launch: Launch, command: Command) -> Launch:
-    """Set the processes of Open-R1's slurm/train.slurm: 8 per node; with vLLM, the last node runs its server."""
-    options, vllm = parse_options(command.words), launch.settings.get("use_vllm")
-    on_last = vllm is not None and str(vllm.value).lower() in ("true", "1", "yes")
-    nodes = (options.whole("nodes", options.whole("N", 1)) or 1) - on_last
-    message = "with use_vllm the only node runs the sampling server: 0 nodes and 0 processes are left to train"
-    refused = Finding("CHK002", "--nodes", message, ("--nodes=2", "vllm_mode=colocate without the server"))
-    return replace(
-        launch,
-        processes=Setting(nodes * _OPEN_R1_GPUS, command.where),
-        processes_per_node=_OPEN_R1_GPUS,
-        findings=launch.findings if nodes else (*launch.findings, refused),
-    )

@@ -17,7 +17,6 @@ from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, con
 from cohort_check.readers.shell import Command, parse_shell
 
 _CONFIGS = ("GRPOConfig", "RLOOConfig", "RLHFArguments")  # classes of settings; the last one is ms-swift's
-_MOST_ARGUMENTS = 5_000
 _DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
     "map filter select shuffle train_test_split remove_columns rename_column rename_columns cast_column from_list "
     "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
@@ -151,9 +150,7 @@ class _Run:
         for value in call.args[:1] if not prefix else ():
             self.add(None if ast.unparse(value) == "..." else "output_dir", value)
         entries = (entry for keyword in call.keywords for entry in self.script.named(keyword.arg, keyword.value))
-        for place, (key, node, certain) in enumerate(entries):
-            if place == _MOST_ARGUMENTS:
-                raise ValueError(f"{self.script.where(call)}: more than {_MOST_ARGUMENTS:,} arguments")
+        for key, node, certain in entries:
             self.add(key, node, certain=certain, prefix=prefix)
 
     def launch(self, started: Launch, *, parsed: bool = False) -> Launch:

@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from cohort_check.launch import Launch, Setting, Unread
-from cohort_check.readers.files import YamlTree, read_text
+from cohort_check.readers.files import YamlTree
 from cohort_check.readers.launcher import gpus_of, unknown_word
-from cohort_check.readers.pins import find_copies
 from cohort_check.readers.shell import Command, Word
 from cohort_check.readers.swift import MEGATRON
 from cohort_check.rules.common import VERL, key_tables
@@ -20,7 +19,6 @@ from cohort_check.rules.common import VERL, key_tables
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
 _SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
 _GPUS = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}  # with verl's defaults
-_MOST_FILES = 200
 _OWN_CONFIG = "ppo_trainer"  # of which verl's defaults are known
 
 
@@ -42,7 +40,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
                 unread["(config)"] = Unread("(config)", word.where, reason)
         elif word.text == "-m" or (word.name.endswith((".py", ".sh")) and not match):
             name = after.text if word.text == "-m" else word.text.lstrip("./").removesuffix(".py").replace("/", ".")
-            module = name[max(name.rfind("verl.trainer."), 0) :]
+            module = name[max(name.rfind("verl.trainer."), name.rfind("recipe."), 0) :]
             settings, unread = {}, {}  # words before are of the launcher
         elif match and (word.missing or (not match[3] and types.get(match[2]) in ("int", "float", "bool"))):
             settings.pop(match[2], None)  # the last one counts
@@ -52,13 +50,6 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
             unread[word.where] = unknown_word(word)
-    if module.endswith("sft_trainer"):
-        sft = f"{module} trains on given answers (SFT), and neither GRPO nor PPO"
-        return Launch(framework="verl", form="shell", reason=f"verl at {command.where}", settings={}, not_checked=sft)
-    own = _own_keys(path.parent)  # which may have what others add with +, or not
-    for key, said in settings.items() if own else ():
-        if said.added or key.rpartition(".")[2] in own:
-            settings[key] = replace(said, added="fork")
     resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
     for key, entry in [*unread.items()][:1]:
         unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")
@@ -69,17 +60,10 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         settings=settings,
         program=module,
         unread=tuple(unread.values()),
-        not_checked=_not_checked(settings, config, module),
+        not_checked=_not_checked(settings, config),
         processes=_processes(settings, unread, "" if "(config)" in unread else command.where),
         training_gpus=gpus_of(command),
     )
-
-
-def _own_keys(folder: Path) -> set[str]:
-    """Names of the keys in the configuration folder of a copy of verl around a script."""
-    place = next(find_copies(folder, "verl/trainer/config"), None)
-    files = sorted(place.rglob("*.yaml"))[:_MOST_FILES] if place else []
-    return {name for file in files for name in re.findall(r"(?m)^\s*(\w+):", read_text(file))}
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
@@ -101,16 +85,13 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     )
 
 
-def _not_checked(settings: Mapping[str, Setting], config: str = "", module: str = "") -> str | None:
+def _not_checked(settings: Mapping[str, Setting], config: str = "") -> str | None:
     """Why the run is not checked: the rules are those of verl's own trainer with FSDP."""
     keys = ("model_engine", "actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.strategy")
     engines = [str(settings[key].value) for key in keys if key in settings]
     if "megatron" in " ".join([config, *engines]):
         return MEGATRON
     other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
-    other += [f"{module}, whose rollouts have GPUs of their own"] if ".experimental." in module else []
-    if module and not module.startswith(("verl.", "recipe.")):
-        other.append(f"{module}, which is not verl's and has rules and defaults of its own")
     return other[0] if other else None
 
 

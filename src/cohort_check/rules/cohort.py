@@ -1,9 +1,7 @@
 """A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
 
 import re
-from dataclasses import replace
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,8 @@ from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
 from cohort_check.findings import Finding
-from cohort_check.launch import Launch, Setting, Settings
+from cohort_check.launch import Launch, Settings
 from cohort_check.rules.common import RunRules, Start, refused
-
-_GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
 
 def cohort_rules(launch: Launch) -> RunRules:
@@ -24,7 +20,8 @@ def cohort_rules(launch: Launch) -> RunRules:
         config = config_from_dict(nested(launch))
         config.check_settled()
     except UserError as error:
-        start, findings = refused(str(error)), (_refusal(launch, str(error)),)
+        key = re.match(r"([a-z_]+(?:\.\w+)*): ", str(error))  # a message begins with its key, and names what works
+        start, findings = refused(str(error)), (Finding("CHK002", key[1] if key else None, str(error)),)
     else:
         prompts = config.train.prompts_per_step
         size = prompts * config.rollout.num_generations
@@ -41,26 +38,6 @@ def cohort_rules(launch: Launch) -> RunRules:
         findings=findings,
         blocked=start.message,
     )
-
-
-def _refusal(launch: Launch, problem: str) -> Finding:
-    match = re.match(r"([a-z_]+(?:\.\w+)*): ", problem)  # a message begins with its key
-    field = match[1] if match else None
-    nearest: list[str] = []
-    if field == _GENERATIONS:  # what is proposed was tried
-        enough = (n for n in range(2, _MOST_GENERATIONS + 1) if _accepts(launch, _GENERATIONS, n))
-        nearest += [f"{_GENERATIONS}={n}" for n in islice(enough, 1)]
-        nearest += ["algorithm.name=reinforce_pp"] if _accepts(launch, "algorithm.name", "reinforce_pp") else []
-    return Finding("CHK002", field, problem, tuple(nearest))
-
-
-def _accepts(launch: Launch, key: str, value: int | str) -> bool:
-    changed = replace(launch, settings={**launch.settings, key: Setting(value, "")})
-    try:
-        config_from_dict(nested(changed))
-    except UserError:
-        return False
-    return True
 
 
 def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:

@@ -56,6 +56,7 @@ class RunRules:
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
+    foreign: str | None = None  # why the program is not the framework's own, so that none of this holds
 
 
 def divisors(*factors: int, smallest: int = 2) -> list[int]:
@@ -139,30 +140,26 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     if launch.version is not None:
         return _newest_release(framework, str(launch.version.value)), launch.version.where
     default = DEFAULTS[launch.framework]
-    reason = "the default; --framework-version chooses another one"
-    if launch.framework == "open-r1":
-        reason = "what Open-R1 pins"
-    tables = key_tables(framework)
-    own = set().union(*key_tables("open-r1").values()) if launch.framework == "open-r1" else set()
+    is_open_r1, tables = launch.framework == "open-r1", key_tables(framework)
+    reason = "what Open-R1 pins" if is_open_r1 else "the default; --framework-version chooses another one"
+    own = set().union(*key_tables("open-r1").values()) if is_open_r1 else set()
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
     if framework == "verl":
         keys |= _signs(launch)
     elif launch.form == "python":  # whatever their values are
         keys |= {entry.key for entry in launch.unread if not entry.added and entry.key not in OF_THE_TRAINER}
-    has = {number: {key for key in keys if _is_in(key, table)} for number, table in tables.items()}
+    has = {number: {key for key in keys if is_in(key, table)} for number, table in tables.items()}
     known = set().union(*has.values())  # what no version knows says nothing about versions
     number = parse_version(_newest_release(framework, default))
-    newer = sorted(known - {key for key in keys if _is_in(key, known_keys(framework, number))})
+    newer = sorted(known - {key for key in keys if is_in(key, known_keys(framework, number))})
     fitting = [number for number, found in has.items() if found == known]
     if not newer or not fitting:
         return default, reason
     name = _KNOWN[framework][0]
     first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
-    span = first if first == last else f"{first} to {last}"
-    verb = "fit" if any(key.startswith(("+", "no ")) for key in newer) else "know"
-    who = f"the version that {verb}s" if first == last else f"the versions that {verb}"
+    which = f"{last}, the version that knows" if first == last else f"{first} to {last}, the versions that know"
     shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
-    return last, f"judged as {name} {span}, {who} {shown}; {name} {default} does not"
+    return last, f"judged as {name} {which} {shown}; {name} {default} does not"
 
 
 VERL, ENGINE = "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name"
@@ -176,7 +173,8 @@ def _signs(launch: Launch) -> set[str]:
     return {*signs, f"no {ENGINE}"} if needs else signs
 
 
-def _is_in(key: str, table: Keys) -> bool:
+def is_in(key: str, table: Keys) -> bool:
+    """Whether a version has a key, as a section too, or fits a sign of `_signs`."""
     if key.startswith("no "):
         return "required" not in table[ENGINE]
     if key.startswith("+"):

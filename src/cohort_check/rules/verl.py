@@ -30,6 +30,8 @@ _USUAL_MICRO_BATCHES = (8, 4, 2, 1)
 _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
 _UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
 _NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
+# with verl's rules; the recipes' configurations have keys of their own
+_PROGRAMS = (VERL, "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo", "recipe.entropy.main_entropy")
 _GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
@@ -182,7 +184,22 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
         findings=(*settings.findings, *notes, *stops, *gpus),
         blocked=next((finding.says for finding in stops if finding.says), None),
+        foreign=_foreign(launch, is_release=version is not None or bool(launch.version and not launch.version.added)),
     )
+
+
+def _foreign(launch: Launch, *, is_release: bool) -> str | None:
+    """Why the program is not verl's: its module, or keys that no version has, unless a release of verl is pinned."""
+    if launch.program not in (None, *_PROGRAMS):
+        return f"{launch.program} is a program of its own, with rules and defaults that are not known here"
+    if is_release or launch.program != VERL or any(unread.key == "(config)" for unread in launch.unread):
+        return None
+    tables = common.key_tables("verl").values()
+    plain = (key for key, said in launch.settings.items() if _is_plain(key) and not said.added)
+    own = [key for key in plain if not any(common.is_in(key, table) for table in tables)]
+    shown = ", ".join(own[:2]) + (f" and {len(own) - 2} more" if len(own) > 2 else "")
+    told = "a program of its own, or a mistake that --framework-version shows"
+    return f"no version of verl has {shown}, so this is {told}" if own else None
 
 
 def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
@@ -204,6 +221,11 @@ def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     )
 
 
+def _is_plain(key: str) -> bool:
+    """Whether Hydra looks a key up in verl's configuration, rather than in its own or in groups of files."""
+    return "." in key and not {"@", "/"} & {*key} and not key.startswith("hydra.")
+
+
 def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Finding]:
     """Keys that Hydra refuses, and fields that the class of the policy loss does not have.
 
@@ -212,14 +234,15 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
     loss = f"{_ACTOR}.policy_loss."
     has_own = any(unread.key == "(config)" for unread in launch.unread)  # configuration, whose keys are not known
+    is_copy = launch.version is not None and launch.version.added  # of verl, which may lack keys
     for key, said in launch.settings.items():
         known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
-        elif launch.program != VERL or has_own or "." not in key or {"@", "/"} & {*key} or key.startswith("hydra."):
+        elif launch.program != VERL or has_own or not _is_plain(key):
             continue
-        elif said.added == "+" and table.get(key, {}).get("default") is not None:
+        elif said.added == "+" and not is_copy and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
             yield Finding("CHK006", key, f"verl has {key}; + adds new keys", (f"{key}={said.value}",), says=says)
         elif not said.added and not known:

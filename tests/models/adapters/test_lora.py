@@ -1,5 +1,6 @@
 """Adapters in one process: law 2, what is frozen, what is saved, merging, going on, and what is refused."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -250,9 +251,13 @@ def test_what_is_saved_is_what_peft_loads(base: Path, tmp_path: Path, kind: str)
     assert again.adapter.spec == policy.adapter.spec
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("shards", [1, 3])
+MERGED = [*itertools.product(KINDS, (True, False), (1, 3))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tie", "shards"),
+    mostly_slow(MERGED, *(case for case in MERGED if case[1] == (case[2] == 3)), reason="each kind both ways"),
+)
 def test_merged_equals_unmerged(tmp_path: Path, kind: str, tie: bool, shards: int):
     base = save_model_folder(tmp_path / "base", tie=tie)
     if shards > 1:

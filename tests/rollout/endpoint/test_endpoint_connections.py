@@ -1,5 +1,6 @@
 """Connections that do not show a key: they take neither memory nor files for long, and agents work meanwhile."""
 
+import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 from agents import LIMITS, ask, play
 from cohort.rollout.endpoint import http_server as connections
 from cohort.rollout.endpoint.http_server import MAX_WITHOUT_KEY
+from selection import mostly_slow
 from waiting import until
 
 MB = 2**20
@@ -38,10 +40,10 @@ def is_closed(client: socket.socket) -> bool:
 # A body whose last part never comes, and one without an end.
 UNFINISHED = f"Content-Length: {32 * MB}\r\n\r\n", bytes(MB)
 ENDLESS = "Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (MB, bytes(MB))
+BODIES = [*itertools.product((UNFINISHED, ENDLESS), ("", "Authorization: Bearer wrong\r\n"))]
 
 
-@pytest.mark.parametrize("key", ["", "Authorization: Bearer wrong\r\n"])
-@pytest.mark.parametrize("body", [UNFINISHED, ENDLESS], ids=["unfinished", "endless"])
+@pytest.mark.parametrize(("body", "key"), mostly_slow(BODIES, BODIES[1], BODIES[2], reason="each body and each key"))
 def test_bodies_of_requests_without_a_key_are_not_kept(key: str, body: tuple[str, bytes]):
     kind, part = body
     grown: list[int] = []

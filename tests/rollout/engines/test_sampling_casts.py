@@ -1,6 +1,7 @@
 """The local engine casts a weight once per call, trained or frozen, and leaves frozen weights frozen."""
 
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from cohort.rollout.engines.base import CallKey
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
 from engines import PACKS_BFLOAT16
 from live_bytes import LiveBytes
+from selection import mostly_slow
 from tiny import VOCAB_SIZE, make_tokenizer, random_sequences, save_model_folder
 
 TOKENS = 20
@@ -108,8 +110,10 @@ class Casts(TorchDispatchMode):
         return {name: self.of[p.untyped_storage().data_ptr()] for name, p in named}
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(
+    ("tie", "adapter"),
+    mostly_slow([*itertools.product((True, False), (True, False))], (True, True), (False, False), reason="each once"),
+)
 def test_a_frozen_weight_is_cast_once(bases: dict[bool, Path], tie: bool, adapter: bool, monkeypatch):
     policy = load(bases[tie], adapter=adapter)
     assert policy.shares_prompts and policy.has_plain_head

@@ -33,9 +33,9 @@ function Page() {
   const list = useRuns();
   const asked = useRoute();
   const place = resolved(asked, list);
-  // A second run must not take away the one that is shown
+  // A second run must not take away the one that is shown. Effects run later: the reader may have left home since.
   useEffect(() => {
-    if (asked.view === "home" && place.id !== null) location.replace(link.run(place.id));
+    if (parse(location.hash).view === "home" && place.id !== null) location.replace(link.run(place.id));
   }, [asked, place.id]);
   const text = NOTICES[useStore(notice)];
   const skip = (event) => {
