@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from cohort.errors import describe_error
 from cohort.records import BoolArray, FloatArray, IntArray
-from cohort_view.completions import FileCache, ParquetRows, numbers, step_index
+from cohort_view.completions import FileCache, ParquetRows, is_broken, numbers, step_index
 from cohort_view.run import ViewedRun, completions_name
 from cohort_view.values import get, inside, text
 
@@ -186,7 +186,8 @@ def completion(
     sequences: list[_Sequence] = []
     with file.noting_problems():
         sequences = _sequences(lists, of_tokens)
-    problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens)]
+    left_out = recorded and not of_tokens and not is_broken(index.ends[row])
+    problems = [*index.problems, *file.problems, *_tokens_problems(run, step, tokens, left_out=left_out)]
     texts, of_tokenizer = find_tokenizer(run.path, run.config)
     return {
         **asked,
@@ -198,13 +199,15 @@ def completion(
     }
 
 
-def _tokens_problems(run: ViewedRun, step: int, tokens: ParquetRows | None) -> Sequence[str]:
-    """Return the problems of the step's file in `tokens/`; none if `tokens` is None."""
+def _tokens_problems(run: ViewedRun, step: int, tokens: ParquetRows | None, *, left_out: bool) -> Sequence[str]:
+    """Return the problems of the step's file in `tokens/`, which may leave out the row; none if `tokens` is None."""
     if tokens is None:
         return ()
-    if not tokens.is_missing:
-        return tokens.problems
     wanted = get(run.config, "run", "record_tokens")
+    if not tokens.is_missing:
+        if left_out and not tokens.problems and wanted == "auto":
+            return ("Not recorded: run.record_tokens: auto records the first groups of large steps; true records all.",)
+        return tokens.problems
     if wanted is True:
         return (f"{tokens_name(step)} was not kept: run.record_tokens_max_size bounds the folder.",)
     if wanted == "auto":

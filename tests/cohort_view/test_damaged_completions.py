@@ -73,7 +73,11 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, damage, reason):
 @pytest.mark.parametrize(
     ("kind", "every", "reason"),
     [
-        ("step", 1, "No completions of step 5: the step is not done, its file is still being written, or it was deleted."),
+        (
+            "step",
+            1,
+            "No completions of step 5: the step is not done, its file is still being written, or it was deleted.",
+        ),
         ("step", 2, "No completions of step 5: only those of every 2 steps are kept (run.completions_every: 2)."),
         ("replaced", 0, "No completions of step 5: none are kept (run.completions_every: 0)."),
         ("dropped", 5, "No groups of step 5 were dropped."),

@@ -264,6 +264,15 @@ def test_columns_that_do_not_fit_are_one_sentence(tmp_path):
     assert not found["recorded"] and found["problems"][0].startswith("tokens/step-000005.parquet cannot be read: ")
 
 
+def test_why_a_row_of_a_large_step_has_no_recorded_tokens(tmp_path):
+    write_rows(tmp_path, [a_row(1), a_row(2), a_row(3, end="environment_error")])
+    write_tokens(tmp_path, 3, logprobs=[[-1], None, None])
+    run = RunFolder(tmp_path)
+    run.config = {"run": {"record_tokens": "auto"}}
+    why = "Not recorded: run.record_tokens: auto records the first groups of large steps; true records all."
+    assert [why in completion(run, 5, "step", row)["problems"] for row in range(3)] == [False, True, False]
+
+
 def test_a_long_completion_is_sent_in_parts(tmp_path):
     write_rows(tmp_path, [a_row(1, length=100_000)])
     found = completion(RunFolder(tmp_path), 5, "step", 0)

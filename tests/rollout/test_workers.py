@@ -365,8 +365,7 @@ def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path):
     assert shown == {1: [], 2: ["trajectories run in 2 processes (rollout.workers)"]}
 
 
-def test_workers_sample_ahead_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(turn_servers.__file__).parent))
+def test_workers_sample_ahead_of_training(tmp_path: Path):
     with known_engine(), stub_serving(len(make_tokenizer())) as server:
         rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1, "parity_every": 0, "workers": 2}
         cohort.train(changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 4}), display=Notes())
