@@ -61,7 +61,8 @@ def newer_than_tested(name: str, version: str) -> str | None:
 def untested_versions() -> list[str]:
     """Describe what this process has loaded in a version newer than any that was tested. Servers are not in it."""
     found = versions()
-    loaded = {name: found[name] for name in ("torch", "transformers") if name in found and name in sys.modules}
+    packages: tuple[str, ...] = ("torch", "transformers")
+    loaded = {name: found[name] for name in packages if name in found and name in sys.modules}
     if loaded:
         loaded["python"] = platform.python_version()
     return [note for name, text in loaded.items() if (note := newer_than_tested(name, text)) is not None]
