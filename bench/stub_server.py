@@ -1,9 +1,8 @@
 """Stub servers with vLLM's endpoint for tokens: every reply is the same, and takes the time of its tokens.
 
-    python bench/stub_server.py COUNT FILE SPEEDUP
-
-Listens on COUNT ports, which it prints as JSON, until its input ends. FILE has a completion as JSON, without the
-bracket at its start. Does as little as possible, so that it takes few of the cores that are measured.
+`rollout_workers.py` starts it with the arguments COUNT FILE SPEEDUP. Listens on COUNT ports, which it prints as JSON,
+until its input ends. FILE has a completion as JSON, without the bracket at its start. Does as little as possible, so
+that it takes few of the cores that are measured.
 """
 
 import asyncio

@@ -290,15 +290,21 @@ class RolloutWorker:
 
     def _send(self, content: bytes) -> None:
         """Send what is posted, in few messages, and hang up at the end: what comes later needs no answer."""
-        messages: list[Any] = [(sys.path, content)]
         with suppress(ChildFailed, BlockingIOError):  # which `_receive` learns by itself
-            while None not in messages:
+            self.child.send([(sys.path, content)])
+            is_end = False
+            while not is_end:
+                messages, is_end = self._next_messages()
                 self.child.send(messages)
-                messages = [self._posted.get()]
-                with suppress(queue.Empty):
-                    while True:
-                        messages.append(self._posted.get_nowait())
         self.child.hang_up()
+
+    def _next_messages(self) -> tuple[list[Any], bool]:
+        """Wait for a message; return all that are posted, and whether they are the last ones."""
+        messages = [self._posted.get()]
+        with suppress(queue.Empty):
+            while messages[-1] is not None:
+                messages.append(self._posted.get_nowait())
+        return ([*filter(None, messages)], messages[-1] is None)
 
     def _receive(self) -> None:
         limit_s = self._pool.fleet.limits.start_timeout_s
