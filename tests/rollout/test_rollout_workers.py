@@ -23,6 +23,7 @@ from cohort.trainer.rollout_workers import choose_num_workers
 from json_server import serving
 from playing import call, turns_tokenizer
 from runs import Notes, changed, make_inputs, metric
+from selection import slow
 from stub_engine.server import serving as stub_serving
 from third_engine import known_engine
 from tiny import make_tokenizer
@@ -203,6 +204,7 @@ def test_law_trajectories_with_tools_do_not_depend_on_the_number_of_workers(tmp_
     assert len(pids) == 4 and os.getpid() in pids
 
 
+@slow("that of tools, and their reuse, are tested")
 def test_law_environments_do_not_depend_on_the_number_of_workers(tmp_path: Path):
     (tmp_path / "game.py").write_text(GAME)
     rollout = {"environment": "game.py:Game", "max_turns": 4}
@@ -304,6 +306,7 @@ def test_groups_of_a_worker_that_is_killed_are_sampled_again(tmp_path: Path):
     assert notes[2:] == ["warning: a rollout worker was killed by SIGKILL; its 3 groups are sampled again"]
 
 
+@slow("one worker that is killed is tested")
 def test_a_run_whose_workers_end_again_and_again_ends(tmp_path: Path):
     (tmp_path / "tools.py").write_text(TOOLS.replace("    if key", "    os._exit(3)\n    if key"))
     with (
@@ -365,6 +368,7 @@ def test_a_run_with_workers_is_that_of_one_event_loop(tmp_path: Path):
     assert shown == {1: [], 2: ["trajectories run in 2 processes (rollout.workers)"]}
 
 
+@slow("a run with workers is tested, and sampling ahead without")
 def test_workers_sample_ahead_of_training(tmp_path: Path):
     with known_engine(), stub_serving(len(make_tokenizer())) as server:
         rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1, "parity_every": 0, "workers": 2}
