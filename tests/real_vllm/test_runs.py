@@ -110,6 +110,7 @@ def test_three_processes_and_a_server_that_is_killed_learn_as_the_local_engine_d
     tmp_path: Path, config: dict[str, Any], local_accuracy: float
 ):
     config["hardware"]["processes"] = 3
+    config["rollout"]["workers"] = 2
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     run = Path(config["run"]["dir"])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -132,7 +133,7 @@ def test_three_processes_and_a_server_that_is_killed_learn_as_the_local_engine_d
             left.kill()
         process.kill()
     text = (tmp_path / "said").read_text()
-    assert "restarting in" in text and "parity: " in text
+    assert "restarting in" in text and "parity: " in text and "trajectories run in 2 processes" in text
     summary = json.loads((run / "summary.json").read_text())
     assert summary["accuracy_after"] == pytest.approx(local_accuracy, abs=ACCURACY_DISTANCE)
     check_completions(run, STEPS)
