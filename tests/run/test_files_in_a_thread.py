@@ -5,7 +5,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 import cohort
 import cohort.run.folder
 from cohort.display import Display
-from cohort.errors import TrainingError
+from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory
 from cohort.run import completions
 from run_folders import open_folder
@@ -119,6 +119,14 @@ def test_closing_reports_a_full_disk(tmp_path: Path, in_a_thread):
             folder.close()
     with pytest.raises(OSError):  # the lock is free
         os.fstat(folder._lock)
+
+
+def test_a_full_disk_does_not_replace_why_a_run_ends(tmp_path: Path, in_a_thread):
+    folder = open_folder(tmp_path)
+    with full_disk(), pytest.raises(UserError, match="a reward raised") as raised, closing(folder):
+        write(folder, 1)
+        raise UserError("a reward raised")
+    assert len(raised.value.__notes__) == 1 and "file too large" in raised.value.__notes__[0]
 
 
 class _Expects(Display):

@@ -22,7 +22,7 @@ _PLAIN = ("text", "end", "observation", "error")  # fields of a trajectory that 
 
 
 def write_message(header: Mapping[str, Any], arrays: Sequence[NDArray[Any]] = ()) -> bytes:
-    """Return a message."""
+    """Return a JSON header and arrays as one message."""
     shapes = [(array.dtype.name, len(array)) for array in arrays]
     text = json.dumps({**header, "arrays": shapes}, default=_plain).encode()
     return b"".join([text, _END, *(array.tobytes() for array in arrays)])
