@@ -32,12 +32,15 @@ settings.load_profile(QUICK)  # `--hypothesis-profile` comes after this
 # markers, and how to run what is left out for them
 LEFT_OUT = {"slow": "make test-all", "vllm": "make test-vllm", "extras": "make test-extras"}
 left_out: Counter[str] = Counter()
+QUICK_TIMEOUT_S = 300  # for what `make test` runs; pyproject.toml has the limit of what it leaves out
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every slow test says what `make test` has in its place."""
+    """Every slow test says what `make test` has in its place; any other that hangs fails within minutes."""
     for item in items:
         assert all(mark.args for mark in item.iter_markers("slow")), f"{item.nodeid}: slow without a reason"
+        if not any(item.get_closest_marker(name) for name in (*LEFT_OUT, "timeout")):
+            item.add_marker(pytest.mark.timeout(QUICK_TIMEOUT_S))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -76,7 +76,6 @@ def test_the_versions_of_the_table_differ():
 
 
 @pytest.mark.extras
-@pytest.mark.timeout(1200)
 def test_the_installed_trl_agrees_with_every_case_of_the_grid():
     """Its own class with its own parents, over thousands of combinations; only the number of processes is put in."""
     from trl import GRPOConfig, __version__

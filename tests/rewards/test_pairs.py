@@ -53,7 +53,6 @@ def rewards(name: str, pairs: list[Pair]) -> dict[int, float | None]:
     return values
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extras] * (name == "json_schema")) for name in NAMES]
 )

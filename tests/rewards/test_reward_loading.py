@@ -22,8 +22,6 @@ from cohort.rewards.text import ExactReward, FormatReward
 from reward_samples import group, reward
 from samples import answer
 
-pytestmark = pytest.mark.timeout(60)
-
 # --- loading ----------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,6 @@ from cohort.rewards.math_workers import MathWorkers
 from reward_samples import MESSAGES, group, reward
 from waiting import PATIENCE_S, is_running, until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def math_reward():

@@ -25,8 +25,6 @@ from commands import set_up
 from reward_samples import MESSAGES, group, reward, score_texts
 from tiny import write_jsonl
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def fails(function, *, texts=("one", "two"), **settings):
     with pytest.raises(UserError) as caught:

@@ -28,7 +28,6 @@ from sandboxes import BACKENDS, LIMITS, graded, sandbox_or_skip
 from selection import slow
 from waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 CALLS = ["assert f(1) == 2", "assert f(2) == 3"]
 HONEST = "def f(x):\n    return x + 1\n"
 

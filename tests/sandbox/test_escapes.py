@@ -24,8 +24,6 @@ from escape_attempts import ATTEMPTS, PRELUDE
 from sandboxes import BACKENDS, graded, sandbox_or_skip
 from selection import slow
 
-pytestmark = pytest.mark.timeout(300)
-
 HONEST = "def f(x):\n    return x + 1\n"
 CALLS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"]
 SHARED = ["assert f(1) != 1 and f(1) == 2", "assert all(f(i) == i + 1 for i in range(5))"]

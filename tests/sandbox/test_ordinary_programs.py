@@ -5,8 +5,6 @@ import pytest
 
 from sandboxes import BACKENDS, graded, sandbox_or_skip
 
-pytestmark = pytest.mark.timeout(300)
-
 # name -> program, and what it prints
 PROGRAMS = {
     "asyncio": (

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -293,7 +293,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 def test_errors_name_the_server_the_endpoint_and_what_came_back():
-    with HTTPServer(("127.0.0.1", 0), Answers) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
         Thread(target=http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_port}"
         api = VllmApi(url, secret=None, timeout_s=600)
