@@ -32,7 +32,7 @@ PLANNED = {
     "ms-swift": 50 / 58,
     "verl": 80 / 92,
 }  # share of what is converted and starts that `cohort plan` fits on GPUs
-SAMPLED = {"trl": 20, "open-r1": 5, "ms-swift": 25, "verl": 30}  # one of so many files
+SAMPLED = {"trl": 60, "open-r1": 20, "ms-swift": 60, "verl": 100}  # one of so many files
 CONVERTED = [
     ("open-r1", 4),  # one of so many files
     *(pytest.param(framework, 1, marks=slow("some of one framework's files")) for framework in PLANNED),

@@ -63,6 +63,9 @@ STEPS: dict[str, tuple[list[list[Any]], tuple[int, int]]] = {
     "turns": ([[TURNS, 14, REWRITTEN], [1, 6, TURNS], [REWRITTEN, 1, 9]], SHORT),
 }
 BUDGETS = (1, 20, 320, 10_000)
+SPLITS = [f"{step}/{budget}" for step in STEPS for budget in BUDGETS]
+# One row on each rank, and several: of micro-batches and of streams, some ranks having nothing to do
+FEW_SPLITS = ["uneven/20", "one prompt/20", "long prompts/20", "one long prompt/320", "turns/10000"]
 OPTIMIZERS: dict[str, OptimConfig] = {
     "adamw": AdamwConfig(),
     "adamw_8bit": Adamw8bitConfig(),
@@ -155,16 +158,16 @@ def gradient(engine: TrainEngine, algorithm, sequences, ranks: Ranks, budget: in
     return result, whole_gradients(engine)
 
 
-def run_gradients(ranks: Ranks, model: str, reference: str, name: str) -> dict[str, Any]:
-    """Law 1: an algorithm with every step and budget, in a shuffled order."""
+def run_gradients(ranks: Ranks, model: str, reference: str, name: str, *splits: str) -> dict[str, Any]:
+    """Law 1: an algorithm with steps and budgets, "step/budget", in a shuffled order."""
     results = {}
     engine = make_engine(model, ranks, reference=reference)
-    for step, lengths in STEPS.items():
-        algorithm, sequences = step_sequences(name, *lengths)
+    for split in splits:
+        step, budget = split.split("/")
+        algorithm, sequences = step_sequences(name, *STEPS[step])
         shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
-        for budget in BUDGETS:
-            result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
-            results[f"{step}/{budget}"] = (result.metrics["loss"], gradients, result.num_micro_batches)
+        result, gradients = gradient(engine, algorithm, shuffled, ranks, int(budget))
+        results[split] = (result.metrics["loss"], gradients, result.num_micro_batches)
     return results
 
 
@@ -230,7 +233,7 @@ def run_out_of_memory(ranks: Ranks, model: str, reference: str, key: str) -> dic
     """
     precision = {"dtype": "float64", **({key: True} if key else {})}
     engine = make_engine(model, ranks, reference=reference, precision=precision)
-    algorithm, sequences = step_sequences("grpo_kl", MANY)
+    algorithm, sequences = step_sequences("grpo_kl", MANY[: 2 * ranks.world_size])
 
     def compute(budget: int) -> Computed:
         return gradient(engine, algorithm, sequences, ranks, budget)

@@ -3,7 +3,7 @@
 import json
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,27 +12,32 @@ from forked import fork
 from rank_script import LAST_JOB, STORE_PREFIX, do_jobs
 from waiting import until
 
+MOST_STANDING = 2  # groups of ranks that wait for more jobs: each rank takes some hundreds of megabytes
+
 
 class RanksOnDemand:
     """Jobs of several ranks, each of which is done once, when a test first asks for what came of it.
 
-    The same ranks do one after the other, as their first takes each of them most of a second. A job that fails spoils
-    no other: the next has new ranks.
+    The same ranks do one after the other, also for other files of tests, as their first takes each of them a second or
+    two. A job that fails spoils no other: the next has new ranks.
     """
+
+    _standing: ClassVar[dict[int, "StandingRanks"]] = {}  # by their number, those asked last at the end
 
     def __init__(self, folder: Path):
         """`folder` is for what the ranks write."""
         self._folder = folder
-        self._ranks: dict[int, StandingRanks] = {}
         self._results: dict[tuple[int, tuple[str, ...]], Any] = {}
 
     def __call__(self, world_size: int, *job: str) -> Any:
         """What `world_size` ranks made of a job: a name in `rank_script.JOBS` and its arguments."""
         key = (world_size, job)
         if key not in self._results:
-            ranks = self._ranks.pop(world_size, None) or StandingRanks(world_size, self._folder)
+            ranks = self._standing.pop(world_size, None) or StandingRanks(world_size, self._folder)
             self._results[key] = ranks.do(job)
-            self._ranks[world_size] = ranks
+            self._standing[world_size] = ranks
+            if len(self._standing) > MOST_STANDING:
+                del self._standing[next(iter(self._standing))]
         return self._results[key]
 
 

@@ -14,7 +14,7 @@ from cohort.models.activation_checkpointing import enable_gradient_checkpointing
 from cohort.models.batch_layout import Layout
 from families import FAMILIES, make_model, save_folder
 from rank_moe import BUDGETS, make_engine, naive, step, switch_loss
-from ranks import run_ranks
+from ranks import RanksOnDemand
 from selection import mostly_slow, slow
 from tiny import relative_error
 
@@ -141,8 +141,8 @@ def test_ranks(world_size: int, replicas: int, tmp_path):
     folder = str(save_folder(FAMILIES["Qwen3-MoE"], tmp_path / "model"))
     aux, expected = naive(AutoModelForCausalLM.from_pretrained(folder))
     jobs = (("moe_balance", folder), ("moe_frozen", folder), ("moe_out_of_memory", folder))
-    done = run_ranks(world_size, tmp_path, *(("replicated", str(replicas), *job) for job in jobs))
-    balance, frozen, out_of_memory = (one["result"] for one in done)
+    on = RanksOnDemand(tmp_path)
+    balance, frozen, out_of_memory = (on(world_size, "replicated", str(replicas), *job)["result"] for job in jobs)
     assert len(balance) == 2 * len(BUDGETS)
     for way, (metrics, grads) in balance.items():
         assert metrics[AUX] == pytest.approx(aux, rel=1e-5), way

@@ -27,7 +27,7 @@ from cohort.models.loading.load_weights import load_model_weights
 from cohort.models.loading.meta_device import keep_first_layers, match_weights, meta_model
 from cohort.models.loading.safetensors_files import stored_weights
 from live_bytes import LiveBytes
-from ranks import run_ranks
+from ranks import RanksOnDemand
 from selection import slow
 from tiny import SIZES, VOCAB_SIZE, make_model, make_tokenizer, save_model_folder
 
@@ -203,19 +203,20 @@ def ranks(request, tmp_path_factory, models) -> dict[str, Any]:
     (copies[2] / "model.safetensors").unlink()
     jobs: dict[str, tuple[Any, ...]] = {
         "float32": ("loading", "float32", *map(str, models.values())),
-        "bfloat16": ("loading", "bfloat16", *map(str, models.values())),
+        "bfloat16": ("loading", "bfloat16", str(models["tied"])),
         "shrinks 0": ("loading_fails", str(path), str(copies[0]), 0),
         "shrinks 1": ("loading_fails", str(path), str(copies[1]), 1),
         "elsewhere": ("loading_elsewhere", str(path), str(copies[2])),
     }
-    return dict(zip(jobs, run_ranks(request.param, folder, *jobs.values()), strict=True), world_size=request.param)
+    on = RanksOnDemand(folder)
+    return {name: on(request.param, *job) for name, job in jobs.items()} | {"world_size": request.param}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_are_those_of_a_model_that_rank_0_broadcasts(ranks, models, dtype: str):
     """Shards, buffers and traits, on every rank; and put together they are what the library loads."""
-    for path in models.values():
-        result = ranks[dtype][str(path)]
+    assert ranks["float32"].keys() == {str(path) for path in models.values()}
+    for path, result in ranks[dtype].items():
         assert result["differ"] == [[]] * ranks["world_size"]
         assert result["same"]
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))

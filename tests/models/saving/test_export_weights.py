@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from cohort.models.saving import TensorSpec, stream_weights, weight_specs
-from ranks import run_ranks
+from ranks import RanksOnDemand
 from tiny import SIZES, VOCAB_SIZE, make_model, make_tokenizer, policy_of
 
 MODELS = ["tied", "untied", "experts"]
@@ -51,7 +51,7 @@ def test_every_rank_of_a_sharded_policy_streams_the_whole_weights(tmp_path: Path
         make(kind).save_pretrained(path)
         make_tokenizer().save_pretrained(path)
         paths.append(str(path))
-    (result,) = run_ranks(2, tmp_path, ("export", *paths))
+    result = RanksOnDemand(tmp_path)(2, "export", *paths)
     for path in paths:
         saved = load_file(Path(path) / "model.safetensors")
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in result[path]["weights"].items()]
