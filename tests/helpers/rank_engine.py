@@ -63,7 +63,12 @@ STEPS: dict[str, tuple[list[list[Any]], tuple[int, int]]] = {
     "turns": ([[TURNS, 14, REWRITTEN], [1, 6, TURNS], [REWRITTEN, 1, 9]], SHORT),
 }
 BUDGETS = (1, 20, 320, 10_000)
-SPLITS = [f"{step}/{budget}" for step in STEPS for budget in BUDGETS]
+# Of the other steps each budget that splits it in another way: the short ones are one row from 320 tokens on
+SPLITS = [
+    *(f"uneven/{budget}" for budget in BUDGETS),
+    *("one prompt/1", "one prompt/10000", "turns/20", "turns/10000"),
+    *("long prompts/20", "long prompts/10000", "one long prompt/1", "one long prompt/320"),
+]
 # One row on each rank, and several: of micro-batches and of streams, some ranks having nothing to do
 FEW_SPLITS = ["uneven/20", "one prompt/20", "long prompts/20", "one long prompt/320", "turns/10000"]
 OPTIMIZERS: dict[str, OptimConfig] = {

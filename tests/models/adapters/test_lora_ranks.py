@@ -117,15 +117,9 @@ def test_a_checkpoint_goes_on_with_copies_of_the_model(on: RanksOnDemand, base: 
     assert worst(resumed["result"]["weights"], saved["weights"]) <= 1e-4
 
 
+@slow("test_ranks has them without an adapter, and test_lora with one in one process")
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(
-    "way",
-    mostly_slow(
-        ("float64", "checkpointing", "selective", "gradients in forward", "whole"),
-        "whole",
-        reason="test_ranks has them without an adapter, and test_lora with one in one process",
-    ),
-)
+@pytest.mark.parametrize("way", ("float64", "checkpointing", "selective", "gradients in forward", "whole"))
 def test_other_ways_to_compute(on: RanksOnDemand, base: str, adapters, world_size: int, way: str):
     done, one = (on(n, "adapter_way", base, adapters["lora"][1], w) for n, w in ((world_size, way), (1, "float64")))
     for actual, right in zip(done["gradients"], one["gradients"], strict=True):
