@@ -40,10 +40,19 @@ def of_objects(files: dict[str, Any], run_dir: Path, **sections: Any) -> cohort.
     )
 
 
-def test_step_by_step_is_the_whole_run(tmp_path: Path):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def whole(files: dict[str, Any]) -> cohort.RunResult:
+    """The run of the files, without a stop."""
+    return train(files)
+
+
+def test_step_by_step_is_the_whole_run(tmp_path: Path, files: dict[str, Any], whole: cohort.RunResult):
     """Looking, sampling and evaluating between steps changes nothing."""
-    files = make_inputs(tmp_path)
-    whole = train(files)
     trainer, seen = of_objects(files, tmp_path / "steps"), []
     trainer.callbacks.append(lambda report: seen.append(report.steps_done))
     for step in trainer:
@@ -89,10 +98,11 @@ def test_history(tmp_path: Path):
     trainer.close()
 
 
-def test_a_trainer_that_is_closed_goes_on_in_the_next_one(tmp_path: Path):
+def test_a_trainer_that_is_closed_goes_on_in_the_next_one(
+    tmp_path: Path, files: dict[str, Any], whole: cohort.RunResult
+):
     """As a notebook whose kernel was started again: also between two checkpoints."""
-    files = changed(make_inputs(tmp_path), run={"checkpoint_every": 4})
-    whole = train(files)
+    files = changed(files, run={"checkpoint_every": 4})
     with of_objects(files, tmp_path / "parts") as first:
         for step in first:
             if step.steps_done == 3:
@@ -106,9 +116,9 @@ def test_a_trainer_that_is_closed_goes_on_in_the_next_one(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("in_foreground")
-def test_an_interrupt_saves_and_the_same_trainer_goes_on(tmp_path: Path):
-    files = make_inputs(tmp_path)
-    whole = train(files)
+def test_an_interrupt_saves_and_the_same_trainer_goes_on(
+    tmp_path: Path, files: dict[str, Any], whole: cohort.RunResult
+):
     interrupts = iter([True])
 
     trainer = of_objects(files, tmp_path / "stopped")
@@ -158,9 +168,7 @@ def test_an_error_in_the_loop_of_the_user_leaves_the_trainer_as_it_is(tmp_path: 
     trainer.close()
 
 
-def test_two_trainers_and_another_thread(tmp_path: Path):
-    files = make_inputs(tmp_path)
-    whole = train(files)
+def test_two_trainers_and_another_thread(tmp_path: Path, files: dict[str, Any], whole: cohort.RunResult):
     found: list[cohort.RunResult] = []
     for name in ("a", "b"):
         thread = threading.Thread(target=lambda name=name: found.append(of_objects(files, tmp_path / name).train()))
@@ -199,10 +207,8 @@ def test_settings(tmp_path: Path):
         cohort.Trainer("m", "d", ["math"], trian={"steps": 1})
 
 
-def test_a_model_object(tmp_path: Path):
+def test_a_model_object(tmp_path: Path, files: dict[str, Any], whole: cohort.RunResult):
     """Trains as its folder does; other weights do not go on with the run."""
-    files = make_inputs(tmp_path)
-    whole = train(files)
     model = AutoModelForCausalLM.from_pretrained(files["model"]["path"], dtype=torch.float32)
     trainer = of_objects(files, tmp_path / "object", model=model)
     assert_same_weights(trainer.train().final_dir, whole.final_dir)

@@ -96,14 +96,17 @@ def test_clipping_and_updates_are_those_of_one_process(results: Results, world_s
 
 
 # number of ranks, and a key of the `model` section that is set true
-PLACED = mostly_slow(
-    [(1, ""), (2, ""), (3, ""), (1, "parameter_offload"), (3, "parameter_offload")],
-    (1, "parameter_offload"),
-    reason="over three ranks: in a later pass, and on a rank with nothing to do",
+PLACED = [(1, ""), (2, ""), (3, ""), (1, "parameter_offload"), (3, "parameter_offload")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "key"),
+    mostly_slow(
+        PLACED,
+        (1, "parameter_offload"),
+        reason="over three ranks: in a later pass, and on a rank with nothing to do",
+    ),
 )
-
-
-@pytest.mark.parametrize(("world_size", "key"), PLACED)
 def test_out_of_memory_on_one_rank_is_as_a_smaller_budget(results: Results, world_size: int, key: str):
     """At every place, in a rank's first micro-batch and in a later one: bit for bit the gradient and the metrics."""
     done = dict(results.of(world_size, "out_of_memory", key))
@@ -117,6 +120,7 @@ def test_out_of_memory_on_one_rank_is_as_a_smaller_budget(results: Results, worl
         assert worst(again.gradient, expected) < 1e-6, name
 
 
+@slow("test_shared_prefix has streams in one process, and the test above has other rows on a rank")
 @pytest.mark.parametrize(("world_size", "key"), PLACED)
 def test_out_of_memory_in_a_stream(results: Results, world_size: int, key: str):
     done = dict(results.of(world_size, "out_of_memory_in_a_stream", key))

@@ -291,7 +291,7 @@ def send():
 
 stop = StopSignals("guest")
 threading.Thread(target=send, daemon=True).start()
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 250
 while num_seen < 300:
     try:
         ready.set()

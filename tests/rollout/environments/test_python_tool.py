@@ -132,8 +132,8 @@ def test_the_process_is_gone_after_the_trajectory(backend):
 
 
 def test_a_hang_ends_the_process_and_loses_the_state(stateful):
-    results = run(stateful(), "x = 1", "while True: pass", "x", timeout_s=0.5)
-    assert results[:2] == ["", "Error: the code did not finish within 0.5 s; all variables are lost"]
+    results = run(stateful(), "x = 1", "import time; time.sleep(600)", "x", timeout_s=3.0)
+    assert results[:2] == ["", "Error: the code did not finish within 3 s; all variables are lost"]
     assert results[2].endswith("NameError: name 'x' is not defined\n")
 
 
@@ -167,7 +167,7 @@ def test_the_memory_of_a_session_is_limited_while_it_prints(stateful):
         "        for i in range(0, 150_000_000, 4096):\n            held[i] = 1\n        time.sleep(60)\n"
         "while True:\n    os.write(3, b' ' * 10)\n    time.sleep(0.001)"
     )
-    (result,) = run(tool, code, timeout_s=10.0)
+    (result,) = run(tool, code, timeout_s=200.0)
     assert result == "Error: the code was stopped: exceeded its memory; all variables are lost"
 
 
