@@ -57,7 +57,7 @@ GOLDEN_REWARDS = [
     ],
 )
 def test_architectures_algorithms_and_formats(tmp_path: Path, kind: str, tie: bool, algorithm: dict, data_format: str):
-    config = make_inputs(tmp_path, kind, tie=tie)
+    config = changed(make_inputs(tmp_path, kind, tie=tie), train={"steps": 2})
     rows = copy_task_rows(40)
     if data_format == "messages":
         for row in rows:
@@ -83,7 +83,7 @@ def test_architectures_algorithms_and_formats(tmp_path: Path, kind: str, tie: bo
     assert model.config.tie_word_embeddings == tie
     assert AutoTokenizer.from_pretrained(result.final_dir).chat_template is not None
     assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(result.final_dir).items())
-    assert_same_weights(result.run_dir / "checkpoints" / "step-6", result.final_dir)
+    assert_same_weights(result.run_dir / "checkpoints" / "step-2", result.final_dir)
     if "beta" in algorithm:
         kl = metric(result.run_dir, "kl")
         assert kl[0] == pytest.approx(0, abs=1e-9) and kl[-1] > 0
@@ -136,7 +136,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
 
 
 def test_the_gradient_does_not_depend_on_the_micro_batch_through_the_whole_run(tmp_path: Path):
-    config = changed(make_inputs(tmp_path), model={"dtype": "float64"}, train={"learning_rate": 1e-3})
+    config = changed(make_inputs(tmp_path), model={"dtype": "float64"}, train={"steps": 3, "learning_rate": 1e-3})
     whole = train(changed(config, train={"micro_batch_tokens": 100_000}, run={"dir": str(tmp_path / "whole")}))
     split = train(changed(config, train={"micro_batch_tokens": 1}, run={"dir": str(tmp_path / "split")}))
     assert max(metric(split.run_dir, "micro_batches")) == 12
@@ -160,18 +160,9 @@ def test_nothing_is_learned_from_equal_rewards(tmp_path: Path):
     config = make_inputs(tmp_path)
     (tmp_path / "my_rewards.py").write_text("def digit(completions, **kwargs): return [1.0 for _ in completions]\n")
     config["rewards"] = config["rewards"][:1]
-    result = train(config)
+    result = train(changed(config, train={"steps": 2}))
     assert_same_weights(result.final_dir, tmp_path / "base")
-    assert metric(result.run_dir, "frac_reward_zero_std") == [1.0] * 6
-
-
-def test_tensorboard_gets_the_metrics(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = train(changed(make_inputs(tmp_path), run={"log": ["tensorboard"]})).run_dir
-    events = EventAccumulator(str(run / "tensorboard")).Reload()
-    rewards = [event.value for event in events.Scalars("reward")]
-    np.testing.assert_allclose(rewards, metric(run, "reward"), rtol=1e-6)
+    assert metric(result.run_dir, "frac_reward_zero_std") == [1.0] * 2
 
 
 @slow("test_ranks has mixed precision, and test_lora_runs a run on bfloat16 weights")
@@ -195,8 +186,10 @@ def test_bfloat16(tmp_path: Path, model: dict[str, str], bound: float):
     assert_same_weights(again.final_dir, result.final_dir)
 
 
-def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
-    config = make_inputs(tmp_path)
+def test_held_out_prompts_that_are_too_long_are_counted_and_tensorboard_gets_the_metrics(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = changed(make_inputs(tmp_path), train={"steps": 2}, eval={"every": 1}, run={"log": ["tensorboard"]})
     rows = [*copy_task_rows(4), {"question": "x" * 100, "answer": "1", "level": 0}]
     write_jsonl(tmp_path / "heldout.jsonl", rows)
     notes: list[str] = []
@@ -208,8 +201,11 @@ def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
     run = cohort.train(config, display=Notes()).run_dir
     assert notes[0] == "dropped 1 held-out prompts over rollout.max_prompt_tokens=64, 4 left"
     assert metric(run, "eval/num_dropped_overlong") == [1, 1, 1]
-    assert metric(run, "eval/num_prompts") == [4, 4, 4] and metric(run, "num_groups") == [3] * 6
+    assert metric(run, "eval/num_prompts") == [4, 4, 4] and metric(run, "num_groups") == [3] * 2
     assert not metric(run, "eval/num_groups") and len(metric(run, "eval/reward_max")) == 3
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    rewards = [event.value for event in events.Scalars("reward")]
+    np.testing.assert_allclose(rewards, metric(run, "reward"), rtol=1e-6)
 
 
 def test_evaluation_with_k_samples(tmp_path: Path):
