@@ -63,9 +63,7 @@ def test_architectures_algorithms_and_formats(tmp_path: Path, kind: str, tie: bo
         for row in rows:
             row["question"] = [{"role": "user", "content": row["question"]}]
         (tmp_path / "my_rewards.py").write_text(
-            REWARDS.replace("for c, a", "for c, a").replace(
-                "zip(completions", "zip([m[0]['content'] for m in completions]"
-            )
+            REWARDS.replace("zip(completions", "zip([m[0]['content'] for m in completions]")
         )
         write_jsonl(tmp_path / "train.jsonl", rows)
         config = changed(config, eval={"path": str(tmp_path / "train.jsonl"), "max_prompts": 5})
