@@ -371,7 +371,7 @@ def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None
     """Of one process, after a step; an adapter's weights are float32."""
     import torch
 
-    config, optim = {**SMALL, "num_hidden_layers": 2, "model_type": "qwen2", "vocab_size": 512}, OPTIMIZERS[name]
+    config, optim = {**SMALL, "num_hidden_layers": 1, "model_type": "qwen2", "vocab_size": 512}, OPTIMIZERS[name]
     if name == "adamw_8bit":
         pytest.importorskip("torchao")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
