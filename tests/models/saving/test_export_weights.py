@@ -46,7 +46,7 @@ def test_names_shapes_and_values_are_those_of_a_saved_folder(kind: str, tmp_path
 
 def test_every_rank_of_a_sharded_policy_streams_the_whole_weights(tmp_path: Path):
     paths = []
-    for kind in MODELS:
+    for kind in ("tied", "experts"):
         path = tmp_path / kind
         make(kind).save_pretrained(path)
         make_tokenizer().save_pretrained(path)
