@@ -32,7 +32,7 @@ from cohort.config.schema import RECENT_STEP_TOKENS
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
-from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, expand_to_mask
+from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence
 from cohort.rewards import RewardRunner, TrainerProgress, build_rewards
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import LocalEngine, RolloutCollector, SampledCompletion, SamplingParams, StepKey
@@ -179,13 +179,10 @@ def write_files(seconds: dict[str, float], groups: Sequence[ScoredGroup], sequen
             )
         with timed(seconds, "prepare tokens file"):
             recorded = records.chosen(sequences)
-        first_pass = {s.index: s.sampling_logprobs[s.trained] for s in recorded}
+        first_pass = {s.index: s.sampling_logprobs for s in recorded}
         sent = [pickle.dumps(first_pass) for _ in ("logprobs", "entropies")]
         with timed(seconds, "prepare tokens file"):
-            logprobs, entropies = (
-                {s.index: expand_to_mask(s.loss_mask, values[s.index]) for s in recorded}
-                for values in map(pickle.loads, sent)
-            )
+            logprobs, entropies = map(pickle.loads, sent)
             write_tokens = prepare_tokens_file(
                 records.file(1),
                 num_trajectories=len(sequences),

@@ -3,11 +3,14 @@
 S input tokens of a micro-batch, T loss tokens (those trained on), N trajectories of a micro-batch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
+from cohort.packing.messages import PackedSequences
 from cohort.packing.segments import AttentionMetadata
 from cohort.records import TrainSequence
 
@@ -57,6 +60,24 @@ class TrainBatch:
     def sequences(self) -> Sequences:
         """All sequences of this rank."""
         return tuple(s for micro_batch in self.all_micro_batches for s in micro_batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a message has: all sequences together, and how many are in each micro-batch."""
+        sizes = [len(sequences) for sequences in self.micro_batches]
+        split_sizes = [[len(part) for part in group] for group in self.split_groups]
+        numbers = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("micro_batches", "split_groups")
+        }
+        return _from_message, (PackedSequences.of(self.sequences), sizes, split_sizes, numbers)
+
+
+def _from_message(
+    packed: PackedSequences, sizes: Sequence[int], split_sizes: Sequence[Sequence[int]], numbers: Mapping[str, Any]
+) -> TrainBatch:
+    sequences = iter(packed.unpack())  # in the order of `TrainBatch.sequences`
+    split_groups = tuple(tuple(tuple(islice(sequences, size)) for size in parts) for parts in split_sizes)
+    micro_batches = tuple(tuple(islice(sequences, size)) for size in sizes)
+    return TrainBatch(micro_batches=micro_batches, split_groups=split_groups, **numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

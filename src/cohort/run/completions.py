@@ -65,11 +65,10 @@ def _mean(parts: Sequence[FloatArray]) -> float:
     return float(np.add.reduce(values) / len(values)) if len(values) else 0.0  # `mean` takes five times as long
 
 
-def _lists(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
-    """A column with an array in each row. `pa.array` would convert them element by element."""
-    offsets = np.cumsum([0, *map(len, arrays)])
-    values = np.concatenate(arrays, dtype=dtype, casting="same_kind")
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+def _lists(lengths: Sequence[int], arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
+    """A column of lists, whose values the arrays have together. `pa.array` would convert them element by element."""
+    values = np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="same_kind")
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
 
 
 def prompt_text(content: str | Sequence[Message]) -> str:
@@ -81,7 +80,8 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     prompts = [groups[number].prompt for number in numbers]
     completions = [trajectory for group in groups for trajectory in group.trajectories]
-    sampled = [completion.sampled_token_ids for completion in completions]
+    sampled = [call for completion in completions for call in completion.trained_calls]
+    lengths = [completion.num_sampled_tokens for completion in completions]
     columns: dict[str, Any] = {
         "step": pa.array([step] * len(completions), pa.int64()),
         "group": pa.array(numbers, pa.int64()),
@@ -89,11 +89,11 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "prompt": [prompt_text(p.content) for p in prompts],
         "prompt_is_chat": [not isinstance(p.content, str) for p in prompts],
         "answer": pa.array([groups[number].answer for number in numbers], pa.string()),
-        "completion": [c.text for c in completions],
-        "prompt_token_ids": _lists([p.token_ids for p in prompts], np.int32),
-        "completion_token_ids": _lists(sampled, np.int32),
-        "sampling_logprobs": _lists([c.sampling_logprobs for c in completions], np.float32),
-        "num_tokens": pa.array([len(token_ids) for token_ids in sampled], pa.int64()),
+        "completion": pa.array([c.text for c in completions], pa.string()),
+        "prompt_token_ids": _lists([len(p.token_ids) for p in prompts], [p.token_ids for p in prompts], np.int32),
+        "completion_token_ids": _lists(lengths, [call.token_ids for call in sampled], np.int32),
+        "sampling_logprobs": _lists(lengths, [call.sampling_logprobs for call in sampled], np.float32),
+        "num_tokens": pa.array(lengths, pa.int64()),
         "end": [c.end for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
@@ -112,7 +112,7 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     if sequences is not None:
         advantages: list[list[FloatArray]] = [[] for _ in completions]
         for s in sequences:
-            advantages[s.trajectory].append(s.advantages[s.trained])
+            advantages[s.trajectory].append(s.advantages)
         columns["advantage"] = pa.array([_mean(of_tokens) for of_tokens in advantages], pa.float64())
     if not are_single_turn(groups):
         columns |= _turn_columns(completions)
@@ -177,4 +177,5 @@ def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
     """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
     if len(trajectory.calls) != 1 or trajectory.stats is not None or trajectory.is_broken:
         return False
-    return np.array_equal(trajectory.calls[0].context_ids, prompt.token_ids)
+    context_ids = trajectory.calls[0].context_ids
+    return context_ids is prompt.token_ids or np.array_equal(context_ids, prompt.token_ids)
