@@ -6,8 +6,9 @@ view of them and is never tokenized again.
 G trajectories of one prompt, K context tokens and C sampled tokens of a model call, L tokens of a training sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -297,6 +298,78 @@ class TrainSequence:
             group=group,
             trajectory=index,
         )
+
+
+_PER_TOKEN = ("sampling_logprobs", "advantages", "loss_weights", "returns")
+_Column = tuple[FloatArray, Sequence[int]]  # of all sequences, or [N, 1] if each repeats one number; and their sizes
+
+
+def sequences_to_arrays(sequences: Sequence[TrainSequence]) -> tuple[Any, ...]:
+    """Return sequences as few arrays, for a message: the arguments of `sequences_from_arrays`. Nothing is rounded.
+
+    Of a group's sequences, only the first has the shared prefix.
+    """
+    token_ids, masks, numbers, sent = [], [], [], set()
+    for s in sequences:
+        prefix = s.group, s.shared_prefix_tokens
+        token_ids.append(s.token_ids[s.shared_prefix_tokens if prefix in sent else 0 :])
+        sent.add(prefix)
+        end = s.loss_mask[len(s.token_ids) - s.num_loss_tokens :]
+        masks.append(None if np.count_nonzero(end) == len(end) else np.packbits(s.loss_mask))
+        numbers.append((len(s.token_ids), s.shared_prefix_tokens, s.index, s.group, s.trajectory))
+    per_token = {name: _column([getattr(s, name) for s in sequences]) for name in _PER_TOKEN}
+    return _concatenated(token_ids), masks, numbers, per_token
+
+
+def sequences_from_arrays(
+    token_ids: IntArray,
+    masks: Sequence[NDArray[np.uint8] | None],
+    numbers: Sequence[tuple[int, int, int, int, int]],
+    per_token: Mapping[str, _Column],
+) -> Iterator[TrainSequence]:
+    """Yield the sequences that `sequences_to_arrays` was called with.
+
+    Args:
+        token_ids: of all sequences, without the prefixes that an earlier one has.
+        masks: [N] loss masks as bits; None if the last tokens are trained.
+        numbers: [N] tokens, shared prefix tokens, index, group and trajectory.
+        per_token: the other fields by name.
+    """
+    prefixes: dict[tuple[int, int], IntArray] = {}
+    columns = zip(*(_parts(*values) for values in per_token.values()), strict=True)
+    start = 0
+    for (length, num_shared, index, group, trajectory), bits, values in zip(numbers, masks, columns, strict=True):
+        prefix = prefixes.get((group, num_shared), token_ids[:0])
+        end = start + length - len(prefix)
+        own = np.concatenate([prefix, token_ids[start:end]])
+        start = end
+        prefixes[group, num_shared] = own[:num_shared]
+        is_trained = np.arange(length) >= length - len(values[0])
+        yield TrainSequence(
+            token_ids=own,
+            loss_mask=is_trained if bits is None else np.unpackbits(bits, count=length).astype(bool),
+            shared_prefix_tokens=num_shared,
+            index=index,
+            group=group,
+            trajectory=trajectory,
+            **dict(zip(per_token, values, strict=True)),
+        )
+
+
+def _column(arrays: Sequence[FloatArray]) -> _Column:
+    is_repeated = arrays and all(values.strides == (0,) and len(values) for values in arrays)
+    values = np.stack([values[:1] for values in arrays]) if is_repeated else _concatenated(arrays)
+    return values, [*map(len, arrays)]
+
+
+def _parts(values: FloatArray, sizes: Sequence[int]) -> Iterator[FloatArray]:
+    if values.ndim == 2:
+        return map(np.broadcast_to, values, sizes)
+    return (values[start:end] for start, end in pairwise(accumulate(sizes, initial=0)))
+
+
+def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cohort.packing.messages import PackedSequences
 from cohort.packing.segments import AttentionMetadata
-from cohort.records import TrainSequence
+from cohort.records import TrainSequence, sequences_from_arrays, sequences_to_arrays
 
 Sequences = tuple[TrainSequence, ...]
 
@@ -63,21 +62,16 @@ class TrainBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what a message has: all sequences together, and how many are in each micro-batch."""
-        sizes = [len(sequences) for sequences in self.micro_batches]
-        split_sizes = [[len(part) for part in group] for group in self.split_groups]
-        numbers = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("micro_batches", "split_groups")
-        }
-        return _from_message, (PackedSequences.of(self.sequences), sizes, split_sizes, numbers)
+        sizes = [[len(part) for part in group] for group in (*self.split_groups, self.micro_batches)]
+        names = (f.name for f in fields(self) if f.name not in ("micro_batches", "split_groups"))
+        numbers = {name: getattr(self, name) for name in names}
+        return _from_message, (sequences_to_arrays(self.sequences), sizes, numbers)
 
 
-def _from_message(
-    packed: PackedSequences, sizes: Sequence[int], split_sizes: Sequence[Sequence[int]], numbers: Mapping[str, Any]
-) -> TrainBatch:
-    sequences = iter(packed.unpack())  # in the order of `TrainBatch.sequences`
-    split_groups = tuple(tuple(tuple(islice(sequences, size)) for size in parts) for parts in split_sizes)
-    micro_batches = tuple(tuple(islice(sequences, size)) for size in sizes)
-    return TrainBatch(micro_batches=micro_batches, split_groups=split_groups, **numbers)
+def _from_message(message: tuple[Any, ...], sizes: Sequence[Sequence[int]], numbers: Mapping[str, Any]) -> TrainBatch:
+    sequences = sequences_from_arrays(*message)  # in the order of `TrainBatch.sequences`
+    *split_groups, micro_batches = (tuple(tuple(islice(sequences, size)) for size in group) for group in sizes)
+    return TrainBatch(micro_batches=micro_batches, split_groups=tuple(split_groups), **numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
