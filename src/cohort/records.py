@@ -179,20 +179,13 @@ def join_calls(calls: Sequence[ModelCall]) -> list[TokenSequence]:
     Returns:
         Sequences in the order of their calls. Each ends with a trained token.
     """
-    sequences: list[TokenSequence] = []
+    joined: list[list[ModelCall]] = []
     for call in calls:
-        if not call.trained:
-            continue
-        if sequences and starts_with(call.context_ids, sequences[-1].token_ids):
-            sequences[-1] = _extended(sequences[-1], call)
-        else:
-            sequences.append(_extended(_NOTHING, call))
-    return sequences
-
-
-_NOTHING = TokenSequence(
-    token_ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), sampling_logprobs=np.zeros(0, np.float32)
-)
+        if call.trained and joined and _continues(joined[-1][-1], call):
+            joined[-1].append(call)
+        elif call.trained:
+            joined.append([call])
+    return [_sequence_of(of_one) for of_one in joined]
 
 
 def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
@@ -200,16 +193,21 @@ def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
     return len(token_ids) >= len(prefix) and np.array_equal(token_ids[: len(prefix)], prefix)
 
 
-def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
-    """Append a call: its new context tokens, which are not trained, and its sampled tokens."""
-    before, context, total = len(sequence.token_ids), len(call.context_ids), len(call.context_ids) + len(call.token_ids)
-    mask = np.zeros(total, bool)
-    mask[:before], mask[context:] = sequence.loss_mask, True
-    return TokenSequence(
-        token_ids=np.concatenate([call.context_ids, call.token_ids], dtype=np.int32, casting="same_kind"),
-        loss_mask=mask,
-        sampling_logprobs=np.concatenate([sequence.sampling_logprobs, call.sampling_logprobs]),
+def _continues(previous: ModelCall, call: ModelCall) -> bool:
+    """Whether the context of a call starts with all tokens of another."""
+    return starts_with(call.context_ids, previous.context_ids) and starts_with(
+        call.context_ids[len(previous.context_ids) :], previous.token_ids
     )
+
+
+def _sequence_of(calls: Sequence[ModelCall]) -> TokenSequence:
+    """Join calls that continue each other: the last one's context has the tokens of all before."""
+    token_ids = np.concatenate([calls[-1].context_ids, calls[-1].token_ids], dtype=np.int32, casting="same_kind")
+    mask = np.zeros(len(token_ids), bool)
+    for call in calls:
+        mask[len(call.context_ids) : len(call.context_ids) + len(call.token_ids)] = True
+    logprobs = np.concatenate([call.sampling_logprobs for call in calls])
+    return TokenSequence(token_ids=token_ids, loss_mask=mask, sampling_logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

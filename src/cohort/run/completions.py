@@ -12,7 +12,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cohort.config.data import SOURCE
-from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.records import (
+    FloatArray,
+    Message,
+    Prompt,
+    ScoredGroup,
+    TokenSequence,
+    TrainSequence,
+    Trajectory,
+    join_calls,
+)
 from cohort.run.atomic import write_file_atomically
 
 _ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
@@ -67,8 +76,12 @@ def _mean(parts: Sequence[FloatArray]) -> float:
 
 def _lists(lengths: Sequence[int], arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
     """A column of lists, whose values the arrays have together. `pa.array` would convert them element by element."""
-    values = np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="same_kind")
-    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
+    return _nested(lengths, pa.array(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="same_kind")))
+
+
+def _nested(lengths: Sequence[int], values: pa.Array) -> pa.ListArray:
+    """A column of lists with so many of the values each."""
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values)
 
 
 def prompt_text(content: str | Sequence[Message]) -> str:
@@ -109,53 +122,44 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     for name in dict.fromkeys(name for g in groups for name in g.reward_details):
         details = [d for g in groups for d in g.reward_details.get(name, (None,) * len(g.trajectories))]
         columns[f"details/{name}"] = pa.array(details, pa.string())
+    built: list[list[TrainSequence]] = [[] for _ in completions]
+    for s in sequences or ():
+        built[s.trajectory].append(s)
     if sequences is not None:
-        advantages: list[list[FloatArray]] = [[] for _ in completions]
-        for s in sequences:
-            advantages[s.trajectory].append(s.advantages)
+        advantages = [[s.advantages for s in of_one] for of_one in built]
         columns["advantage"] = pa.array([_mean(of_tokens) for of_tokens in advantages], pa.float64())
     if not are_single_turn(groups):
-        columns |= _turn_columns(completions)
+        # broken trajectories have no sequences to train on
+        joined = [of_one or join_calls(t.calls) for of_one, t in zip(built, completions, strict=True)]
+        columns |= _turn_columns(completions, joined)
     return pa.table(columns)
 
 
-_CALL = pa.struct(
-    {
-        "context_tokens": pa.int64(),
-        "token_ids": pa.list_(pa.int32()),
-        "trained": pa.bool_(),
-        "finish_reason": pa.string(),
-        "policy_version": pa.int64(),
-    }
-)
 _COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "attempts")
 _TIMES = ("model_s", "environment_s")
 
 
-def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Columns of trajectories with several turns, and of broken ones."""
-    sequences = [join_calls(trajectory.calls) for trajectory in trajectories]
-    calls = [
-        [
-            {
-                "context_tokens": len(call.context_ids),
-                "token_ids": call.token_ids,
-                "trained": call.trained,
-                "finish_reason": call.finish_reason,
-                "policy_version": call.policy_version,
-            }
-            for call in trajectory.calls
-        ]
-        for trajectory in trajectories
-    ]
+def _turn_columns(
+    trajectories: Sequence[Trajectory], sequences: Sequence[Sequence[TokenSequence | TrainSequence]]
+) -> dict[str, Any]:
+    """Columns of trajectories with several turns, and of broken ones, from their calls and their joined sequences."""
+    flat = [s for of_one in sequences for s in of_one]
+    counts, lengths = [len(of_one) for of_one in sequences], [len(s.token_ids) for s in flat]
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    call_columns = {
+        "context_tokens": pa.array([len(call.context_ids) for call in calls], pa.int64()),
+        "token_ids": _lists([len(call.token_ids) for call in calls], [call.token_ids for call in calls], np.int32),
+        "trained": pa.array([call.trained for call in calls], pa.bool_()),
+        "finish_reason": pa.array([call.finish_reason for call in calls], pa.string()),
+        "policy_version": pa.array([call.policy_version for call in calls], pa.int64()),
+    }
+    structs = pa.StructArray.from_arrays([*call_columns.values()], [*call_columns])
     columns: dict[str, Any] = {
         "error": pa.array([t.error for t in trajectories], pa.string()),
         "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
-        "sequence_token_ids": pa.array(
-            [[s.token_ids for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.int32()))
-        ),
-        "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
-        "calls": pa.array(calls, pa.list_(_CALL)),
+        "sequence_token_ids": _nested(counts, _lists(lengths, [s.token_ids for s in flat], np.int32)),
+        "loss_mask": _nested(counts, _lists(lengths, [s.loss_mask for s in flat], np.bool_)),
+        "calls": _nested([len(trajectory.calls) for trajectory in trajectories], structs),
     }
     if any(t.observation for t in trajectories):
         columns["observation"] = pa.array([t.observation for t in trajectories], pa.string())

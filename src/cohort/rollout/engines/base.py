@@ -127,7 +127,7 @@ class SampledCompletion:
     finish_reason: FinishReason
     text: str | None = None  # without special tokens; None: not decoded
 
-    def model_call(self, context_ids: IntArray, *, policy_version: int) -> ModelCall:
+    def model_call(self, context_ids: IntArray, *, policy_version: int, trained: bool = True) -> ModelCall:
         """Return the model call with this completion."""
         return ModelCall(
             context_ids=context_ids,
@@ -135,6 +135,7 @@ class SampledCompletion:
             sampling_logprobs=self.sampling_logprobs,
             finish_reason=self.finish_reason,
             policy_version=policy_version,
+            trained=trained,
             text=self.text,
         )
 
