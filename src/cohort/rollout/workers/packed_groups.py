@@ -89,7 +89,6 @@ def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Calla
         KeyError, TypeError, ValueError: the message has no group.
     """
     token_ids, logprobs, new_ids = message["arrays"]
-    new_ids = new_ids.astype(np.int64)
     completions = PackedCompletions(
         token_ids=token_ids,
         sampling_logprobs=logprobs,
