@@ -421,13 +421,13 @@ def _plain_gradients(model: Any, sequences: list[TrainSequence], implementation:
     for s in sequences:
         with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=rounds):
             logprobs = _plain_logprobs(model, s)
-        (logprobs * torch.from_numpy((s.loss_weights * s.advantages)[s.loss_mask]).to(logprobs)).sum().backward()
+        (logprobs * torch.from_numpy(s.loss_weights * s.advantages).to(logprobs)).sum().backward()
     return _taken(model)
 
 
 def _plain_logprobs(model: Any, sequence: TrainSequence) -> Tensor:
     """Of a completion's tokens, from full logits of one unpadded row."""
-    ids = torch.from_numpy(sequence.token_ids).unsqueeze(0).to(model.device)
+    ids = torch.from_numpy(sequence.token_ids).long().unsqueeze(0).to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, sequence.shared_prefix_tokens - 1 : -1]
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_p.gather(-1, ids[0, sequence.shared_prefix_tokens :].unsqueeze(-1)).squeeze(-1)

@@ -183,4 +183,4 @@ def _difference(workers: WorkerGroup[Worker], groups: list[RolloutGroup]) -> flo
     """Between the sampler's logprobs and those of the trainer's weights, in the mean over tokens."""
     sequences = build_sequences(groups)
     ours = run_forward_only(workers, sequences, {"logprobs"}).logprobs
-    return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs)[s.loss_mask] for s in sequences]).mean())
+    return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences]).mean())

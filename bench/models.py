@@ -110,7 +110,7 @@ def policy_loss(inputs: LossInputs) -> LossOutput:
 
 def naive_logprobs(model: PreTrainedModel, token_ids: np.ndarray, num_prompt_tokens: int) -> Tensor:
     """Logprobs of a completion by the library's forward pass over one unpadded row."""
-    ids = torch.from_numpy(token_ids).unsqueeze(0)
+    ids = torch.from_numpy(token_ids).long().unsqueeze(0)
     logits = model(input_ids=ids, use_cache=False).logits[0, num_prompt_tokens - 1 : -1].float()
     return torch.log_softmax(logits, -1).gather(-1, ids[0, num_prompt_tokens:, None]).squeeze(-1)
 
@@ -120,7 +120,7 @@ def naive(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> tuple[l
     model.eval()
     logprobs = [naive_logprobs(model, s.token_ids, s.shared_prefix_tokens) for s in sequences]
     for s, values in zip(sequences, logprobs, strict=True):
-        weights = torch.from_numpy(-s.loss_weights * s.advantages)[s.shared_prefix_tokens :].to(values)
+        weights = torch.from_numpy(-s.loss_weights * s.advantages).to(values)
         (weights * values).sum().backward(retain_graph=True)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

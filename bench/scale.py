@@ -1,12 +1,15 @@
 """What rank 0 does alone in a step, by stage and by processor time, for as many completions as many ranks sample.
 
-    python bench/scale.py [--ranks 8 64] [--quick]
+    python bench/scale.py [--ranks 8 64] [--turns 1 8] [--quick]
 
 Eight prompts per rank with 16 completions each of about 1,800 tokens (6,000 characters with a LaTeX answer), as in
 docs/scaling.md. The engine has the completions at once; everything else is what a run does, with the vocabulary of a
 tokenizer trained here. Ranks decode and score their shares, here one after another in this process: that is "all other
 ranks". Seconds are of this process; "children" are those of the processes that grade answers, and "thread" is where
 files are compressed and written while the run goes on.
+
+With more than one turn, each of which but the last calls a tool, trajectories are as long together with the results
+of the tool, and come as rollout workers send them, who decode. They are scored on rank 0's node in the same way.
 """
 
 import argparse
@@ -32,18 +35,29 @@ from cohort.config.schema import RECENT_STEP_TOKENS
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
-from cohort.records import ForwardOnlyOutputs, Prompt, ScoredGroup, TrainSequence, expand_to_mask
+from cohort.records import (
+    ForwardOnlyOutputs,
+    Prompt,
+    RolloutGroup,
+    ScoredGroup,
+    TrainSequence,
+    Trajectory,
+    TurnStats,
+)
 from cohort.rewards import RewardRunner, TrainerProgress, build_rewards
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import LocalEngine, RolloutCollector, SampledCompletion, SamplingParams, StepKey
 from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.stop_strings import decode_text
+from cohort.rollout.workers.packed_groups import read_group, read_message, write_group
 from cohort.run.completions import prepare_completions_file, write_completions_file
 from cohort.run.tokens import TokenRecords, prepare_tokens_file
 from harness import machine, markdown
 
 PROMPTS_PER_RANK, GENERATIONS, PROMPT_TOKENS, CHARACTERS, MAX_TOKENS = 8, 16, 256, 6_000, 8_192
 REWARDS = (RewardConfig(use="math"),)
+TOOL_CALL = {"name": "look_up", "arguments": {"name": "red kite"}}
+TOOL_RESULT = "A few words about what was found. " * 4
 PHRASES = (
     "We use the substitution $u = {a}x + {b}$, so that $du = {a}\\,dx$. ",
     "Hence $\\frac{{{a}}}{{{b}}} + \\sqrt{{{c}}} = {c}$ and the sum telescopes. ",
@@ -79,6 +93,7 @@ def packed(tokenizer: PreTrainedTokenizerFast, completions: Sequence[SampledComp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
     if args.quick:
@@ -89,12 +104,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # as commands do after their imports
     # the first steps also get memory from the system, as in a run
-    columns = [measure(ranks, tokenizer, num_steps=1 if args.quick else 3) for ranks in args.ranks]
-    rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
-    print(markdown(["seconds", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
+    for turns in args.turns:
+        columns = [measure(ranks, turns, tokenizer, num_steps=1 if args.quick else 3) for ranks in args.ranks]
+        rows = [[stage, *(f"{seconds[stage]:.2f}" for seconds in columns)] for stage in columns[0]]
+        print(markdown([f"seconds, {turns} turns", *(f"{ranks} ranks" for ranks in args.ranks)], rows))
 
 
-def measure(ranks: int, tokenizer: PreTrainedTokenizerFast, *, num_steps: int) -> dict[str, float]:
+def measure(ranks: int, turns: int, tokenizer: PreTrainedTokenizerFast, *, num_steps: int) -> dict[str, float]:
     """Processor seconds of the last of some steps by stage."""
     rng = random.Random(ranks)
     answers = [rng.randrange(2, 10_000) for _ in range(ranks * PROMPTS_PER_RANK)]
@@ -108,14 +124,36 @@ def measure(ranks: int, tokenizer: PreTrainedTokenizerFast, *, num_steps: int) -
         )
         for n, answer in enumerate(answers)
     ]
+    if turns > 1:
+        groups = [
+            RolloutGroup(
+                prompt=prompt,
+                trajectories=tuple(play(tokenizer, rng, prompt, answer, turns) for _ in range(GENERATIONS)),
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        sent = [write_group(number, group, is_held=False) for number, group in enumerate(groups)]
+        del groups
+        return [measure_turns(ranks, prompts, sent) for _ in range(num_steps)][-1]
     sampled = [sample(tokenizer, text(rng, answer)) for answer in answers for _ in range(GENERATIONS)]
-    return [measure_step(ranks, tokenizer, prompts, sampled) for _ in range(num_steps)][-1]
+    return [measure_single(ranks, tokenizer, prompts, sampled) for _ in range(num_steps)][-1]
 
 
-def measure_step(
+def measure_turns(ranks: int, prompts: Sequence[Prompt], sent: Sequence[bytes]) -> dict[str, float]:
+    """Processor seconds by stage, from the messages of rollout workers."""
+    seconds: dict[str, float] = {}
+    with timed(seconds, "read groups"):
+        groups = [
+            read_group(read_message(message), prompt, environment=lambda index: None)
+            for message, prompt in zip(sent, prompts, strict=True)
+        ]
+    return measure_step(seconds, ranks, groups)
+
+
+def measure_single(
     ranks: int, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], sampled: Sequence[SampledCompletion]
 ) -> dict[str, float]:
-    """Processor seconds by stage."""
+    """Processor seconds by stage, from what each rank has sampled."""
     bounds = [len(sampled) * rank // ranks for rank in range(ranks + 1)]
     seconds: dict[str, float] = {}
     own, *others_own = [sampled[start:end] for start, end in pairwise(bounds)]
@@ -123,10 +161,6 @@ def measure_step(
         shares = [pickle.dumps(packed(tokenizer, own))]
     with timed(seconds, "all other ranks, decode and pack"):
         shares += [pickle.dumps(packed(tokenizer, share)) for share in others_own]
-    functions = build_rewards(REWARDS, columns=["prompt", "answer"], max_completion_tokens=MAX_TOKENS)
-    rewards = RewardRunner(functions, columns=["prompt", "answer"], prompt_column="prompt")
-    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=MAX_TOKENS)
-    rewards.on_ranks = others = OtherRanks(ranks, rewards.scorer)
     with timed(seconds, "unpickle completions"):
         completions = [completion for share in shares for completion in pickle.loads(share).unpack()]
     params = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
@@ -136,13 +170,21 @@ def measure_step(
     with timed(seconds, "collect groups"):
         groups = collector.collect(prompts, params, StepKey(purpose="train", seed=0, step=0))
     collector.close()
+    return measure_step(seconds, ranks, groups)
+
+
+def measure_step(seconds: dict[str, float], ranks: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Add processor seconds by stage of what follows once groups are sampled."""
+    functions = build_rewards(REWARDS, columns=["prompt", "answer"], max_completion_tokens=MAX_TOKENS)
+    rewards = RewardRunner(functions, columns=["prompt", "answer"], prompt_column="prompt")
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=MAX_TOKENS)
+    rewards.on_ranks = others = OtherRanks(ranks, rewards.scorer)
+    before_s = children_s()
     with timed(seconds, "rewards"):
         scored = rewards.score(groups)
     seconds["all other ranks, rewards"] = others.seconds
     seconds["rewards"] -= others.seconds
-    seconds["rewards, children"] = sum(
-        sum(psutil.Process(child.pid).cpu_times()[:2]) for child in psutil.Process().children(recursive=True)
-    )
+    seconds["rewards, children"] = children_s() - before_s
     with timed(seconds, "metrics"):
         rollout_metrics(scored)
         reward_health_metrics(scored)
@@ -179,13 +221,10 @@ def write_files(seconds: dict[str, float], groups: Sequence[ScoredGroup], sequen
             )
         with timed(seconds, "prepare tokens file"):
             recorded = records.chosen(sequences)
-        first_pass = {s.index: s.sampling_logprobs[s.trained] for s in recorded}
+        first_pass = {s.index: s.sampling_logprobs for s in recorded}
         sent = [pickle.dumps(first_pass) for _ in ("logprobs", "entropies")]
         with timed(seconds, "prepare tokens file"):
-            logprobs, entropies = (
-                {s.index: expand_to_mask(s.loss_mask, values[s.index]) for s in recorded}
-                for values in map(pickle.loads, sent)
-            )
+            logprobs, entropies = map(pickle.loads, sent)
             write_tokens = prepare_tokens_file(
                 records.file(1),
                 num_trajectories=len(sequences),
@@ -196,6 +235,11 @@ def write_files(seconds: dict[str, float], groups: Sequence[ScoredGroup], sequen
         with timed(seconds, "compress and write files, thread"):
             write_completions()
             write_tokens()
+
+
+def children_s() -> float:
+    """Processor seconds of the processes that grade answers, so far."""
+    return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
 
 
 @contextmanager
@@ -214,6 +258,29 @@ def text(rng: random.Random, answer: int) -> str:
         parts.append(rng.choice(PHRASES).format(**numbers))
         length += len(parts[-1])
     return f"{''.join(parts)}The answer is $\\boxed{{\\frac{{{answer}}}{{{rng.choice((7, 7, 9))}}}}}$."
+
+
+def play(tokenizer: PreTrainedTokenizerFast, rng: random.Random, prompt: Prompt, answer: int, turns: int) -> Trajectory:
+    """A trajectory whose turns but the last call a tool."""
+    solution = text(rng, answer)
+    size = -(-len(solution) // turns)
+    context, calls, messages = prompt.token_ids, [], []
+    for turn in range(turns):
+        said = solution[turn * size : (turn + 1) * size]
+        calls.append(replace(sample(tokenizer, said), text=said).model_call(context, policy_version=0))
+        messages.append({"role": "assistant", "content": said})
+        if turn < turns - 1:
+            messages[-1]["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": TOOL_CALL}]
+            messages.append({"role": "tool", "tool_call_id": f"call_{turn}", "content": TOOL_RESULT})
+            result = np.array(tokenizer.encode(TOOL_RESULT), dtype=np.int64)
+            context = np.concatenate([context, calls[-1].token_ids, result])
+    return Trajectory(
+        calls=tuple(calls),
+        messages=tuple(messages),
+        text=solution,
+        end="answer",
+        stats=TurnStats(tool_calls=turns - 1),
+    )
 
 
 def sample(tokenizer: PreTrainedTokenizerFast, solution: str) -> SampledCompletion:

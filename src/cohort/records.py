@@ -6,15 +6,16 @@ view of them and is never tokenized again.
 G trajectories of one prompt, K context tokens and C sampled tokens of a model call, L tokens of a training sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int32 | np.int64]  # sampled tokens and training sequences may have token ids of 32 bits
+FloatArray = NDArray[np.float32 | np.float64]  # logprobs are float32 where that is exact
 BoolArray = NDArray[np.bool_]
 Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
@@ -109,6 +110,11 @@ class Trajectory:
         return tuple(call for call in self.calls if call.trained)
 
     @property
+    def num_sampled_tokens(self) -> int:
+        """Number of tokens sampled by the policy, C."""
+        return sum(len(call.token_ids) for call in self.calls if call.trained)
+
+    @property
     def sampled_token_ids(self) -> IntArray:
         """Token ids sampled by the policy, [C]."""
         return _joined([call.token_ids for call in self.trained_calls], np.int64)
@@ -156,7 +162,7 @@ class TokenSequence:
 
     token_ids: IntArray  # [L]
     loss_mask: BoolArray  # [L] True where the policy sampled the token
-    sampling_logprobs: FloatArray  # [L] 0 outside the mask
+    sampling_logprobs: FloatArray  # [C] of the tokens in the mask
 
 
 def join_calls(calls: Sequence[ModelCall]) -> list[TokenSequence]:
@@ -173,18 +179,13 @@ def join_calls(calls: Sequence[ModelCall]) -> list[TokenSequence]:
     Returns:
         Sequences in the order of their calls. Each ends with a trained token.
     """
-    sequences: list[TokenSequence] = []
+    joined: list[list[ModelCall]] = []
     for call in calls:
-        if not call.trained:
-            continue
-        if sequences and starts_with(call.context_ids, sequences[-1].token_ids):
-            sequences[-1] = _extended(sequences[-1], call)
-        else:
-            sequences.append(_extended(_NOTHING, call))
-    return sequences
-
-
-_NOTHING = TokenSequence(token_ids=np.zeros(0, np.int64), loss_mask=np.zeros(0, bool), sampling_logprobs=np.zeros(0))
+        if call.trained and joined and _continues(joined[-1][-1], call):
+            joined[-1].append(call)
+        elif call.trained:
+            joined.append([call])
+    return [_sequence_of(of_one) for of_one in joined]
 
 
 def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
@@ -192,21 +193,26 @@ def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
     return len(token_ids) >= len(prefix) and np.array_equal(token_ids[: len(prefix)], prefix)
 
 
-def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
-    """Append a call: its new context tokens, which are not trained, and its sampled tokens."""
-    before, context, total = len(sequence.token_ids), len(call.context_ids), len(call.context_ids) + len(call.token_ids)
-    mask, logprobs = np.zeros(total, bool), np.zeros(total)
-    if before:
-        mask[:before], logprobs[:before] = sequence.loss_mask, sequence.sampling_logprobs
-    mask[context:], logprobs[context:] = True, call.sampling_logprobs
-    return TokenSequence(
-        token_ids=np.concatenate([call.context_ids, call.token_ids]), loss_mask=mask, sampling_logprobs=logprobs
+def _continues(previous: ModelCall, call: ModelCall) -> bool:
+    """Whether the context of a call starts with all tokens of another."""
+    return starts_with(call.context_ids, previous.context_ids) and starts_with(
+        call.context_ids[len(previous.context_ids) :], previous.token_ids
     )
+
+
+def _sequence_of(calls: Sequence[ModelCall]) -> TokenSequence:
+    """Join calls that continue each other: the last one's context has the tokens of all before."""
+    token_ids = np.concatenate([calls[-1].context_ids, calls[-1].token_ids], dtype=np.int32, casting="same_kind")
+    mask = np.zeros(len(token_ids), bool)
+    for call in calls:
+        mask[len(call.context_ids) : len(call.context_ids) + len(call.token_ids)] = True
+    logprobs = np.concatenate([call.sampling_logprobs for call in calls])
+    return TokenSequence(token_ids=token_ids, loss_mask=mask, sampling_logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOnlyOutputs:
-    """Outputs of forward-only passes before training, by sequence index: [L], 0 outside the loss mask.
+    """Outputs of forward-only passes before training, by sequence index: [C], of its trained tokens.
 
     Only outputs that the algorithm needs are computed; the others are empty.
     """
@@ -219,17 +225,18 @@ class ForwardOnlyOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One causal token sequence with the per-token inputs of the loss. L tokens.
+    """One causal token sequence of L tokens with the inputs of the loss for each of the C tokens that are trained.
 
-    Per-token fields are 0 outside the loss mask. A trajectory whose history was rewritten has several sequences.
+    A trajectory whose history was rewritten has several sequences. Arrays may be parts of those of many sequences, and
+    one number for all tokens an array that repeats it (`np.broadcast_to`), so nobody writes to them.
     """
 
     token_ids: IntArray  # [L], at least 2
     loss_mask: BoolArray  # [L] True for trained tokens; never for the first token
-    sampling_logprobs: FloatArray  # [L]
-    advantages: FloatArray  # [L]
-    loss_weights: FloatArray  # [L] fixed for the whole step
-    returns: FloatArray = field(default_factory=lambda: np.zeros(0))  # [L] targets of the critic; [0] without one
+    sampling_logprobs: FloatArray  # [C]
+    advantages: FloatArray  # [C]
+    loss_weights: FloatArray  # [C] fixed for the whole step
+    returns: FloatArray = field(default_factory=lambda: np.zeros(0))  # [C] targets of the critic; [0] without one
     shared_prefix_tokens: int  # leading tokens shared by the group, none of them trained; 0: none
     index: int  # index of the sequence in the step
     group: int  # index of the group in the step
@@ -238,43 +245,14 @@ class TrainSequence:
     def __post_init__(self) -> None:
         """Check the invariants that packing relies on."""
         assert 0 <= self.shared_prefix_tokens < len(self.token_ids), "the shared prefix must be a proper prefix"
-        num_trained = np.count_nonzero(self.loss_mask[: max(1, self.shared_prefix_tokens)])
-        assert num_trained == 0, "the shared prefix must not be trained"
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        """Return what a message needs: 4 to 8 bytes per token instead of 33, and nothing is rounded."""
-        trained = self.trained
-        mask = trained.start if isinstance(trained, slice) else np.packbits(trained)
-        values = [_compact(getattr(self, name)[trained]) for name in _PER_TOKEN]
-        returns = _compact(self.returns[trained]) if len(self.returns) else None
-        numbers = [getattr(self, name) for name in _PER_SEQUENCE]
-        return self.token_ids.astype(np.int32).tobytes(), mask, values, returns, numbers
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Set the fields from what `__getstate__` returned."""
-        tokens, mask, values, returns, numbers = state
-        token_ids = np.frombuffer(tokens, np.int32)
-        if isinstance(mask, int):
-            loss_mask = np.arange(len(token_ids)) >= mask
-        else:
-            loss_mask = np.unpackbits(mask, count=len(token_ids)).astype(bool)
-        per_token = {n: expand_to_mask(loss_mask, _loose(v)) for n, v in zip(_PER_TOKEN, values, strict=True)}
-        per_token["returns"] = np.zeros(0) if returns is None else expand_to_mask(loss_mask, _loose(returns))
-        per_sequence = dict(zip(_PER_SEQUENCE, numbers, strict=True))
-        fields = {"token_ids": token_ids.astype(np.int64), "loss_mask": loss_mask, **per_token, **per_sequence}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        num_after = np.count_nonzero(self.loss_mask[max(1, self.shared_prefix_tokens) :])
+        assert num_after == np.count_nonzero(self.loss_mask), "the shared prefix must not be trained"
+        assert num_after == len(self.sampling_logprobs) == len(self.advantages) == len(self.loss_weights)
 
     @property
     def num_loss_tokens(self) -> int:
         """Number of trained tokens."""
-        return int(np.count_nonzero(self.loss_mask))
-
-    @property
-    def trained(self) -> "slice | BoolArray":
-        """Index of the trained tokens: the loss mask, or a slice, which copies nothing, if they are the last ones."""
-        first = int(self.loss_mask.argmax())
-        return slice(first, None) if self.num_loss_tokens == len(self.loss_mask) - first else self.loss_mask
+        return len(self.sampling_logprobs)
 
     @classmethod
     def single_turn(
@@ -302,14 +280,17 @@ class TrainSequence:
             returns: [C]; None without a critic.
         """
         token_ids = np.concatenate([prompt_ids, completion_ids])
-        mask = np.arange(len(token_ids)) >= len(prompt_ids)
+
+        def of_tokens(values: FloatArray | float) -> FloatArray:
+            return np.broadcast_to(np.asarray(values, np.float64), len(completion_ids))
+
         return cls(
             token_ids=token_ids,
-            loss_mask=mask,
-            sampling_logprobs=expand_to_mask(mask, sampling_logprobs),
-            advantages=expand_to_mask(mask, advantages),
-            loss_weights=expand_to_mask(mask, loss_weights),
-            returns=np.zeros(0) if returns is None else expand_to_mask(mask, returns),
+            loss_mask=np.arange(len(token_ids)) >= len(prompt_ids),
+            sampling_logprobs=of_tokens(sampling_logprobs),
+            advantages=of_tokens(advantages),
+            loss_weights=of_tokens(loss_weights),
+            returns=np.zeros(0) if returns is None else of_tokens(returns),
             shared_prefix_tokens=len(prompt_ids),
             index=index,
             group=group,
@@ -317,22 +298,76 @@ class TrainSequence:
         )
 
 
-_PER_TOKEN = ("sampling_logprobs", "advantages", "loss_weights")
-_PER_SEQUENCE = ("shared_prefix_tokens", "index", "group", "trajectory")
+_PER_TOKEN = ("sampling_logprobs", "advantages", "loss_weights", "returns")
+_Column = tuple[FloatArray, Sequence[int]]  # of all sequences, or [N, 1] if each repeats one number; and their sizes
 
 
-def _compact(values: FloatArray) -> float | tuple[str, bytes]:
-    """Return one number if all are equal, else dtype and bytes: those of float32 if that is exact."""
-    sent = values.tobytes()  # -0 is not 0; and an array takes five times as long to pickle
-    if len(values) and sent[:8] == sent[-8:] and sent == sent[:8] * len(values):
-        return float(values[0])
-    single = values.astype(np.float32)
-    return ("f", single.tobytes()) if single.astype(np.float64).tobytes() == sent else ("d", sent)
+def sequences_to_arrays(sequences: Sequence[TrainSequence]) -> tuple[Any, ...]:
+    """Return sequences as few arrays, for a message: the arguments of `sequences_from_arrays`. Nothing is rounded.
+
+    Of a group's sequences, only the first has the shared prefix.
+    """
+    token_ids, masks, numbers, sent = [], [], [], set()
+    for s in sequences:
+        prefix = s.group, s.shared_prefix_tokens
+        token_ids.append(s.token_ids[s.shared_prefix_tokens if prefix in sent else 0 :])
+        sent.add(prefix)
+        end = s.loss_mask[len(s.token_ids) - s.num_loss_tokens :]
+        masks.append(None if np.count_nonzero(end) == len(end) else np.packbits(s.loss_mask))
+        numbers.append((len(s.token_ids), s.shared_prefix_tokens, s.index, s.group, s.trajectory))
+    per_token = {name: _column([getattr(s, name) for s in sequences]) for name in _PER_TOKEN}
+    return _concatenated(token_ids), masks, numbers, per_token
 
 
-def _loose(compact: float | tuple[str, bytes]) -> FloatArray | float:
-    """Return the values that `_compact` was called with, or one number."""
-    return np.frombuffer(compact[1], compact[0]).astype(np.float64) if isinstance(compact, tuple) else compact
+def sequences_from_arrays(
+    token_ids: IntArray,
+    masks: Sequence[NDArray[np.uint8] | None],
+    numbers: Sequence[tuple[int, int, int, int, int]],
+    per_token: Mapping[str, _Column],
+) -> Iterator[TrainSequence]:
+    """Yield the sequences that `sequences_to_arrays` was called with.
+
+    Args:
+        token_ids: of all sequences, without the prefixes that an earlier one has.
+        masks: [N] loss masks as bits; None if the last tokens are trained.
+        numbers: [N] tokens, shared prefix tokens, index, group and trajectory.
+        per_token: the other fields by name.
+    """
+    prefixes: dict[tuple[int, int], IntArray] = {}
+    columns = zip(*(_parts(*values) for values in per_token.values()), strict=True)
+    start = 0
+    for (length, num_shared, index, group, trajectory), bits, values in zip(numbers, masks, columns, strict=True):
+        prefix = prefixes.get((group, num_shared), token_ids[:0])
+        end = start + length - len(prefix)
+        own = np.concatenate([prefix, token_ids[start:end]])
+        start = end
+        prefixes[group, num_shared] = own[:num_shared]
+        is_trained = np.arange(length) >= length - len(values[0])
+        yield TrainSequence(
+            token_ids=own,
+            loss_mask=is_trained if bits is None else np.unpackbits(bits, count=length).astype(bool),
+            shared_prefix_tokens=num_shared,
+            index=index,
+            group=group,
+            trajectory=trajectory,
+            **dict(zip(per_token, values, strict=True)),
+        )
+
+
+def _column(arrays: Sequence[FloatArray]) -> _Column:
+    is_repeated = arrays and all(values.strides == (0,) and len(values) for values in arrays)
+    values = np.stack([values[:1] for values in arrays]) if is_repeated else _concatenated(arrays)
+    return values, [*map(len, arrays)]
+
+
+def _parts(values: FloatArray, sizes: Sequence[int]) -> Iterator[FloatArray]:
+    if values.ndim == 2:
+        return map(np.broadcast_to, values, sizes)
+    return (values[start:end] for start, end in pairwise(accumulate(sizes, initial=0)))
+
+
+def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
@@ -340,10 +375,10 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[
     return np.asarray(arrays[0], dtype) if len(arrays) == 1 else np.concatenate([np.zeros(0, dtype), *arrays])
 
 
-def expand_to_mask(loss_mask: BoolArray, values: FloatArray | float) -> FloatArray:
-    """Scatter values of trained tokens to their positions in the sequence: [L], 0 outside the mask."""
-    if np.ndim(values) == 0:
-        return np.where(loss_mask, values, 0.0)
-    aligned = np.zeros(len(loss_mask))
-    aligned[loss_mask] = values
-    return aligned
+def as_float32(values: FloatArray) -> FloatArray:
+    """Return values in float32 if that is exact, bit for bit, else as they are."""
+    if values.dtype == np.float32:
+        return values
+    single = values.astype(np.float32)
+    is_exact = np.array_equal(single.astype(np.float64).view(np.int64), values.view(np.int64))  # -0 is not 0
+    return single if is_exact else values

@@ -45,8 +45,8 @@ def of(name: str, x: AdvantageInputs, **keys: float) -> torch.Tensor:
 
 
 def expecting_nothing(lengths: list[int]) -> ForwardOnlyOutputs:
-    """Of a critic that expects a return of 0 everywhere, for groups of `scored`, whose prompts have two tokens."""
-    return ForwardOnlyOutputs(values={n: np.zeros(2 + length) for n, length in enumerate(lengths)})
+    """Of a critic that expects a return of 0 everywhere."""
+    return ForwardOnlyOutputs(values={n: np.zeros(length) for n, length in enumerate(lengths)})
 
 
 def close(actual: torch.Tensor, expected: list) -> None:
@@ -269,7 +269,7 @@ def test_rewards_reach_gdpo_by_name_and_weight():
     algorithm = build_algorithm(AlgorithmConfig(name="gdpo", std_epsilon=0.0), max_completion_tokens=9)
     group = scored([0.0, 1.0, 3.0], [2, 3, 1], parts={"right": [0.0, 0.0, 1.0], "short": [0.0, 10.0, 20.0]})
     for weights, expected in (({"right": 1.0, "short": 0.0}, [-1, -1, 2]), ({"right": 0.0, "short": 5.0}, [-1, 0, 1])):
-        found = [s.advantages[2] for s in assign_advantages([group], algorithm, reward_weights=weights)]
+        found = [s.advantages[0] for s in assign_advantages([group], algorithm, reward_weights=weights)]
         scale = math.sqrt(sum(e * e for e in expected) / 2)
         assert found == pytest.approx([e / scale for e in expected])
 

@@ -26,8 +26,8 @@ from samples import NAN, scored
 def test_named_algorithms(config, advantages, weights):
     algorithm = build_algorithm(config, max_completion_tokens=20)
     sequences = assign_advantages([scored([0.0, 2.0], [2, 6])], algorithm)
-    assert [s.advantages[2] for s in sequences] == pytest.approx(advantages, abs=1e-4)
-    assert [s.loss_weights.tolist() for s in sequences] == [[0, 0] + [weights[0]] * 2, [0, 0] + [weights[1]] * 6]
+    assert [s.advantages[0] for s in sequences] == pytest.approx(advantages, abs=1e-4)
+    assert [s.loss_weights.tolist() for s in sequences] == [[weights[0]] * 2, [weights[1]] * 6]
     assert [s.shared_prefix_tokens for s in sequences] == [2, 2]
     assert sequences[0].token_ids.tolist() == [7, 8, 0, 1]
 
@@ -35,12 +35,12 @@ def test_named_algorithms(config, advantages, weights):
 def test_truncated_completions_can_be_masked():
     groups = [scored([0.0, 2.0], [2, 6], ["stop", "length"])]
     kept = assign_advantages(groups, build_algorithm(AlgorithmConfig(), max_completion_tokens=20))
-    assert kept[1].loss_weights[2] > 0
+    assert kept[1].loss_weights[0] > 0
     masked = assign_advantages(
         groups, build_algorithm(AlgorithmConfig(mask_truncated_completions=True), max_completion_tokens=20)
     )
-    assert masked[0].loss_weights.tolist() == [0, 0, 1 / 2, 1 / 2]  # alone in the mean
-    assert masked[1].loss_weights.tolist() == [0] * 8
+    assert masked[0].loss_weights.tolist() == [1 / 2, 1 / 2]  # alone in the mean
+    assert masked[1].loss_weights.tolist() == [0] * 6
     assert not masked[1].advantages.any()
 
 
@@ -48,8 +48,8 @@ def test_unscored_completions_weigh_nothing():
     sequences = assign_advantages(
         [scored([1.0, NAN], [2, 6])], build_algorithm(AlgorithmConfig(name="dapo"), max_completion_tokens=9)
     )
-    assert sequences[1].loss_weights.tolist() == [0] * 8
-    assert [s.advantages[2] for s in sequences] == [0, 0]
+    assert sequences[1].loss_weights.tolist() == [0] * 6
+    assert [s.advantages[0] for s in sequences] == [0, 0]
 
 
 def off_policy(differences: list[float], ids: list[int], dtype: torch.dtype = torch.float64) -> LossInputs:

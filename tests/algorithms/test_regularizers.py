@@ -186,11 +186,11 @@ def test_only_tokens_of_high_entropy_have_an_advantage():
     assert algorithm.forward_only_outputs == {"entropies"}
     groups = [scored([0.0, 2.0], [2, 3]), scored([0.0, 2.0], [1, 4], finish=["stop", "length"])]
     entropies = {0: [0.1, 0.9], 1: [0.8, 0.2, 0.3], 2: [0.7], 3: [5.0, 5.0, 5.0, 5.0]}
-    outputs = ForwardOnlyOutputs(entropies={i: np.array([9.0, 9.0, *e]) for i, e in entropies.items()})  # prompts of 2
+    outputs = ForwardOnlyOutputs(entropies={i: np.array(e) for i, e in entropies.items()})
     sequences = assign_advantages(groups, algorithm, outputs)
-    signs = [np.sign(s.advantages[2:]).tolist() for s in sequences]
+    signs = [np.sign(s.advantages).tolist() for s in sequences]
     assert signs == [[0, -1], [1, 0, 0], [-1], [0, 0, 0, 0]]
-    assert [s.loss_weights[2:].tolist() for s in sequences] == [[1 / 6] * 2, [1 / 6] * 3, [1 / 6], [0.0] * 4]
+    assert [s.loss_weights.tolist() for s in sequences] == [[1 / 6] * 2, [1 / 6] * 3, [1 / 6], [0.0] * 4]
 
 
 def test_kl_in_the_reward():
@@ -200,24 +200,20 @@ def test_kl_in_the_reward():
     assert not algorithm.needs_reference
     assert not algorithm.learns_without_advantage
     outputs = ForwardOnlyOutputs(
-        logprobs={0: np.array([0.0, 0.0, -1.0, -1.0]), 1: np.array([0.0, 0.0, -1.0]), 2: np.array([0.0, 0.0, -1.0])},
-        reference_logprobs={
-            0: np.array([0.0, 0.0, -2.0, -4.0]),
-            1: np.array([0.0, 0.0, -1.0]),
-            2: np.array([0.0, 0.0, -9.0]),
-        },
+        logprobs={0: np.array([-1.0, -1.0]), 1: np.array([-1.0]), 2: np.array([-1.0])},
+        reference_logprobs={0: np.array([-2.0, -4.0]), 1: np.array([-1.0]), 2: np.array([-9.0])},
     )
     groups = [scored([3.0, 0.0, math.nan], [2, 1, 1])]
     sequences = assign_advantages(groups, algorithm, outputs)
     # rewards 3 - 0.5 * (1 + 3) = 1 and 0: advantages 0.5 and -0.5
-    assert [s.advantages.tolist() for s in sequences] == [[0, 0, 0.5, 0.5], [0, 0, -0.5], [0, 0, 0]]
+    assert [s.advantages.tolist() for s in sequences] == [[0.5, 0.5], [-0.5], [0]]
     assert mean_reference_kl(algorithm, outputs, sequences) == {"kl": (1 + 3 + 0 + 8) / 4}
     penalties = {i: 0.5 * (outputs.logprobs[i] - outputs.reference_logprobs[i]) for i in range(3)}
     x = advantage_inputs(groups, sequences, outputs, {}, penalties)
     assert x.token_rewards.tolist() == [[[-0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]]
     later = algorithm.coefficients(CoefficientState(kl=0.25, entropy=0.0))
     first = assign_advantages(groups, algorithm, outputs, coefficients=later)[0]
-    assert first.advantages.tolist() == [0, 0, 1.0, 1.0]
+    assert first.advantages.tolist() == [1.0, 1.0]
 
 
 def test_the_coefficient_of_kl_adapts():

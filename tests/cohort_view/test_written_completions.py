@@ -37,13 +37,12 @@ GROUP = ScoredGroup(
     reward_parts={"right": np.array([1.0, NAN])},
     answer="4",
 )
-MASK = np.array([False, False, True, True, False, True])
 SEQUENCE = TrainSequence(
     token_ids=np.array([1, 2, 5, 6, 30, 7]),
-    loss_mask=MASK,
-    sampling_logprobs=np.array([0, 0, -0.5, -0.25, 0, -1.0]),
-    advantages=np.where(MASK, 2.0, 0.0),
-    loss_weights=np.where(MASK, 0.125, 0.0),
+    loss_mask=np.array([False, False, True, True, False, True]),
+    sampling_logprobs=np.array([-0.5, -0.25, -1.0]),
+    advantages=np.full(3, 2.0),
+    loss_weights=np.full(3, 0.125),
     shared_prefix_tokens=2,
     index=0,
     group=0,
@@ -54,7 +53,7 @@ SEQUENCE = TrainSequence(
 @pytest.fixture
 def run(tmp_path):
     write_completions_file(tmp_path / "completions/step-000005.parquet", step=5, groups=[GROUP], sequences=[SEQUENCE])
-    outputs = ForwardOnlyOutputs(logprobs={0: np.array([0, 0, -0.5, -0.5, 0, -2.0])})
+    outputs = ForwardOnlyOutputs(logprobs={0: np.array([-0.5, -0.5, -2.0])})
     file = tmp_path / "tokens/step-000005.parquet"
     prepare_tokens_file(file, num_trajectories=2, sequences=[SEQUENCE], outputs=outputs, with_context=True)()
     return RunFolder(tmp_path, {"rollout": {"num_generations": 2}})

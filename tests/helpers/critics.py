@@ -29,7 +29,7 @@ def make_critic(kind: str = "llama", *, dtype: torch.dtype = torch.float64, **ov
 
 def naive_values(critic: Critic, sequence: TrainSequence) -> Tensor:
     """One unpadded row through the body: what it makes of the future before each token of the completion."""
-    ids = torch.from_numpy(sequence.token_ids).unsqueeze(0)
+    ids = torch.from_numpy(sequence.token_ids).long().unsqueeze(0)
     hidden = critic.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     return critic.model.value_head(hidden)[:-1][torch.from_numpy(sequence.loss_mask[1:])][:, 0]
 

@@ -16,7 +16,7 @@ from cohort.metrics.resources import PeakMemory, PhaseClock
 from cohort.models import CollectiveCounter, LoadRequest, load_critic, load_policy, load_tokenizer
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
-from cohort.records import ForwardOnlyOutputs, TrainSequence, expand_to_mask
+from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.rollout import Sampler
 from cohort.trainer.checkpoint import CRITIC, load_engine_state
 from cohort.trainer.update import Updater
@@ -55,9 +55,7 @@ def make_critic_sequences(
 ) -> list[TrainSequence]:
     """What a critic learns from, of random completions, one in eight not scored."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)
-    values = {
-        s.index: expand_to_mask(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in build_sequences(groups)
-    }
+    values = {s.index: values_of(s.num_loss_tokens, s.index) for s in build_sequences(groups)}
     return critic_sequences(assign_advantages(groups, ALGORITHM, ForwardOnlyOutputs(values=values)))
 
 

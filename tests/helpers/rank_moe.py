@@ -50,7 +50,7 @@ def naive(model: PreTrainedModel, coefficient: float = COEFFICIENT) -> tuple[flo
         ids = torch.from_numpy(s.token_ids).unsqueeze(0)
         out = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
         chosen = torch.log_softmax(out.logits[0], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-        loss = loss - (torch.from_numpy(s.loss_weights * s.advantages)[1:].to(chosen) * chosen).sum()
+        loss = loss - (torch.from_numpy(s.loss_weights * s.advantages).to(chosen) * chosen[-s.num_loss_tokens :]).sum()
         logits.append(torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits]))
     aux = switch_loss(torch.cat(logits, dim=1), model.config.num_experts_per_tok)
     (loss + coefficient * aux).backward()

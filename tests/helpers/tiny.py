@@ -166,7 +166,7 @@ def naive_logprobs(
     model: PreTrainedModel, sequence: TrainSequence, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies of the loss tokens from the model's full logits, one unpadded row: the ground truth."""
-    ids, mask = torch.from_numpy(sequence.token_ids), torch.from_numpy(sequence.loss_mask)
+    ids, mask = torch.from_numpy(sequence.token_ids).long(), torch.from_numpy(sequence.loss_mask)
     logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1][mask[1:]]
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p.gather(-1, ids[mask].unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)

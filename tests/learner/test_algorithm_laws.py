@@ -62,8 +62,8 @@ def expected_returns(groups: Sequence[ScoredGroup]) -> ForwardOnlyOutputs:
     """What a critic might say of each token, and how unsure the policy might be of it."""
     sequences = build_sequences(groups)
     return ForwardOnlyOutputs(
-        values={s.index: np.random.default_rng(s.index).normal(size=len(s.token_ids)) for s in sequences},
-        entropies={s.index: np.random.default_rng(s.index).random(len(s.token_ids)) for s in sequences},
+        values={s.index: np.random.default_rng(s.index).normal(size=s.num_loss_tokens) for s in sequences},
+        entropies={s.index: np.random.default_rng(s.index).random(s.num_loss_tokens) for s in sequences},
     )
 
 

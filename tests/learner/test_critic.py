@@ -24,7 +24,7 @@ from cohort.models import Critic, LoadRequest, load_critic, save_policy
 from cohort.models.batch_layout import Layout
 from cohort.packing.batch import ValueInputs
 from cohort.ranks.collectives import SINGLE_PROCESS
-from cohort.records import ForwardOnlyOutputs, expand_to_mask
+from cohort.records import ForwardOnlyOutputs
 from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import make_critic_sequences, make_worker
 from rank_engine import REWRITTEN, SHARD, TURNS, out_of_memory_over
@@ -128,10 +128,7 @@ def test_what_the_critic_learns_from():
         )
         for n, (group, reason) in enumerate(zip(groups, reasons, strict=True))
     ]
-    values = {
-        n: np.full(len(group.prompt.token_ids) + len(group.trajectories[0].sampled_token_ids), 0.25)
-        for n, group in enumerate(groups)
-    }
+    values = {n: np.full(group.trajectories[0].num_sampled_tokens, 0.25) for n, group in enumerate(groups)}
     for masked, kept in ((False, [0, 1, 3]), (True, [0, 3])):
         config = AlgorithmConfig(name="ppo", mask_truncated_completions=masked)
         algorithm = build_algorithm(config, max_completion_tokens=16)
@@ -139,7 +136,7 @@ def test_what_the_critic_learns_from():
         learned = critic_sequences(sequences)
         assert [s.index for s in learned] == kept
         total = sum(s.num_loss_tokens for s in learned)
-        assert all((s.loss_weights == s.loss_mask / total).all() and (s.returns == s.loss_mask).all() for s in learned)
+        assert all((s.loss_weights == 1 / total).all() and (s.returns == 1).all() for s in learned)
         metrics = value_metrics(sequences, values)
         assert metrics == {"value/mean": 0.25}  # returns that do not vary explain nothing
     assert critic_sequences([replace(s, returns=np.zeros(0)) for s in sequences]) == []
@@ -148,11 +145,10 @@ def test_what_the_critic_learns_from():
 
 def test_explained_variance_by_hand():
     (sequence,) = critic_sequences(make_critic_sequences([[2]], seed=0))
-    sequences = [replace(sequence, returns=expand_to_mask(sequence.loss_mask, np.array([0.0, 2.0])))]
+    sequences = [replace(sequence, returns=np.array([0.0, 2.0]))]
 
     def explained(first: float, second: float) -> float:
-        values = expand_to_mask(sequence.loss_mask, np.array([first, second]))
-        return value_metrics(sequences, {0: values})["value/explained_variance"]
+        return value_metrics(sequences, {0: np.array([first, second])})["value/explained_variance"]
 
     assert explained(0.0, 2.0) == 1
     assert explained(5.0, 5.0) == 0
@@ -191,9 +187,9 @@ def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
         values = naive_values(critic, s)
         old[s.index] = values.detach() + 0.3 * torch.randn(len(values), dtype=torch.float64)
         loss = PPO.critic.loss(
-            ValueInputs(values=values, old_values=old[s.index], returns=torch.from_numpy(s.returns[s.loss_mask]))
+            ValueInputs(values=values, old_values=old[s.index], returns=torch.from_numpy(s.returns))
         ).per_token_loss
-        expected_loss = expected_loss + (torch.from_numpy(s.loss_weights[s.loss_mask]) * loss).sum()
+        expected_loss = expected_loss + (torch.from_numpy(s.loss_weights) * loss).sum()
     expected_loss.backward()
     expected = gradients(critic.model)
     assert set(expected) == {name for name, _ in critic.model.named_parameters()}
@@ -309,7 +305,7 @@ def test_a_critic_learns_what_its_returns_are():
     for update in range(60):
         if update % 10 == 0:
             estimated = engine.forward_only(sequences, {"values"})["values"]
-            values = {s.index: expand_to_mask(s.loss_mask, estimated[s.index].double().numpy()) for s in sequences}
+            values = {s.index: estimated[s.index].double().numpy() for s in sequences}
             explained.append(value_metrics(sequences, values)["value/explained_variance"])
         (batch,) = pack_for(critic, sequences, 30)
         engine.forward_backward(batch, PPO.critic.loss)

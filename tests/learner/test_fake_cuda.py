@@ -152,7 +152,7 @@ def build(variant: Variant, folder: Path, run: Path) -> Worker:
 
 def update(worker: Worker) -> tuple[TrainResult, OptimResult]:
     """What a step of the loop makes of its sequences."""
-    worker.forward_only(SEQUENCES, worker.algorithm.forward_only_outputs)
+    worker.forward_only(*pack_batches(worker.engine, SEQUENCES), worker.algorithm.forward_only_outputs)
     coefficients = Coefficients(kl=0.1 if worker.algorithm.needs_reference else 0.0, entropy=0.0)
     for model, engine in reversed(worker.engines.items()):
         result = worker.forward_backward(*pack_batches(engine, SEQUENCES), model, coefficients)

@@ -21,7 +21,7 @@ from cohort.models import Policy, linear_loss
 from cohort.models.batch_layout import Layout
 from cohort.packing.batch import LossInputs
 from cohort.ranks.collectives import SINGLE_PROCESS, Ranks
-from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
+from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory
 from samples import answer, random_calls
 from selection import examples, mostly_slow
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
@@ -107,7 +107,7 @@ def make_engine(
 def old_logprobs_of(sequence: TrainSequence) -> torch.Tensor:
     """Old logprobs far enough from the current ones that some ratios are clipped."""
     rng = np.random.default_rng(int(sequence.token_ids.sum()))
-    sampled = sequence.sampling_logprobs[sequence.loss_mask]
+    sampled = sequence.sampling_logprobs
     return torch.from_numpy(sampled + 0.3 * rng.normal(size=len(sampled)))
 
 
@@ -161,7 +161,7 @@ def by_trajectory(sequences: list[TrainSequence]) -> dict[int, list[TrainSequenc
 
 def joined(members: list[TrainSequence], field: str) -> torch.Tensor:
     """A field of a trajectory's loss tokens."""
-    return torch.from_numpy(np.concatenate([getattr(s, field)[s.loss_mask] for s in members]))
+    return torch.from_numpy(np.concatenate([getattr(s, field) for s in members]))
 
 
 def packed_gradient(
@@ -274,7 +274,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
         engine.forward_backward(batch, algorithm.policy_loss)
         policy.model.zero_grad()
         sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_outputs.items()}
-        own = [replace(s, sampling_logprobs=expand_to_mask(s.loss_mask, sampled[s.index])) for s in sequences]
+        own = [replace(s, sampling_logprobs=sampled[s.index]) for s in sequences]
         (batch,) = pack_for(policy, own, 30)
         for update in range(2):
             result = engine.forward_backward(None if update else batch, algorithm.policy_loss)

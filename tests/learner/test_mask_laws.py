@@ -17,7 +17,7 @@ from cohort.config import ALGORITHMS, AdamwConfig, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, pack
-from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
+from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory
 from samples import answer, random_calls
 from selection import examples, slow
 from test_algorithm_laws import shallow_policy
@@ -70,20 +70,17 @@ def random_trajectories(groups: list[Any], seed: int) -> list[ScoredGroup]:
 
 
 def random_estimates(sequences: list[TrainSequence]) -> ForwardOnlyOutputs:
-    """Numbers for every loss token, the same for the same sampled tokens; and what nobody may look at elsewhere."""
+    """Numbers for every loss token, the same for the same sampled tokens."""
 
-    def aligned(offset: int) -> dict[int, np.ndarray]:
-        found, drawn = {}, defaultdict(int)
+    def drawn(offset: int) -> dict[int, np.ndarray]:
+        found, before = {}, defaultdict(int)
         for s in sequences:
             rng = np.random.default_rng((offset, s.trajectory))
-            values = rng.normal(size=drawn[s.trajectory] + s.num_loss_tokens)[drawn[s.trajectory] :]
-            drawn[s.trajectory] += s.num_loss_tokens
-            found[s.index] = np.where(s.loss_mask, expand_to_mask(s.loss_mask, values), 1e9)
+            found[s.index] = rng.normal(size=before[s.trajectory] + s.num_loss_tokens)[before[s.trajectory] :]
+            before[s.trajectory] += s.num_loss_tokens
         return found
 
-    return ForwardOnlyOutputs(
-        logprobs=aligned(0), entropies=aligned(1), reference_logprobs=aligned(2), values=aligned(3)
-    )
+    return ForwardOnlyOutputs(logprobs=drawn(0), entropies=drawn(1), reference_logprobs=drawn(2), values=drawn(3))
 
 
 def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: list[Any], budget: int, seed: int) -> None:
@@ -174,9 +171,7 @@ def test_tokens_that_are_not_trained_take_part_in_nothing(name: str, kl_in: str,
         fields = defaultdict(list)
         for s in assign_advantages(each, algorithm, random_estimates(build_sequences(each))):
             for field in ("sampling_logprobs", "advantages", "loss_weights", "returns"):
-                of_tokens = getattr(s, field)
-                assert not of_tokens[~s.loss_mask[: len(of_tokens)]].any()
-                fields[s.trajectory, field] += of_tokens[s.loss_mask[: len(of_tokens)]].tolist()
+                fields[s.trajectory, field] += getattr(s, field).tolist()
         found.append(fields)
     assert found[0] == found[1]
 
@@ -188,7 +183,7 @@ def test_a_trajectory_without_trained_tokens_is_compared_and_teaches_nothing():
     algorithm = build_algorithm(AlgorithmConfig(name="dr_grpo", loss_weight="sequence_mean"), max_completion_tokens=16)
     first, second = assign_advantages(groups, algorithm)
     assert (first.trajectory, second.trajectory) == (1, 2)
-    assert first.advantages[first.loss_mask].tolist() == [-1, -1]
+    assert first.advantages.tolist() == [-1, -1]
     assert (first.loss_weights.sum(), second.loss_weights.sum()) == (0.5, 0.5)
 
 
@@ -205,7 +200,8 @@ def test_logprobs_and_gradients_of_any_mask_are_the_naive_ones(masks, num_shared
     sequences = []
     for s, mask in zip(random_sequences([(num_shared, list(map(len, masks)))], seed=seed), masks, strict=True):
         loss_mask = np.array([False] * num_shared + mask)
-        sequences.append(replace(s, loss_mask=loss_mask, shared_prefix_tokens=num_shared if shares else 0))
+        trained = {name: getattr(s, name)[mask] for name in ("sampling_logprobs", "advantages", "loss_weights")}
+        sequences.append(replace(s, loss_mask=loss_mask, shared_prefix_tokens=num_shared if shares else 0, **trained))
     with pytest.MonkeyPatch.context() as monkeypatch:
         model = make_law_model("qwen3")
         compute_in_float64(model, monkeypatch)

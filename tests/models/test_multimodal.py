@@ -129,7 +129,7 @@ def test_its_language_model_is_trained_and_saved_with_the_rest(folder: Path, tmp
     policy.logprobs(batch, temperature=1.0)[0].sum().backward()
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     for sequence in random_sequences([(9, [5, 7, 1])]):
-        ids = torch.from_numpy(sequence.token_ids).unsqueeze(0)
+        ids = torch.from_numpy(sequence.token_ids).long().unsqueeze(0)
         logprobs = logits(whole, ids)[0, 8:-1].log_softmax(-1)
         logprobs.gather(-1, ids[0, 9:, None]).sum().backward()
     expected = dict(whole.named_parameters())

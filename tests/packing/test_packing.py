@@ -27,7 +27,7 @@ def test_whole_sequences_by_hand():
     assert row.labels.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
     assert row.trajectory_ids.tolist() == [0, 0, 0, 1, 1]
     for field in ("advantages", "sampling_logprobs", "loss_weights"):
-        assert getattr(row, field).tolist() == [*getattr(first, field)[2:], *getattr(second, field)[1:]]
+        assert getattr(row, field).tolist() == [*getattr(first, field), *getattr(second, field)]
     (own,) = row.attn_metadata.padded.causal
     assert own.positions.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
     assert own.padding_mask.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
@@ -98,7 +98,7 @@ def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence
     for i, s in enumerate(sequences):
         mine = row.trajectory_ids == i
         np.testing.assert_array_equal(row.labels[mine].numpy(), s.token_ids[s.loss_mask])
-        np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights[s.loss_mask])
+        np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights)
         last = np.flatnonzero(s.loss_mask) - 1
         np.testing.assert_array_equal(row.position_ids[row.logit_positions[mine]].numpy(), last)
         for source, position in zip(row.logit_positions[mine].tolist(), last, strict=True):

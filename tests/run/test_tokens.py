@@ -18,9 +18,9 @@ from selection import slow
 TWO_TURNS = TrainSequence(
     token_ids=np.array([7, 8, 9, 5]),
     loss_mask=np.array([False, True, False, True]),
-    sampling_logprobs=np.array([0.0, -1.0, 0.0, -2.0]),
-    advantages=np.array([0.0, 0.5, 0.0, 0.5]),
-    loss_weights=np.array([0.0, 0.25, 0.0, 0.25]),
+    sampling_logprobs=np.array([-1.0, -2.0]),
+    advantages=np.array([0.5, 0.5]),
+    loss_weights=np.array([0.25, 0.25]),
     shared_prefix_tokens=1,
     index=0,
     group=0,
@@ -29,7 +29,7 @@ TWO_TURNS = TrainSequence(
 
 
 def test_a_row_has_all_tokens_of_its_trajectory(tmp_path: Path):
-    outputs = ForwardOnlyOutputs(logprobs={0: np.array([0.0, -1.5, 0.0, -2.5])})
+    outputs = ForwardOnlyOutputs(logprobs={0: np.array([-1.5, -2.5])})
     prepare_tokens_file(
         tmp_path / "f.parquet", num_trajectories=2, sequences=[TWO_TURNS], outputs=outputs, with_context=True
     )()

@@ -66,8 +66,8 @@ def test_it_takes_no_part_in_the_baseline_and_has_no_trained_token():
     algorithm = build_algorithm(AlgorithmConfig(name="dr_grpo", loss_weight="token_mean"), max_completion_tokens=8)
     sequences = assign_advantages(scored_with_broken([]), algorithm)
     assert [s.trajectory for s in sequences] == [0, 2, 4, 5]
-    assert [s.advantages[s.loss_mask].tolist() for s in sequences] == [[-1], [1, 1], [3], [-3]]
-    assert [s.loss_weights[s.loss_mask].tolist() for s in sequences] == [[0.2], [0.2, 0.2], [0.2], [0.2]]
+    assert [s.advantages.tolist() for s in sequences] == [[-1], [1, 1], [3], [-3]]
+    assert [s.loss_weights.tolist() for s in sequences] == [[0.2], [0.2, 0.2], [0.2], [0.2]]
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if not AlgorithmConfig(name=name).needs_critic])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cohort.ranks.collectives import SINGLE_PROCESS
-from cohort.records import ForwardOnlyOutputs, expand_to_mask
+from cohort.records import ForwardOnlyOutputs
 from cohort.trainer.worker import run_forward_only
 from rank_engine import make_engine
 from rank_workers import sequences, workers_of
@@ -44,8 +44,7 @@ def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
     for s in sequences():
         with torch.no_grad():
             expected, _ = naive_logprobs(model, s, temperature=0.9)
-        aligned = expand_to_mask(s.loss_mask, expected.numpy())
-        np.testing.assert_allclose(logprobs[s.index], aligned, rtol=0, atol=1e-6)  # RMSNorm is in float32
+        np.testing.assert_allclose(logprobs[s.index], expected.numpy(), rtol=0, atol=1e-6)  # RMSNorm is in float32
 
 
 def test_forward_only_outputs_of_one_rank_are_the_engines_own(model: str):
@@ -54,14 +53,14 @@ def test_forward_only_outputs_of_one_rank_are_the_engines_own(model: str):
         workers_of(engine, SINGLE_PROCESS), sequences(), {"logprobs", "entropies", "reference_logprobs"}
     )
     own = engine.forward_only(sequences(), {"logprobs"})["logprobs"]
-    assert all(np.array_equal(outputs.logprobs[s.index][s.loss_mask], own[s.index].numpy()) for s in sequences())
+    assert all(np.array_equal(outputs.logprobs[s.index], own[s.index].numpy()) for s in sequences())
     for logprobs in (outputs.logprobs, outputs.reference_logprobs):
         assert_right(logprobs, model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for s in sequences():
         with torch.no_grad():
             _, entropy = naive_logprobs(loaded, s, temperature=0.9)
-        np.testing.assert_allclose(outputs.entropies[s.index][s.loss_mask], entropy.numpy(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(outputs.entropies[s.index], entropy.numpy(), rtol=0, atol=1e-6)
     assert not outputs.values
 
 

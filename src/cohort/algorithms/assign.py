@@ -5,7 +5,6 @@ loss mask are ignored here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from cohort.records import (
     TokenSequence,
     TrainSequence,
     Trajectory,
-    expand_to_mask,
     join_calls,
     starts_with,
 )
@@ -44,9 +42,14 @@ def drop_zero_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm)
     kept = {
         unit(s)
         for s in sequences
-        if s.loss_weights.any() and (s.advantages.any() or algorithm.learns_without_advantage)
+        if _has_any(s.loss_weights) and (algorithm.learns_without_advantage or _has_any(s.advantages))
     }
     return [s for s in sequences if unit(s) in kept]
+
+
+def _has_any(values: FloatArray) -> bool:
+    """Whether any value is not 0. Mostly the first one tells, and NumPy would convert all of them."""
+    return bool(values[:1].any() or values.any())
 
 
 def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
@@ -68,7 +71,7 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
         prefix = _shared_prefix(group.prompt.token_ids, trajectories)
         for number, joined in enumerate(trajectories, start=num_trajectories):
             for tokens in joined:
-                zeros = np.zeros(len(tokens.token_ids))
+                zeros = np.zeros(len(tokens.sampling_logprobs))
                 sequences.append(
                     TrainSequence(
                         token_ids=tokens.token_ids,
@@ -98,25 +101,26 @@ def _is_completion(prompt_ids: IntArray, trajectory: Trajectory) -> bool:
 def _completions(of: RolloutGroup | ScoredGroup, *, group: int, trajectory: int, index: int) -> Iterator[TrainSequence]:
     """Build the sequences of completions of one prompt, which are parts of a few arrays for all of them."""
     prompt_ids, calls = of.prompt.token_ids, [t.calls[0] for t in of.trajectories]
-    num_shared, zeros_P = len(prompt_ids), np.zeros(len(prompt_ids))
-    ends = np.cumsum([num_shared + len(call.token_ids) for call in calls]).tolist()
-    token_ids = np.concatenate([part for call in calls for part in (prompt_ids, call.token_ids)])
-    logprobs = np.concatenate([part for call in calls for part in (zeros_P, call.sampling_logprobs)])
-    longest = num_shared + max(len(call.token_ids) for call in calls)
-    mask, zeros = np.arange(longest) >= num_shared, np.zeros(longest)
-    for n, (start, end) in enumerate(pairwise([0, *ends])):
-        length = end - start
+    num_shared, sizes = len(prompt_ids), [len(call.token_ids) for call in calls]
+    token_ids = np.concatenate(
+        [part for call in calls for part in (prompt_ids, call.token_ids)], dtype=np.int32, casting="same_kind"
+    )
+    mask, zeros = np.arange(num_shared + max(sizes)) >= num_shared, np.zeros(max(sizes))
+    start = 0
+    for n, (call, size) in enumerate(zip(calls, sizes, strict=True)):
+        end = start + num_shared + size
         yield TrainSequence(
             token_ids=token_ids[start:end],
-            loss_mask=mask[:length],
-            sampling_logprobs=logprobs[start:end],
-            advantages=zeros[:length],
-            loss_weights=zeros[:length],
+            loss_mask=mask[: end - start],
+            sampling_logprobs=call.sampling_logprobs,
+            advantages=zeros[:size],
+            loss_weights=zeros[:size],
             shared_prefix_tokens=num_shared,
             index=index + n,
             group=group,
             trajectory=trajectory + n,
         )
+        start = end
 
 
 def _join_calls(trajectory: Trajectory) -> list[TokenSequence]:
@@ -182,22 +186,16 @@ def assign_advantages(
         counted_NL = included_N[:, None] & (np.arange(advantages_NL.shape[1]) < lengths_N[:, None])
         entropies_NL = _padded(outputs.entropies, sequences, x.lengths.numpy()).reshape(advantages_NL.shape)
         advantages_NL = advantages_NL * high_entropy(entropies_NL, counted_NL, share=algorithm.top_entropy_quantile)
-    is_constant = advantages_NL.strides[1] == 0  # each completion's tokens have the same one
+    weights_NL, zeros_NL = (np.broadcast_to(x_N1, advantages_NL.shape) for x_N1 in (weights_N[:, None], 0.0))
     no_returns = np.zeros(0)
     return [
         TrainSequence(
             token_ids=s.token_ids,
             loss_mask=s.loss_mask,
             sampling_logprobs=s.sampling_logprobs,
-            advantages=expand_to_mask(
-                s.loss_mask, advantages_NL[s.trajectory, 0] if is_constant else advantages_NL[place]
-            )
-            if included_N[s.trajectory]
-            else np.zeros(len(s.token_ids)),
-            loss_weights=expand_to_mask(s.loss_mask, weights_N[s.trajectory]),
-            returns=no_returns
-            if returns_NL is None or not included_N[s.trajectory]
-            else expand_to_mask(s.loss_mask, returns_NL[place]),
+            advantages=(advantages_NL if included_N[s.trajectory] else zeros_NL)[place],
+            loss_weights=weights_NL[place],
+            returns=no_returns if returns_NL is None or not included_N[s.trajectory] else returns_NL[place],
             shared_prefix_tokens=s.shared_prefix_tokens,
             index=s.index,
             group=s.group,
@@ -223,8 +221,7 @@ def mean_reference_kl(
     algorithm: Algorithm, outputs: ForwardOnlyOutputs, sequences: Sequence[TrainSequence]
 ) -> dict[str, float]:
     """Return the metric `kl` for KL in the reward: its mean over the step's tokens, before the coefficient."""
-    masks = {s.index: s.loss_mask for s in sequences}
-    of_tokens = [kl[masks[index]] for index, kl in reward_kl_penalty(algorithm, outputs).items()]
+    of_tokens = [*reward_kl_penalty(algorithm, outputs).values()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}
 
 
@@ -320,7 +317,7 @@ def _padded(values: Mapping[int, FloatArray], sequences: Sequence[TrainSequence]
     """Values of sequences, by index, as [P, G, L] with zeros beyond each completion."""
     padded_NL = np.zeros((lengths_PG.size, max(1, lengths_PG.max())))
     for s, place in zip(sequences, _places(sequences), strict=True):
-        padded_NL[place] = values[s.index][s.loss_mask]
+        padded_NL[place] = values[s.index]
     return padded_NL.reshape(*lengths_PG.shape, -1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.algorithms.loss_weights import token_mean
 from cohort.algorithms.statistics import AdvantageInputs, whiten_tokens
 from cohort.packing.batch import LossOutput, ValueInputs
-from cohort.records import FloatArray, TrainSequence, expand_to_mask
+from cohort.records import FloatArray, TrainSequence
 
 ValueLoss = Callable[[ValueInputs], LossOutput]
 
@@ -76,7 +76,8 @@ def critic_sequences(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     lengths = np.array([s.num_loss_tokens for s in chosen], dtype=np.int64)
     weights = token_mean(lengths, np.ones(len(chosen), dtype=bool))
     return [
-        replace(s, loss_weights=expand_to_mask(s.loss_mask, weight)) for s, weight in zip(chosen, weights, strict=True)
+        replace(s, loss_weights=np.broadcast_to(weight, s.num_loss_tokens))
+        for s, weight in zip(chosen, weights, strict=True)
     ]
 
 
@@ -94,8 +95,8 @@ def value_metrics(sequences: Sequence[TrainSequence], values: Mapping[int, Float
     chosen = [s for s in sequences if len(s.returns)]
     if not chosen:
         return {}
-    predicted = np.concatenate([values[s.index][s.loss_mask] for s in chosen])
-    returns = np.concatenate([s.returns[s.loss_mask] for s in chosen])
+    predicted = np.concatenate([values[s.index] for s in chosen])
+    returns = np.concatenate([s.returns for s in chosen])
     metrics = {"value/mean": float(predicted.mean())}
     if returns.var() > 0:
         metrics["value/explained_variance"] = float(1 - (returns - predicted).var() / returns.var())

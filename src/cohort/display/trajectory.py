@@ -117,7 +117,7 @@ def trajectory_lines(
 
 def end_line(trajectory: Trajectory) -> str:
     """Say how a trajectory ended, with counts and times."""
-    num_trained = len(trajectory.sampled_token_ids)
+    num_trained = trajectory.num_sampled_tokens
     trained = _count(num_trained, "trained token")
     parts = [f"end: {trajectory.end}", f"{_count(len(trajectory.trained_calls), 'turn')}, {trained}"]
     stats = trajectory.stats

@@ -24,7 +24,7 @@ def reward_health_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     completions that it scored; 0 if either is constant.
     """
     metrics = {}
-    lengths_N = np.array([len(t.sampled_token_ids) for group in groups for t in group.trajectories], float)
+    lengths_N = np.array([t.num_sampled_tokens for group in groups for t in group.trajectories], float)
     for name in groups[0].reward_parts:
         parts_PG = [group.reward_parts[name] for group in groups]
         metrics[f"rewards/{name}/frac_unscored"] = float(np.isnan(np.concatenate(parts_PG)).mean())

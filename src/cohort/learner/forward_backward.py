@@ -36,7 +36,7 @@ from cohort.packing import collate, collate_part, collate_prompt
 from cohort.packing.batch import MicroBatch, Sequences, TrainBatch
 from cohort.packing.to_device import to_device
 from cohort.ranks.collectives import Ranks
-from cohort.records import TrainSequence
+from cohort.records import IntArray, TrainSequence
 
 
 class GradientAccumulation:
@@ -293,7 +293,7 @@ class ForwardBackward:
         return try_pass(self._accumulation, run, lambda: run_empty(empty))
 
     def _prefix_forward(self, parts: tuple[Sequences, ...]) -> None:
-        token_ids = np.zeros(0, dtype=np.int64)
+        token_ids: IntArray = np.zeros(0, dtype=np.int64)
         if parts:
             token_ids = parts[0][0].token_ids[: parts[0][0].shared_prefix_tokens]
         num_tokens = self._prefix_tokens = len(token_ids)

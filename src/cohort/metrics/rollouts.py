@@ -8,6 +8,8 @@ import numpy as np
 
 from cohort.records import BoolArray, EndReason, FloatArray, IntArray, ScoredGroup, Trajectory, TurnStats, join_calls
 
+_EQUAL = 1e-8  # standard deviation of values that differ only by rounding
+
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Turns, tool calls, ends, masked tokens and times; empty for single completions.
@@ -85,14 +87,14 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """
     rewards_PG = np.stack([group.rewards for group in groups])
     scored_PG = ~np.isnan(rewards_PG)
-    scored = rewards_PG[scored_PG]
+    scored, stds_P = rewards_PG[scored_PG], np.array([_std(group.rewards) for group in groups])
     metrics = {
         "num_groups": float(len(groups)),
         "reward": _mean(scored),
         "reward_min": float(scored.min()) if len(scored) else math.nan,
         "reward_max": float(scored.max()) if len(scored) else math.nan,
-        "reward_std": float(np.mean([_std(group.rewards) for group in groups])),
-        "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
+        "reward_std": float(np.mean(stds_P)),
+        "frac_reward_zero_std": float(np.mean(stds_P < _EQUAL)),
         "frac_unscored": float(1 - scored_PG.mean()),
     }
     for name in groups[0].reward_parts:
@@ -122,7 +124,7 @@ def source_metrics(groups: Sequence[ScoredGroup], right_PG: BoolArray, *, column
         intact = [[not t.is_broken for t in group.trajectories] for group in own]
         right = np.concatenate([right_PG[i][of_one] for i, of_one in zip(indices, intact, strict=True)])
         rewards = np.concatenate([group.rewards for group in own])
-        lengths = [len(t.sampled_token_ids) for group in own for t in group.trajectories if not t.is_broken]
+        lengths = [t.num_sampled_tokens for group in own for t in group.trajectories if not t.is_broken]
         metrics |= {
             f"sources/{name}/reward": _mean(rewards[~np.isnan(rewards)]),
             f"sources/{name}/accuracy": _mean(right),
@@ -143,7 +145,7 @@ def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
 
 def has_equal_values(values_G: FloatArray) -> bool:
     """Whether all scored values of a group are equal up to rounding."""
-    return _std(values_G) < 1e-8
+    return _std(values_G) < _EQUAL
 
 
 def _std(values_G: FloatArray) -> float:
@@ -154,7 +156,7 @@ def _std(values_G: FloatArray) -> float:
 
 def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
     trajectories = [trajectory for trajectory in sampled if not trajectory.is_broken]
-    lengths = np.array([len(t.sampled_token_ids) for t in trajectories])
+    lengths = np.array([t.num_sampled_tokens for t in trajectories])
     stopped = np.array([t.end != "length" for t in trajectories], dtype=bool)
     metrics = {
         "completions/clipped_ratio": 1 - _mean(stopped),

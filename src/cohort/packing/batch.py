@@ -3,13 +3,15 @@
 S input tokens of a micro-batch, T loss tokens (those trained on), N trajectories of a micro-batch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from cohort.packing.segments import AttentionMetadata
-from cohort.records import TrainSequence
+from cohort.records import TrainSequence, sequences_from_arrays, sequences_to_arrays
 
 Sequences = tuple[TrainSequence, ...]
 
@@ -57,6 +59,19 @@ class TrainBatch:
     def sequences(self) -> Sequences:
         """All sequences of this rank."""
         return tuple(s for micro_batch in self.all_micro_batches for s in micro_batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a message has: all sequences together, and how many are in each micro-batch."""
+        sizes = [[len(part) for part in group] for group in (*self.split_groups, self.micro_batches)]
+        names = (f.name for f in fields(self) if f.name not in ("micro_batches", "split_groups"))
+        numbers = {name: getattr(self, name) for name in names}
+        return _from_message, (sequences_to_arrays(self.sequences), sizes, numbers)
+
+
+def _from_message(message: tuple[Any, ...], sizes: Sequence[Sequence[int]], numbers: Mapping[str, Any]) -> TrainBatch:
+    sequences = sequences_from_arrays(*message)  # in the order of `TrainBatch.sequences`
+    *split_groups, micro_batches = (tuple(tuple(islice(sequences, size)) for size in group) for group in sizes)
+    return TrainBatch(micro_batches=micro_batches, split_groups=tuple(split_groups), **numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

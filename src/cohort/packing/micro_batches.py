@@ -104,7 +104,7 @@ def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> Micro
         share_prompts: compute the shared prefix of a group once. A prefix of a single sequence is not split off.
     """
     row = _Row()
-    positions = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    positions: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
     for numbers in _groups(sequences) if share_prompts else [[n] for n in range(len(sequences))]:
         for n, input_positions in zip(numbers, row.add_group([sequences[n] for n in numbers]), strict=True):
             positions[n] = input_positions
@@ -130,7 +130,8 @@ def collate_part(sequences: Sequence[TrainSequence]) -> MicroBatch:
 
     In `logit_positions`, the last token of the prefix is position 0, and the row's own tokens start at 1.
     """
-    row, positions = _Row(), []
+    row = _Row()
+    positions: list[IntArray] = []
     for s in sequences:
         inputs = s.token_ids[s.shared_prefix_tokens : -1]
         own = 1 + row.positions(row.add(inputs, parent=CACHED_PREFIX)) if len(inputs) else inputs
@@ -164,10 +165,10 @@ def _micro_batch(
         ),
         logit_positions=_concat(logit_positions),
         labels=_concat([s.token_ids[s.loss_mask] for s in sequences]),
-        sampling_logprobs=_concat([s.sampling_logprobs[s.loss_mask] for s in sequences], np.float64),
-        advantages=_concat([s.advantages[s.loss_mask] for s in sequences], np.float64),
-        loss_weights=_concat([s.loss_weights[s.loss_mask] for s in sequences], np.float64),
-        returns=_concat([s.returns[s.loss_mask] for s in sequences if len(s.returns)], np.float64),
+        sampling_logprobs=_concat([s.sampling_logprobs for s in sequences], np.float64),
+        advantages=_concat([s.advantages for s in sequences], np.float64),
+        loss_weights=_concat([s.loss_weights for s in sequences], np.float64),
+        returns=_concat([s.returns for s in sequences], np.float64),
         trajectory_ids=_concat([np.full(s.num_loss_tokens, numbers[s.trajectory]) for s in sequences]),
     )
 

@@ -12,7 +12,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cohort.config.data import SOURCE
-from cohort.records import FloatArray, Message, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
+from cohort.records import (
+    FloatArray,
+    Message,
+    Prompt,
+    ScoredGroup,
+    TokenSequence,
+    TrainSequence,
+    Trajectory,
+    join_calls,
+)
 from cohort.run.atomic import write_file_atomically
 
 _ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
@@ -65,11 +74,14 @@ def _mean(parts: Sequence[FloatArray]) -> float:
     return float(np.add.reduce(values) / len(values)) if len(values) else 0.0  # `mean` takes five times as long
 
 
-def _lists(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
-    """A column with an array in each row. `pa.array` would convert them element by element."""
-    offsets = np.cumsum([0, *map(len, arrays)])
-    values = np.concatenate(arrays, dtype=dtype, casting="same_kind")
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+def _lists(lengths: Sequence[int], arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
+    """A column of lists, whose values the arrays have together. `pa.array` would convert them element by element."""
+    return _nested(lengths, pa.array(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="same_kind")))
+
+
+def _nested(lengths: Sequence[int], values: pa.Array) -> pa.ListArray:
+    """A column of lists with so many of the values each."""
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values)
 
 
 def prompt_text(content: str | Sequence[Message]) -> str:
@@ -81,7 +93,8 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     prompts = [groups[number].prompt for number in numbers]
     completions = [trajectory for group in groups for trajectory in group.trajectories]
-    sampled = [completion.sampled_token_ids for completion in completions]
+    sampled = [call for completion in completions for call in completion.trained_calls]
+    lengths = [completion.num_sampled_tokens for completion in completions]
     columns: dict[str, Any] = {
         "step": pa.array([step] * len(completions), pa.int64()),
         "group": pa.array(numbers, pa.int64()),
@@ -89,11 +102,11 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "prompt": [prompt_text(p.content) for p in prompts],
         "prompt_is_chat": [not isinstance(p.content, str) for p in prompts],
         "answer": pa.array([groups[number].answer for number in numbers], pa.string()),
-        "completion": [c.text for c in completions],
-        "prompt_token_ids": _lists([p.token_ids for p in prompts], np.int32),
-        "completion_token_ids": _lists(sampled, np.int32),
-        "sampling_logprobs": _lists([c.sampling_logprobs for c in completions], np.float32),
-        "num_tokens": pa.array([len(token_ids) for token_ids in sampled], pa.int64()),
+        "completion": pa.array([c.text for c in completions], pa.string()),
+        "prompt_token_ids": _lists([len(p.token_ids) for p in prompts], [p.token_ids for p in prompts], np.int32),
+        "completion_token_ids": _lists(lengths, [call.token_ids for call in sampled], np.int32),
+        "sampling_logprobs": _lists(lengths, [call.sampling_logprobs for call in sampled], np.float32),
+        "num_tokens": pa.array(lengths, pa.int64()),
         "end": [c.end for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
@@ -109,53 +122,44 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
     for name in dict.fromkeys(name for g in groups for name in g.reward_details):
         details = [d for g in groups for d in g.reward_details.get(name, (None,) * len(g.trajectories))]
         columns[f"details/{name}"] = pa.array(details, pa.string())
+    built: list[list[TrainSequence]] = [[] for _ in completions]
+    for s in sequences or ():
+        built[s.trajectory].append(s)
     if sequences is not None:
-        advantages: list[list[FloatArray]] = [[] for _ in completions]
-        for s in sequences:
-            advantages[s.trajectory].append(s.advantages[s.trained])
+        advantages = [[s.advantages for s in of_one] for of_one in built]
         columns["advantage"] = pa.array([_mean(of_tokens) for of_tokens in advantages], pa.float64())
     if not are_single_turn(groups):
-        columns |= _turn_columns(completions)
+        # broken trajectories have no sequences to train on
+        joined = [of_one or join_calls(t.calls) for of_one, t in zip(built, completions, strict=True)]
+        columns |= _turn_columns(completions, joined)
     return pa.table(columns)
 
 
-_CALL = pa.struct(
-    {
-        "context_tokens": pa.int64(),
-        "token_ids": pa.list_(pa.int32()),
-        "trained": pa.bool_(),
-        "finish_reason": pa.string(),
-        "policy_version": pa.int64(),
-    }
-)
 _COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "attempts")
 _TIMES = ("model_s", "environment_s")
 
 
-def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Columns of trajectories with several turns, and of broken ones."""
-    sequences = [join_calls(trajectory.calls) for trajectory in trajectories]
-    calls = [
-        [
-            {
-                "context_tokens": len(call.context_ids),
-                "token_ids": call.token_ids,
-                "trained": call.trained,
-                "finish_reason": call.finish_reason,
-                "policy_version": call.policy_version,
-            }
-            for call in trajectory.calls
-        ]
-        for trajectory in trajectories
-    ]
+def _turn_columns(
+    trajectories: Sequence[Trajectory], sequences: Sequence[Sequence[TokenSequence | TrainSequence]]
+) -> dict[str, Any]:
+    """Columns of trajectories with several turns, and of broken ones, from their calls and their joined sequences."""
+    flat = [s for of_one in sequences for s in of_one]
+    counts, lengths = [len(of_one) for of_one in sequences], [len(s.token_ids) for s in flat]
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    call_columns = {
+        "context_tokens": pa.array([len(call.context_ids) for call in calls], pa.int64()),
+        "token_ids": _lists([len(call.token_ids) for call in calls], [call.token_ids for call in calls], np.int32),
+        "trained": pa.array([call.trained for call in calls], pa.bool_()),
+        "finish_reason": pa.array([call.finish_reason for call in calls], pa.string()),
+        "policy_version": pa.array([call.policy_version for call in calls], pa.int64()),
+    }
+    structs = pa.StructArray.from_arrays([*call_columns.values()], [*call_columns])
     columns: dict[str, Any] = {
         "error": pa.array([t.error for t in trajectories], pa.string()),
         "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
-        "sequence_token_ids": pa.array(
-            [[s.token_ids for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.int32()))
-        ),
-        "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
-        "calls": pa.array(calls, pa.list_(_CALL)),
+        "sequence_token_ids": _nested(counts, _lists(lengths, [s.token_ids for s in flat], np.int32)),
+        "loss_mask": _nested(counts, _lists(lengths, [s.loss_mask for s in flat], np.bool_)),
+        "calls": _nested([len(trajectory.calls) for trajectory in trajectories], structs),
     }
     if any(t.observation for t in trajectories):
         columns["observation"] = pa.array([t.observation for t in trajectories], pa.string())
@@ -177,4 +181,5 @@ def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
     """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
     if len(trajectory.calls) != 1 or trajectory.stats is not None or trajectory.is_broken:
         return False
-    return np.array_equal(trajectory.calls[0].context_ids, prompt.token_ids)
+    context_ids = trajectory.calls[0].context_ids
+    return context_ids is prompt.token_ids or np.array_equal(context_ids, prompt.token_ids)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cohort.records import FloatArray, ForwardOnlyOutputs, TrainSequence
+from cohort.records import BoolArray, FloatArray, ForwardOnlyOutputs, TrainSequence
 from cohort.run.atomic import write_file_atomically
 
 _ROWS_AT_A_TIME = 64  # rows of a row group, which is read as a whole
@@ -86,7 +86,7 @@ def prepare_tokens_file(
         file: Parquet file, written atomically.
         num_trajectories: rows of the file; those without a sequence here are null.
         sequences: sequences to record, with advantages and loss weights.
-        outputs: [L] by sequence index; null for sequences that are missing, and outside the loss mask.
+        outputs: [C] by sequence index; null for sequences that are missing, and outside the loss mask.
         with_context: whether a row has all tokens of its sequences, or only those that the policy sampled.
 
     Returns:
@@ -99,34 +99,39 @@ def prepare_tokens_file(
         [s.trajectory for s in sequences],
         [len(s.token_ids) if with_context else s.num_loss_tokens for s in sequences],
     )
-    places = [slice(None) if with_context else s.trained for s in by_trajectory]
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
     broken = pa.array(np.isin(np.arange(num_trajectories), [s.trajectory for s in sequences], invert=True))
 
-    def column(values: Callable[[TrainSequence], np.ndarray], dtype: str = "float32") -> pa.Array:
-        """Return one list per trajectory, from the values [L] of a sequence; NaN is null."""
-        parts = [values(s)[place] for s, place in zip(by_trajectory, places, strict=True)]
+    def column(parts: Sequence[FloatArray | BoolArray], dtype: str = "float32") -> pa.Array:
+        """Return one list per trajectory, from the values of each sequence; NaN is null."""
         tokens = np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="same_kind")
         return pa.ListArray.from_arrays(offsets, pa.array(tokens, from_pandas=True), mask=broken)
 
-    def output(by_sequence: Mapping[int, FloatArray]) -> pa.Array:
-        def known(s: TrainSequence) -> FloatArray:
-            values = by_sequence.get(s.index)
-            if values is None:
-                return np.full(len(s.token_ids), np.nan)
-            return np.where(s.loss_mask, values, np.nan) if with_context else values
+    def of_tokens(values: Callable[[TrainSequence], FloatArray], outside: float) -> pa.Array:
+        """Return a column of values [C] of each sequence; with context, the tokens outside the mask have `outside`."""
+        parts = [_expanded(s.loss_mask, values(s), outside) if with_context else values(s) for s in by_trajectory]
+        return column(parts)
 
-        return column(known)
+    def output(by_sequence: Mapping[int, FloatArray]) -> pa.Array:
+        return of_tokens(lambda s: by_sequence.get(s.index, np.broadcast_to(np.nan, s.num_loss_tokens)), np.nan)
 
     columns = {"logprobs": output(outputs.logprobs), "entropies": output(outputs.entropies)}
     if outputs.reference_logprobs:
         columns["reference_logprobs"] = output(outputs.reference_logprobs)
+    masks = [s.loss_mask if with_context else s.loss_mask[s.loss_mask] for s in by_trajectory]
     columns |= {
-        "advantages": column(lambda s: s.advantages),
-        "loss_weights": column(lambda s: s.loss_weights),
-        "loss_mask": column(lambda s: s.loss_mask, "bool"),
+        "advantages": of_tokens(lambda s: s.advantages, 0.0),
+        "loss_weights": of_tokens(lambda s: s.loss_weights, 0.0),
+        "loss_mask": column(masks, "bool"),
     }
     return partial(_write, file, pa.table(columns))
+
+
+def _expanded(loss_mask: BoolArray, values: FloatArray, outside: float) -> FloatArray:
+    """Scatter values [C] of trained tokens to their positions in the sequence: [L]."""
+    aligned = np.full(len(loss_mask), outside)
+    aligned[loss_mask] = values
+    return aligned
 
 
 def _write(file: Path, table: pa.Table) -> None:

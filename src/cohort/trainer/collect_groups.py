@@ -40,7 +40,7 @@ class StepGroups:
     def num_completion_tokens(self) -> int:
         """Number of tokens sampled, replaced groups included."""
         groups = (*self.groups, *self.replaced, *self.dropped)
-        return sum(len(t.sampled_token_ids) for group in groups for t in group.trajectories)
+        return sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def _differences(
     """Return the sequences of groups, and the absolute logprob differences of all their loss tokens."""
     sequences = build_sequences(groups)
     trainer_logprobs = run_forward_only(workers, sequences, {"logprobs"}).logprobs
-    differences = (np.abs(trainer_logprobs[s.index] - s.sampling_logprobs)[s.loss_mask] for s in sequences)
+    differences = (np.abs(trainer_logprobs[s.index] - s.sampling_logprobs) for s in sequences)
     return sequences, np.concatenate(list(differences))
 
 

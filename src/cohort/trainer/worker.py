@@ -33,7 +33,7 @@ from cohort.packing import pack
 from cohort.packing.batch import TrainBatch
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
-from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence, expand_to_mask
+from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence
 from cohort.rewards import TrainerProgress
 from cohort.rewards.per_group import GroupCalls, GroupScorer, GroupValues
 from cohort.rollout import Purpose, SampledCompletion, Sampler, SampleRequest, split_requests
@@ -100,16 +100,15 @@ class Worker:
         torch.cuda.empty_cache()
 
     def forward_only(
-        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyField]
+        self, batch: TrainBatch, wanted: Set[ForwardOnlyField]
     ) -> dict[ForwardOnlyField, dict[int, FloatArray]]:
-        """Compute the `wanted` outputs without gradient: name -> sequence index -> [L] float64, 0 outside the mask."""
-        outputs = self.engine.forward_only(sequences, wanted - {"values"})
+        """Compute the `wanted` outputs of a batch without gradient: name -> sequence index -> [C] float64."""
+        outputs = self.engine.forward_only(batch.sequences, wanted - {"values"})
         if "values" in wanted:
             assert self.critic is not None, "values need a critic"
-            outputs |= self.critic.forward_only(sequences, {"values"})
-        masks = {s.index: s.loss_mask for s in sequences}
+            outputs |= self.critic.forward_only(batch.sequences, {"values"})
         return {
-            name: {i: expand_to_mask(masks[i], x.double().cpu().numpy()) for i, x in by_sequence.items()}
+            name: dict(zip(by_sequence, _to_host([*by_sequence.values()]), strict=True))
             for name, by_sequence in outputs.items()
         }
 
@@ -351,8 +350,7 @@ def run_forward_only(
     """Compute the `wanted` logprobs, entropies and values of a step's sequences, without gradient, on all ranks."""
     if not wanted:
         return ForwardOnlyOutputs()
-    shards = [batch.sequences for batch in pack_batches(workers.local.engine, sequences)]
-    parts = workers.scatter(Worker.forward_only, shards, wanted)
+    parts = workers.scatter(Worker.forward_only, pack_batches(workers.local.engine, sequences), wanted)
     return ForwardOnlyOutputs(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
 
 
@@ -360,11 +358,10 @@ def with_first_pass(
     workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], outputs: ForwardOnlyOutputs
 ) -> ForwardOnlyOutputs:
     """Complete forward-only outputs of some of a step's sequences with what its first pass computed for them."""
-    masks = {s.index: s.loss_mask for s in sequences}
     found: dict[ForwardOnlyField, dict[int, FloatArray]] = {}
-    for part in workers.call(Worker.first_pass_outputs, {*masks}):
+    for part in workers.call(Worker.first_pass_outputs, {s.index for s in sequences}):
         for name, by_sequence in part.items():
-            found.setdefault(name, {}).update({i: expand_to_mask(masks[i], x) for i, x in by_sequence.items()})
+            found.setdefault(name, {}).update(by_sequence)
     return replace(outputs, **{name: {**values, **getattr(outputs, name)} for name, values in found.items()})
 
 

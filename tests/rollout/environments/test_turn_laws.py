@@ -113,4 +113,4 @@ def test_law_packed_sequences_have_the_samplers_tokens_and_logprobs(family: Fami
         assert 0 < metrics["sampling/sampling_logp_difference/max"] < 1e-5
         logprobs = engine.forward_only(sequences, {"logprobs"})["logprobs"]
         for s in sequences:
-            np.testing.assert_allclose(logprobs[s.index], s.sampling_logprobs[s.loss_mask], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(logprobs[s.index], s.sampling_logprobs, atol=1e-5, rtol=0)

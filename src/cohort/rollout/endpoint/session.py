@@ -155,7 +155,7 @@ class Session:
         tokenizer = self._model.tokenizer
         continued = [kept for kept in self._texts if prompt.startswith(kept[0])]
         if not continued:
-            token_ids = np.asarray(tokenizer(prompt)["input_ids"], dtype=np.int64)
+            token_ids: IntArray = np.asarray(tokenizer(prompt)["input_ids"], dtype=np.int64)
             if not len(token_ids):
                 raise RequestError("prompt has no tokens", param="prompt")
             return token_ids

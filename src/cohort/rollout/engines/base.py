@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cohort.config import SamplingConfig
-from cohort.records import FinishReason, FloatArray, IntArray, ModelCall, Prompt
+from cohort.records import FinishReason, FloatArray, IntArray, ModelCall, Prompt, as_float32
 
 Purpose = Literal["train", "eval", "parity"]
 _PURPOSES = {"train": 0, "eval": 1, "parity": 2}
@@ -127,7 +127,7 @@ class SampledCompletion:
     finish_reason: FinishReason
     text: str | None = None  # without special tokens; None: not decoded
 
-    def model_call(self, context_ids: IntArray, *, policy_version: int) -> ModelCall:
+    def model_call(self, context_ids: IntArray, *, policy_version: int, trained: bool = True) -> ModelCall:
         """Return the model call with this completion."""
         return ModelCall(
             context_ids=context_ids,
@@ -135,6 +135,7 @@ class SampledCompletion:
             sampling_logprobs=self.sampling_logprobs,
             finish_reason=self.finish_reason,
             policy_version=policy_version,
+            trained=trained,
             text=self.text,
         )
 
@@ -144,7 +145,7 @@ class PackedCompletions:
     """A rank's completions as few arrays, for a message: N completions of T tokens in all."""
 
     token_ids: NDArray[np.int32]  # [T]
-    sampling_logprobs: NDArray[np.floating[Any]]  # [T] float32, if that is exact
+    sampling_logprobs: FloatArray  # [T] float32, if that is exact
     lengths: NDArray[np.int64]  # [N]
     finish_reasons: tuple[FinishReason, ...]  # [N]
     texts: tuple[str | None, ...]  # [N]
@@ -152,11 +153,12 @@ class PackedCompletions:
     @classmethod
     def of(cls, completions: "Sequence[SampledCompletion | ModelCall]") -> Self:
         """Pack completions."""
-        logprobs = np.concatenate([np.zeros(0), *(c.sampling_logprobs for c in completions)])
-        single = logprobs.astype(np.float32)
+        empty = np.zeros(0, np.int32)
         return cls(
-            token_ids=np.concatenate([np.zeros(0, np.int64), *(c.token_ids for c in completions)]).astype(np.int32),
-            sampling_logprobs=single if np.array_equal(single, logprobs) else logprobs,
+            token_ids=np.concatenate([empty, *(c.token_ids for c in completions)], dtype=np.int32, casting="same_kind"),
+            sampling_logprobs=as_float32(
+                np.concatenate([np.zeros(0, np.float32), *(c.sampling_logprobs for c in completions)])
+            ),
             lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int64),
             finish_reasons=tuple(c.finish_reason for c in completions),
             texts=tuple(c.text for c in completions),
@@ -164,11 +166,13 @@ class PackedCompletions:
 
     def unpack(self) -> list[SampledCompletion]:
         """Return the completions, whose arrays are views of those of all."""
-        token_ids, logprobs = self.token_ids.astype(np.int64), self.sampling_logprobs.astype(np.float64)
         bounds = pairwise([0, *np.cumsum(self.lengths).tolist()])
         return [
             SampledCompletion(
-                token_ids=token_ids[start:end], sampling_logprobs=logprobs[start:end], finish_reason=reason, text=text
+                token_ids=self.token_ids[start:end],
+                sampling_logprobs=self.sampling_logprobs[start:end],
+                finish_reason=reason,
+                text=text,
             )
             for (start, end), reason, text in zip(bounds, self.finish_reasons, self.texts, strict=True)
         ]

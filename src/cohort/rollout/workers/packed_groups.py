@@ -6,7 +6,7 @@ completion of the trajectory's previous call.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -105,8 +105,8 @@ def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Calla
         for _ in range(header["num_calls"]):
             completion, (start, end), kept, version, trained = next(calls)
             before = _sequence(own[-1]) if own else prompt.token_ids
-            context = np.concatenate([before[:kept], new_ids[start:end]]).astype(np.int64)
-            own.append(replace(completion.model_call(context, policy_version=version), trained=trained))
+            context = np.concatenate([before[:kept], new_ids[start:end]])
+            own.append(completion.model_call(context, policy_version=version, trained=trained))
         trajectories.append(_trajectory(header, own, environment=environment(index) if message["is_held"] else None))
     return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
 

@@ -87,6 +87,9 @@ class LocalEngine:
 def _by_context(calls: Sequence[PendingCall]) -> list[list[PendingCall]]:
     """Group calls with equal context and sampling parameters, in order of the first of each group."""
     groups: dict[object, list[PendingCall]] = {}
+    own: list[PendingCall] = []
     for call in calls:
-        groups.setdefault((call.token_ids.tobytes(), call.sampling), []).append(call)
+        if not own or call.token_ids is not own[-1].token_ids or call.sampling is not own[-1].sampling:
+            own = groups.setdefault((call.token_ids.tobytes(), call.sampling), [])
+        own.append(call)
     return list(groups.values())

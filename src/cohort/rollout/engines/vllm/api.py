@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.records import FinishReason, FloatArray, ModelCall
+from cohort.records import FinishReason, FloatArray, ModelCall, as_float32
 from cohort.rollout.engines.servers.handles import GenerateRequest, ServerError
 from cohort.rollout.engines.servers.http_api import QUICK_TIMEOUT_S, HttpClient, RejectedError, ServerApi
 from cohort.rollout.engines.servers.secret import Secret
@@ -207,7 +207,7 @@ class GenerateClient(HttpClient):
         return ModelCall(
             context_ids=request.token_ids,
             token_ids=token_ids,
-            sampling_logprobs=_logprobs([entry["logprob"] for entry in content]),
+            sampling_logprobs=as_float32(_logprobs([entry["logprob"] for entry in content])),
             finish_reason=finish_reason,
             policy_version=_oldest_version(choice["weight_versions"], len(token_ids), allows),
         )
