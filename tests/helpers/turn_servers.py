@@ -16,6 +16,7 @@ from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.rollout.engines.vllm.api import GenerateClient
 from cohort.rollout.workers.load_rollout import collector_options, load_rollout
+from cohort.rollout.workers.nodes import Place
 from cohort.trainer.parts import Parts
 from playing import turns_config, turns_tokenizer
 from waiting import PATIENCE_S
@@ -65,9 +66,15 @@ class NoChannel:
 
 @contextmanager
 def collecting(
-    folder: Path, urls: Sequence[str], *, num_workers: int, notes: list[str] | None = None, **rollout: Any
+    folder: Path,
+    urls: Sequence[str],
+    *,
+    num_workers: int,
+    elsewhere: Sequence[Place] = (),
+    notes: list[str] | None = None,
+    **rollout: Any,
 ) -> Iterator[tuple[RolloutCollector, ServerEngine]]:
-    """A collector over servers with the keys of `rollout`: in this process, or in so many workers."""
+    """A collector over servers with the keys of `rollout`: in this process, or in so many workers, some elsewhere."""
     config, tokenizer = turns_config(folder, **rollout), turns_tokenizer()
     client = partial(
         GenerateClient,
@@ -80,8 +87,9 @@ def collecting(
     channels = Channels(NoChannel, lambda channels, version: {})
     engine = ServerEngine(fleet, channels=channels, notify=(notes if notes is not None else []).append)
     engine.update_weights(policy_version=3)
-    if num_workers > 1:
-        options = engine.start_workers(partial(load_rollout, config, tokenizer), num_workers=num_workers)
+    if num_workers > 1 or elsewhere:
+        load = partial(load_rollout, config, tokenizer)
+        options = engine.start_workers(load, num_workers=num_workers, elsewhere=elsewhere)
     else:
         options = collector_options(config, Parts(config, tokenizer=tokenizer).environments)
     collector = RolloutCollector(engine, tokenizer, **options)

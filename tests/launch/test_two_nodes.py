@@ -1,10 +1,15 @@
-"""A run on two nodes: two torchrun agents with host names of their own, and one node's reward workers killed."""
+"""Runs on two nodes: two torchrun agents with host names of their own, and one node's child processes killed."""
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,7 +19,10 @@ from cohort.launch import train
 from commands import ENVIRONMENT, set_up
 from runs import metric, weights
 from selection import slow
-from waiting import PATIENCE_S, free_port
+from stub_engine.server import StubServer, serving
+from third_engine import known_engine
+from tiny import make_tokenizer
+from waiting import PATIENCE_S, free_port, is_running, until
 
 KILLER = '''
 import socket
@@ -33,14 +41,39 @@ def kill_workers(completions, **columns):
     return [1.0] * len(completions)
 '''
 
+PROGRAM = """
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
 
-def start_node(path: Path, number: int, port: int) -> subprocess.Popen[str]:
+import psutil
+
+FOLDER = Path(__file__).parent
+
+async def run(row, model):
+    first = await model.generate(model.tokenizer(row["question"])["input_ids"])
+    with (FOLDER / "workers").open("a") as file:
+        file.write(f"{socket.gethostname()} {os.getpid()} {os.getppid()}\\n")
+    if socket.gethostname() == "node-1" and (FOLDER / "kill").exists():
+        (FOLDER / "kill").unlink()
+        for worker in psutil.Process(os.getppid()).children():
+            worker.kill()
+    if (FOLDER / "hold").exists():
+        await asyncio.sleep(1000)
+    second = await model.generate([*first.context_ids, *first.token_ids])
+    return {"reward": float(second.token_ids.sum() % 3)}
+"""
+
+
+def start_node(number: int, port: int, *command: str) -> subprocess.Popen[str]:
     """Start the two ranks of a node, in a group of processes and with a host name of their own."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
     where = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     named = ["unshare", "--uts", "sh", "-c", f'hostname node-{number} && exec "$@"', "sh"]
     return subprocess.Popen(
-        [*named, *torchrun, *where, "-m", "cohort", "train", str(path)],
+        [*named, *torchrun, *where, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -62,7 +95,7 @@ def test_killing_the_reward_workers_of_one_node_loses_nothing(tmp_path: Path):
         train={"prompts_per_step": 6},
     )
     port = free_port()
-    nodes = [start_node(path, number, port) for number in range(2)]
+    nodes = [start_node(number, port, "-m", "cohort", "train", str(path)) for number in range(2)]
     try:
         said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     finally:
@@ -83,3 +116,101 @@ def test_killing_the_reward_workers_of_one_node_loses_nothing(tmp_path: Path):
     assert metric(run, "processes") == [4] * 3
     for name, weight in weights(run / "final").items():
         torch.testing.assert_close(weight, weights(one / "final")[name], rtol=1e-5, atol=1e-7)
+
+
+@contextmanager
+def two_servers() -> Iterator[list[StubServer]]:
+    """Two stub servers, whose addresses are not taken for those of one node alone."""
+    with serving(len(make_tokenizer())) as one, serving(len(make_tokenizer())) as other:
+        yield [one, other]
+
+
+def rollout_run(folder: Path, servers: list[StubServer], **rollout: Any) -> Path:
+    """A run whose trajectories are those of a program, in two processes on each node."""
+    return set_up(
+        folder,
+        files={"program.py": PROGRAM},
+        model={"dtype": "float64"},
+        rollout={
+            "engine": "stub",
+            "urls": [f"http://127.1:{server.server_port}" for server in servers],
+            "environment": f"{folder}/program.py:run",
+            "max_turns": 2,
+            "num_generations": 4,
+            "parity_every": 0,
+            "workers": 2,
+            **rollout,
+        },
+        rewards=[],
+        train={"prompts_per_step": 6},
+    )
+
+
+def workers_by_node(folder: Path) -> dict[str, set[tuple[int, int]]]:
+    """Process ids of the rollout workers and of their parents that have written their names."""
+    by_node: dict[str, set[tuple[int, int]]] = {"node-0": set(), "node-1": set()}
+    for line in (folder / "workers").read_text().splitlines() if (folder / "workers").exists() else ():
+        node, *pids = line.split()
+        by_node[node].add((int(pids[0]), int(pids[1])))
+    return by_node
+
+
+STUB_RANK = str(Path(__file__).parents[1] / "helpers" / "stub_rank.py")
+
+
+@slow("four ranks; the workers of another node are tested without any")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
+def test_killing_the_rollout_workers_of_one_node_loses_nothing(tmp_path: Path):
+    with known_engine(), two_servers() as servers:
+        path, port = rollout_run(tmp_path, servers), free_port()
+        (tmp_path / "kill").touch()
+        nodes = [start_node(number, port, STUB_RANK, str(path)) for number in range(2)]
+        try:
+            said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+        assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+        assert "trajectories run in 4 processes on 2 nodes, 2 each (rollout.workers)" in said[0]
+        assert not (tmp_path / "kill").exists()
+        assert sum(metric(tmp_path / "run", "rollout/lost_workers")) == 2
+        assert said[0].count("a rollout worker on node-1 was killed by SIGKILL") == 2, said[0]
+        by_node = workers_by_node(tmp_path)
+        assert len(by_node["node-0"]) == 2
+        assert len(by_node["node-1"]) >= 3  # one that was killed, perhaps before the other had written, and two more
+        assert not any(is_running(pid) for pids in by_node.values() for pair in pids for pid in pair)
+        assert all(server.sampled_versions for server in servers)
+
+        one = train(load_config(path, [f"run.dir={tmp_path / 'one'}", "rollout.workers=1"])).run_dir
+    for step in (1, 2, 3):
+        tables = [
+            pq.read_table(folder / "completions" / f"step-{step:06d}.parquet") for folder in (tmp_path / "run", one)
+        ]
+        for column in ("prompt_id", "completion_token_ids", "reward", "advantage"):
+            assert tables[0][column].to_pylist() == tables[1][column].to_pylist(), (step, column)
+
+
+@slow("four ranks; a worker whose parent is killed is tested")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
+@pytest.mark.parametrize("victim", ["rank 0", "node 1", "ctrl-c"])
+def test_no_rollout_worker_outlives_the_ranks(tmp_path: Path, victim: str):
+    with two_servers() as servers:
+        path, port = rollout_run(tmp_path, servers), free_port()
+        (tmp_path / "hold").touch()
+        nodes = [start_node(number, port, STUB_RANK, str(path)) for number in range(2)]
+        try:
+            until(lambda: all(len(pids) == 2 for pids in workers_by_node(tmp_path).values()))
+            by_node = workers_by_node(tmp_path)
+            parents = {node: min(parent for _, parent in pids) for node, pids in by_node.items()}
+            if victim == "ctrl-c":
+                for node in nodes:
+                    node.send_signal(signal.SIGINT)
+            else:
+                first = parents["node-0"] if victim == "rank 0" else psutil.Process(parents["node-1"]).ppid()
+                os.kill(first, signal.SIGKILL)
+            until(lambda: not any(is_running(pid) for pids in by_node.values() for pair in pids for pid in pair))
+            for node in nodes:
+                node.communicate(timeout=PATIENCE_S)
+        finally:
+            for node in nodes:
+                node.kill()

@@ -17,9 +17,8 @@ import cohort
 from cohort.config import config_from_dict
 from cohort.errors import TrainingError, UserError
 from cohort.records import RolloutGroup
-from cohort.trainer import rollout_workers
 from cohort.trainer.parts import Parts
-from cohort.trainer.rollout_workers import choose_num_workers
+from cohort.trainer.rollout_workers import choose_workers
 from json_server import serving
 from playing import call, turns_tokenizer
 from runs import Notes, changed, make_inputs, metric
@@ -389,31 +388,48 @@ def servers_config(**sections: Any) -> Any:
     return config_from_dict({**raw, **sections})
 
 
-def chosen(config: Any, notes: list[str] | None = None) -> int:
-    parts = Parts(config, tokenizer=turns_tokenizer())
-    return choose_num_workers(config, parts, num_own_servers=0, notify=(notes if notes is not None else []).append)
+def chosen(config: Any, free: dict[int, int], notes: list[str] | None = None) -> dict[int, int]:
+    """How many workers run on each node, of a run that leaves some cores of them free."""
+    parts, notify = Parts(config, tokenizer=turns_tokenizer()), (notes if notes is not None else []).append
+    return choose_workers(config, parts, free_cores=free, notify=notify)
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "rollout", "expected"),
+    ("free", "rollout", "expected"),
     [
-        (16, 1, {}, 4),  # 2,048 trajectories
-        (16, 1, {"max_staleness": 1}, 8),
-        (4, 1, {}, 3),
-        (8, 6, {}, 2),
-        (2, 1, {}, 1),  # one free core
-        (16, 1, {"num_generations": 7}, 1),  # 896 trajectories
-        (64, 1, {"max_staleness": 9}, 16),
-        (2, 1, {"workers": 3}, 3),
-        (16, 1, {"workers": 1}, 1),
+        ([15], {}, [4]),  # 2,048 trajectories
+        ([15], {"max_staleness": 1}, [8]),
+        ([3], {}, [3]),
+        ([1], {}, []),
+        ([15], {"num_generations": 7}, []),  # 896 trajectories
+        ([63], {"max_staleness": 9}, [16]),
+        ([1], {"workers": 3}, [3]),
+        ([15], {"workers": 1}, []),
+        ([15, 15], {}, [2, 2]),
+        ([15, 1, 0], {}, [2, 1]),
+        ([0, 15], {}, [1, 2]),  # one on rank 0's node in any case
+        ([63, 63], {"max_staleness": 15}, [16, 16]),
+        ([15, 15], {"num_generations": 7}, []),
+        ([1, 1], {"workers": 3}, [3, 3]),  # on each node
+        ([15, 15], {"urls": ["http://here", "http://localhost:8000"]}, [4]),  # only this node reaches the second
+        ([15, 15], {"urls": []}, [4]),
     ],
 )
-def test_workers_are_as_many_as_pay(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, rollout: dict[str, Any], expected: int
-):
-    monkeypatch.setattr(rollout_workers, "usable_cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert chosen(servers_config(rollout=rollout)) == expected
+def test_workers_are_as_many_as_pay(free: list[int], rollout: dict[str, Any], expected: list[int]):
+    by_rank = {8 * node: cores for node, cores in enumerate(free)}
+    assert chosen(servers_config(rollout=rollout), by_rank) == {8 * node: n for node, n in enumerate(expected)}
+
+
+def test_how_many_workers_there_are_on_which_nodes_is_said():
+    notes: list[str] = []
+    for free, rollout in ([{0: 9}, {}], [{0: 9, 8: 9}, {}], [{0: 1, 8: 9}, {}], [{0: 9, 8: 9}, {"urls": []}]):
+        chosen(servers_config(rollout=rollout), free, notes)
+    assert notes == [
+        "trajectories run in 4 processes (rollout.workers)",
+        "trajectories run in 4 processes on 2 nodes, 2 each (rollout.workers)",
+        "trajectories run in 3 processes on 2 nodes, 1 to 2 each (rollout.workers)",
+        "trajectories run in 4 processes on rank 0's node, whose servers other nodes do not reach (rollout.workers)",
+    ]
 
 
 def test_what_another_process_cannot_load_stays_in_this_one(tmp_path: Path):
@@ -428,12 +444,11 @@ def test_what_another_process_cannot_load_stays_in_this_one(tmp_path: Path):
     (tmp_path / "rewards.py").write_text("def counted(completions, environments): return [1.0 for _ in completions]")
     (tmp_path / "game.py").write_text(GAME)
     notes: list[str] = []
-    assert chosen(servers_config(rollout={"workers": 2, "tools": [look]}), notes) == 1
+    assert chosen(servers_config(rollout={"workers": 2, "tools": [look]}), {0: 9}, notes) == {}
     reads = {"rewards": [{"use": f"{tmp_path}/rewards.py:counted"}]}
-    assert (
-        chosen(servers_config(rollout={"workers": 2, "environment": f"{tmp_path}/game.py:Game"}, **reads), notes) == 1
-    )
-    assert chosen(servers_config(rollout={"environment": f"{tmp_path}/game.py:Game"}, **reads), notes) == 1
+    for wanted in ({"workers": 2}, {}):
+        rollout = {**wanted, "environment": f"{tmp_path}/game.py:Game"}
+        assert chosen(servers_config(rollout=rollout, **reads), {0: 9}, notes) == {}
     stays = "rollout.workers: 2: all trajectories run in this process: "
     assert notes == [
         f"{stays}rollout.tools.0.use (object:look) exists in it only; define it at the top level of a file",

@@ -453,8 +453,8 @@ class ServersConfig(SamplingConfig):
         number_or("auto", rule="a whole number of at least 1, or auto", is_valid=lambda n: n >= 1),
     ] = Field(
         "auto",
-        description="Processes that run trajectories and talk to the servers, on the machine of rank 0; 1: in the "
-        "training process. auto: one per 512 trajectories at once, while cores are free.",
+        description="Processes that run trajectories and talk to the servers, on each machine that trains; 1: in the "
+        "training process of rank 0. auto: in all, one per 512 trajectories at once, while cores are free.",
     )
     start_timeout_s: float = Field(900.0, gt=0, description="Maximum time in seconds that a server may take to start.")
     request_timeout_s: float = Field(

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import IO, Any
 
 from cohort.processes import child_start, guard
@@ -86,7 +86,91 @@ class ChildLate(ChildFailed):
     """A child did not answer within the deadline."""
 
 
-class Child:
+class Peer:
+    """The other end of a socket, with which this one exchanges messages."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Take a connected socket."""
+        self._socket = connected
+        self._connection = Connection(os.dup(connected.fileno()))  # of the same socket, and so with its deadlines
+        self._sending = threading.Lock()
+
+    def authenticate(self, key: bytes, timeout_s: float, *, asks_first: bool) -> None:
+        """Prove to the other end of a TCP connection that this one knows a key, which has to prove the same.
+
+        Args:
+            key: which both know.
+            timeout_s: for each message of the other end.
+            asks_first: which one of them does.
+
+        Raises:
+            AuthenticationError, EOFError, OSError, ValueError: the other end does not know it.
+        """
+        self._socket.settimeout(None)  # it may have had one to connect; `limit` has its own
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit(timeout_s)
+        for meet in (deliver_challenge, answer_challenge) if asks_first else (answer_challenge, deliver_challenge):
+            meet(self._connection, key)
+        self.limit(0)
+
+    def limit(self, seconds: float) -> None:
+        """Let each read and write of the connection take so long; 0: forever. Then they raise `BlockingIOError`."""
+        microseconds = int(1_000_000 * min(seconds, _MAX_LIMIT_S)) or int(seconds > 0)
+        limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # a `timeval`
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises `ChildFailed` if the connection has ended."""
+        self.send_bytes(pickle.dumps(message))
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send the bytes of a message. Raises `ChildFailed` if the connection has ended."""
+        try:
+            with self._sending:
+                self._connection.send_bytes(content)
+        except BlockingIOError:
+            raise
+        except OSError:
+            raise self._failure("closed its connection") from None
+
+    def receive(self, read: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
+        """Wait for a message and return it. Raises `ChildFailed` if the connection has ended, or it is none.
+
+        Args:
+            read: reads the bytes of a message, without running any of its code; raises `ValueError` if it cannot.
+            max_bytes: of a message.
+        """
+        try:
+            return read(self._connection.recv_bytes(max_bytes))
+        except EOFError:
+            raise self._failure("closed its connection") from None
+        except BlockingIOError:
+            raise
+        except (OSError, ValueError) as error:  # it is too long, cut off or not JSON
+            raise self._failure(f"sent an invalid message: {error!r:.200}") from None
+
+    def describe_output(self) -> str:
+        """Return "": the output of another process is not known."""
+        return ""
+
+    def hang_up(self) -> None:
+        """Say that there are no more messages: a process ends by itself."""
+        self._shut_down(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End the connection."""
+        self._shut_down(socket.SHUT_RDWR)
+
+    def _shut_down(self, how: int) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(how)
+
+    def _failure(self, problem: str) -> ChildFailed:
+        return ChildFailed(problem)
+
+
+class Child(Peer):
     """A child process that answers calls. Whatever goes wrong kills its group."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
@@ -98,9 +182,8 @@ class Child:
         """
         # in append mode, so that it can be truncated while the child writes
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
-        self._socket, theirs = socket.socketpair()
-        self._connection = Connection(os.dup(self._socket.fileno()))  # of the same socket, and so with its deadlines
-        self._sending = threading.Lock()
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
         with theirs:
             command = [*command, str(theirs.fileno())]
             self.process = start_in_group(command, output=self._log, env=env, pass_fds=(theirs.fileno(),))
@@ -138,59 +221,21 @@ class Child:
             if num_waited < len(messages):
                 self.kill()
 
-    def limit(self, seconds: float) -> None:
-        """Let each read and write of the connection take so long; 0: forever. Then they raise `BlockingIOError`."""
-        microseconds = int(1_000_000 * min(seconds, _MAX_LIMIT_S)) or int(seconds > 0)
-        limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # a `timeval`
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
-
-    def send(self, message: Any) -> None:
-        """Send a message. Raises `ChildFailed` if the process has ended."""
-        content = pickle.dumps(message)
-        try:
-            with self._sending:
-                self._connection.send_bytes(content)
-        except BlockingIOError:
-            raise
-        except OSError:
-            raise self._failure("closed its connection") from None
-
     def receive(self, read: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
-        """Wait for a message and return it. Raises `ChildFailed` if the process has ended, or it is none.
-
-        Args:
-            read: reads the bytes of a message, without running any of its code; raises `ValueError` if it cannot.
-            max_bytes: of a message.
-        """
+        """Wait for a message and return it, as `Peer.receive` does."""
         if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
             os.ftruncate(self._log.fileno(), 0)
-        try:
-            return read(self._connection.recv_bytes(max_bytes))
-        except EOFError:
-            raise self._failure("closed its connection") from None
-        except BlockingIOError:
-            raise
-        except (OSError, ValueError) as error:  # it is too long, cut off or not JSON
-            raise self._failure(f"sent an invalid message: {error!r:.200}") from None
+        return super().receive(read, max_bytes=max_bytes)
 
     @property
     def is_alive(self) -> bool:
         """Whether the process is running."""
         return self.process.poll() is None
 
-    def hang_up(self) -> None:
-        """Tell the process that there are no more calls: it ends by itself."""
-        self._shut_down(socket.SHUT_WR)
-
     def kill(self) -> None:
         """Kill the process and its group."""
         end_group(self.process)
-        self._shut_down(socket.SHUT_RDWR)  # should another process hold the other end
-
-    def _shut_down(self, how: int) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(how)
+        super().kill()  # should another process hold the other end
 
     def describe_output(self) -> str:
         """Return a sentence with the last lines of output, to append to a message; "" if there are none."""

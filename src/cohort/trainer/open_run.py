@@ -9,13 +9,15 @@ from cohort.config import Config
 from cohort.data import OnProgress, no_progress
 from cohort.models import LoadRequest, check_vocabulary, end_token_ids, load_policy, resolve_device, with_base
 from cohort.processes.this_process import resume_gc
+from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine, Sampler
 from cohort.rollout.engines.setup import StartWorkers
 from cohort.rollout.workers.load_rollout import collector_options, load_rollout
 from cohort.trainer.inputs import Inputs, build_inputs
 from cohort.trainer.parts import Parts
-from cohort.trainer.rollout_workers import choose_num_workers, sendable_tokenizer, share_sandbox
+from cohort.trainer.rollout_workers import choose_workers, places_elsewhere, sendable_tokenizer, share_sandbox
+from cohort.trainer.worker import Worker
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class OpenRun:
         engine: RolloutEngine,
         *,
         while_waiting: Callable[[], None] = lambda: None,
+        workers: WorkerGroup[Worker] | None = None,
         start_workers: StartWorkers | None = None,
         num_own_servers: int = 0,
     ) -> RolloutCollector:
@@ -56,30 +59,33 @@ class OpenRun:
         Args:
             engine: has the weights to sample with.
             while_waiting: called now and then while samples are awaited.
+            workers: those of all ranks; on each of their nodes trajectories can run.
             start_workers: of the engine; None if trajectories can only run in this process.
             num_own_servers: servers of this run, which need cores of this machine too.
         """
         with ExitStack() as on_failure:
             on_failure.callback(engine.close)
             options = collector_options(self.config, self.parts.environments, notify=self.notify)
-            if start_workers is not None:
-                options = self._with_workers(options, start_workers, num_own_servers)
+            if start_workers is not None and workers is not None:
+                options = self._with_workers(options, workers, start_workers, num_own_servers)
             collector = RolloutCollector(engine, self.parts.tokenizer, while_waiting=while_waiting, **options)
             on_failure.pop_all()
         return self.enter(closing(collector))
 
     def _with_workers(
-        self, options: dict[str, Any], start_workers: StartWorkers, num_own_servers: int
+        self, options: dict[str, Any], workers: WorkerGroup[Worker], start: StartWorkers, num_own_servers: int
     ) -> dict[str, Any]:
         """Return the options of a collector whose groups rollout workers sample, if they pay."""
-        number = choose_num_workers(self.config, self.parts, num_own_servers=num_own_servers, notify=self.notify)
-        if number == 1:
+        free = {rank: cores for rank, cores in enumerate(workers.call(Worker.free_cores)) if cores is not None}
+        free[0] -= num_own_servers
+        numbers = choose_workers(self.config, self.parts, free_cores=free, notify=self.notify)
+        if not numbers:
             return options
         if "close_environments" in options:  # those of this process
             self._on_close.callback(options["close_environments"])
         tokenizer = sendable_tokenizer(self.parts.tokenizer)
-        load = partial(load_rollout, share_sandbox(self.config, number), tokenizer)
-        return options | start_workers(load, num_workers=number)
+        load = partial(load_rollout, share_sandbox(self.config, max(numbers.values())), tokenizer)
+        return options | start(load, num_workers=numbers[0], elsewhere=places_elsewhere(workers, numbers))
 
     def untrained_engine(self, prompts: Sequence[Prompt]) -> LocalEngine:
         """Load the model, which may be an adapter, and return an engine that samples from it in this process.

@@ -128,6 +128,7 @@ def build_run(
     collector = run.collector(
         started.engine,
         while_waiting=partial(keep_waiting, workers),
+        workers=workers,
         start_workers=started.start_workers,
         num_own_servers=started.num_own_servers,
     )

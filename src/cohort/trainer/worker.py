@@ -31,6 +31,8 @@ from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.models.loading.safetensors_files import map_to_model, stored_weights
 from cohort.packing import pack
 from cohort.packing.batch import TrainBatch
+from cohort.processes.child import Child
+from cohort.processes.this_process import usable_cores
 from cohort.ranks.collectives import Ranks
 from cohort.ranks.worker_group import WorkerGroup
 from cohort.records import FloatArray, ForwardOnlyField, ForwardOnlyOutputs, TrainSequence
@@ -41,6 +43,7 @@ from cohort.rollout.engines.base import PackedCompletions
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, IpcHandle
 from cohort.rollout.engines.servers.server_side.cohort_weight_group import gpu_uuid
 from cohort.rollout.engines.setup import SendWeights
+from cohort.rollout.workers.nodes import Node, host_workers
 from cohort.run.atomic import disk_errors
 from cohort.trainer.checkpoint import TrainerState, save_checkpoint
 
@@ -61,6 +64,7 @@ class Worker:
     memory: PeakMemory
     scorer: GroupScorer = field(default_factory=lambda: GroupScorer(dict))  # scores this rank's groups
     save_options: SaveOptions = field(default_factory=SaveOptions)  # how weights are written
+    rollout_host: Child | None = None  # runs this node's rollout workers, which end with it
 
     @property
     def engines(self) -> dict[TrainedModel, TrainEngine]:
@@ -94,6 +98,21 @@ class Worker:
 
     def ping(self) -> None:
         """Do nothing. Receiving a call renews this rank's deadline for the next one."""
+
+    def free_cores(self) -> int | None:
+        """Return how many cores of this node no rank uses; None on ranks that are not the first of theirs."""
+        return None if self.ranks.local_rank else usable_cores() - (self.ranks.ranks_per_node or 1)
+
+    def host_rollout_workers(self, ranks: Set[int], key: bytes) -> Node | None:
+        """Let rank 0 start rollout workers on the nodes of some ranks, and return how.
+
+        Raises:
+            TrainingError: it cannot.
+        """
+        if self.ranks.rank not in ranks:
+            return None
+        self.rollout_host, node = host_workers(key, timeout_s=self.ranks.timeout_s / 2)
+        return node
 
     def empty_cache(self) -> None:
         """Release the GPU memory that PyTorch caches."""

@@ -3,7 +3,6 @@
 import asyncio
 import pickle
 import queue
-import subprocess
 import sys
 import threading
 import time
@@ -17,18 +16,17 @@ from itertools import count
 from typing import Any
 
 from cohort.errors import TrainingError, UserError, describe_error
-from cohort.processes.child import CLOSE_TIMEOUT_S, Child, ChildFailed, child_command
+from cohort.processes.child import CLOSE_TIMEOUT_S, Child, ChildFailed
 from cohort.records import ModelCall, Prompt, RolloutGroup, Trajectory
 from cohort.rollout.engines.base import SamplingParams, StepKey
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import CallerEnded, Client, ServerError
+from cohort.rollout.workers.nodes import LOOPBACK, MAX_BYTES, Place, node_names
 from cohort.rollout.workers.packed_groups import read_group, read_message
 from cohort.rollout.workers.worker_main import WorkerCode, as_error, described
 
-_COMMAND = child_command("cohort.rollout.workers.worker_main")
 _SILENT_S = 300.0  # a worker that sends nothing for so long hangs: its event loop is blocked
 _MAX_LOSSES = 3  # workers; if so many end with the same group, the run ends
-_MAX_BYTES = 1 << 30  # of a group
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,6 +66,11 @@ class RemoteRequest:
     max_completion_tokens: int
     urgent: bool
 
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Names of the worker's node."""
+        return self.worker.place.names
+
     async def send(self, client: Client, url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
         """Let the worker send it."""
         versions = await self.worker.lease(self.number, url)
@@ -88,8 +91,18 @@ class _Elsewhere:
 class RolloutWorkers:
     """Worker processes over a fleet. Groups go to them in turn; those of a worker that ends are sampled again."""
 
-    def __init__(self, code: WorkerCode, fleet: Fleet, *, num_workers: int):
-        """Start the processes without waiting for them."""
+    def __init__(self, code: WorkerCode, fleet: Fleet, *, num_workers: int, elsewhere: Sequence[Place] = ()):
+        """Start the processes without waiting for them.
+
+        Args:
+            code: what they run.
+            fleet: sends requests.
+            num_workers: number of processes on this node; at least one.
+            elsewhere: places of workers on other nodes; closed with the workers.
+        """
+        names = node_names() | {*LOOPBACK}
+        own = [Place(index=index, names=names) for index in range(num_workers)]
+        self._places = sorted([*own, *elsewhere], key=lambda place: place.index)  # nodes in turn
         self.fleet = fleet
         self._content = pickle.dumps(code)
         self._lock = threading.Lock()
@@ -99,18 +112,19 @@ class RolloutWorkers:
         self._failure: Exception | None = None
         self._is_closing = False
         # None: one has ended, and the next group starts another
-        self._workers: list[RolloutWorker | None] = [None] * num_workers
+        self._workers: list[RolloutWorker | None] = [None] * len(self._places)
         try:
-            for place in range(num_workers):
-                self._workers[place] = RolloutWorker(self, self._content)
+            for number, place in enumerate(self._places):
+                self._workers[number] = RolloutWorker(self, place, self._content)
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.child.process.pid for worker in self._workers if worker is not None]
+        """Process ids of the workers on this node."""
+        children = [worker.child for worker in self._workers if worker is not None]
+        return [child.process.pid for child in children if isinstance(child, Child)]
 
     def start(
         self, prompt: Prompt, sampling: SamplingParams, key: StepKey, result: "asyncio.Future[RolloutGroup]"
@@ -129,7 +143,7 @@ class RolloutWorkers:
             ) from error
         group = SubmittedGroup(number=next(self._numbers), prompt=prompt, content=content, result=result)
         with self._lock:
-            self._assign(group)
+            self._assign(group, group.number)
 
     def num_unfinished(self) -> int:
         """Return the number of groups without a result."""
@@ -182,6 +196,7 @@ class RolloutWorkers:
             outcome = read_group(message, group.prompt, environment=partial(_Elsewhere, worker, number))
         with self._lock:
             del worker.groups[number]
+            worker.place.num_losses = 0
         group.finish(outcome)
 
     def fail(self, error: Exception) -> None:
@@ -193,16 +208,25 @@ class RolloutWorkers:
             group.finish(error)
 
     def replace(self, ended: "RolloutWorker", failure: str) -> None:
-        """Sample the groups of a worker that has ended again, in another one in its place."""
+        """Sample the groups of a worker that has ended again: in another one in its place, if that is on this node.
+
+        Those of another node go to the worker of the next place, and a node whose workers only end gets no more of
+        them: what other nodes lack need not end the run.
+        """
+        place = ended.place
         with self._lock:
             if self._is_closing or self._failure is not None:
                 return
-            self._workers[self._workers.index(ended)] = None
+            number = self._workers.index(ended)
+            self._workers[number] = None
+            if place.node is not None:
+                number, place.num_losses = number + 1, place.num_losses + 1
+                place.is_lost |= place.num_losses >= _MAX_LOSSES
             groups = list(ended.groups.values())
             for group in groups:
                 group.num_losses += 1
                 if group.num_losses < _MAX_LOSSES:
-                    self._assign(group)
+                    self._assign(group, number)
         for group in groups:
             if group.num_losses >= _MAX_LOSSES:
                 group.finish(
@@ -213,29 +237,40 @@ class RolloutWorkers:
                 )
         again = f"; its {len(groups)} groups are sampled again" if groups else ""
         self.add(counts={"lost_workers": 1}, notes=())
-        self.fleet.notify(f"warning: a rollout worker {failure}{again}")
+        last = "; no other one is started in its place" if place.is_lost else ""
+        self.fleet.notify(f"warning: a rollout worker{place} {failure}{again}{last}")
 
-    def _assign(self, group: SubmittedGroup) -> None:
+    def _assign(self, group: SubmittedGroup, first: int) -> None:
+        """Let a worker sample a group, that of the place with number `first` or of the next where there can be one."""
         if self._failure is not None:
             group.finish(self._failure)
             return
-        place = group.number % len(self._workers)
+        number = first % len(self._places)
+        place = self._places[number]
+        if place.is_lost:  # none of this node is
+            self._assign(group, number + 1)
+            return
         try:
-            worker = self._workers[place] or RolloutWorker(self, self._content)
+            worker = self._workers[number] or RolloutWorker(self, place, self._content)
+        except TrainingError as error:  # another node does not answer
+            place.is_lost = True
+            self.fleet.notify(f"warning: {error}")
+            self._assign(group, number + 1)
         except (OSError, RuntimeError) as error:  # no memory, processes, descriptors or threads
             group.finish(TrainingError(f"a rollout worker cannot be started: {error}"))
-            return
-        self._workers[place] = worker
-        worker.take(group)
+        else:
+            self._workers[number] = worker
+            worker.take(group)
 
 
 class RolloutWorker:
     """One worker process, with a thread that sends and one that receives."""
 
-    def __init__(self, pool: RolloutWorkers, content: bytes):
+    def __init__(self, pool: RolloutWorkers, place: Place, content: bytes):
         """Start the process."""
+        self.place = place
         self.groups: dict[int, SubmittedGroup] = {}  # guarded by the pool's lock
-        self.child = Child(_COMMAND)
+        self.child = place.start()
         self.child.limit(pool.fleet.limits.start_timeout_s)
         self._pool = pool
         self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -243,7 +278,7 @@ class RolloutWorker:
         self._leases: dict[int, asyncio.Future[list[int]]] = {}  # only used in the fleet's event loop
         self._has_ended = False
         self._threads = [
-            threading.Thread(target=run, name=f"rollout worker {self.child.process.pid}", daemon=True)
+            threading.Thread(target=run, name=f"rollout worker {place.index}{place}", daemon=True)
             for run in (partial(self._send, content), self._receive)
         ]
         for thread in self._threads:
@@ -284,8 +319,7 @@ class RolloutWorker:
 
     def join(self, timeout_s: float) -> None:
         """Wait until the process has ended, but not longer than `timeout_s`; then kill it."""
-        with suppress(subprocess.TimeoutExpired):
-            self.child.process.wait(timeout_s)
+        self._threads[-1].join(timeout_s)
         self.child.kill()
 
     def _send(self, content: bytes) -> None:
@@ -310,7 +344,7 @@ class RolloutWorker:
         limit_s = self._pool.fleet.limits.start_timeout_s
         try:
             while True:
-                self._on_message(self.child.receive(read_message, max_bytes=_MAX_BYTES))
+                self._on_message(self.child.receive(read_message, max_bytes=MAX_BYTES))
                 if limit_s != _SILENT_S:  # it has loaded the code
                     limit_s = _SILENT_S
                     self.child.limit(limit_s)
@@ -329,7 +363,8 @@ class RolloutWorker:
     def _on_message(self, message: Mapping[str, Any]) -> None:
         self._pool.add(counts=message.get("counts", {}), notes=message.get("notes", ()))
         if "failed" in message:
-            self._pool.fail(as_error(message["failed"]))
+            kind, text = message["failed"]
+            self._pool.fail(as_error((kind, f"{text}{self.place}")))
         elif "group" in message:
             self._pool.finish(self, message)
         if outcomes := message.get("outcomes"):

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 # If this many servers fail at one request, the request is the likely cause.
 _MAX_LEASES = 10
+_NEAR_LOAD = 2  # how many times the completions of the emptiest server one on the same node may have
 _CALL_TIMEOUT_S = 60.0  # maximum time for a quick call in the fleet's thread
 _CLOSE_TIMEOUT_S = 60.0
 _CLOSED = "the rollout engine was closed before this was sampled"
@@ -279,8 +280,7 @@ class Fleet:
             if job.only and not self._same_start(job.only):
                 self._finish(job, ServerError(f"{job.only.url} has failed"))
                 continue
-            server = max(filter(self._serves, self._candidates(job)), key=self._room, default=None)
-            if server is None or self._room(server) < job.request.num_completions:
+            if (server := self._server_for(job)) is None:
                 waiting.append(job)
                 if job.only:
                     continue  # the other servers need not wait for it
@@ -295,8 +295,19 @@ class Fleet:
             task.add_done_callback(self._end_lease)
         self._queue[:0] = waiting
 
-    def _candidates(self, job: Job) -> Sequence[Server]:
-        return [self._servers[job.only.index]] if job.only else self._servers
+    def _server_for(self, job: Job) -> Server | None:
+        """Return a server with room for a request; None if there is none.
+
+        The emptiest, or one on the node that sends the request unless that has more than `_NEAR_LOAD` times as much to
+        do: none is idle while others have work.
+        """
+        candidates = [self._servers[job.only.index]] if job.only else self._servers
+        fits = [s for s in candidates if self._serves(s) and self._room(s) >= job.request.num_completions]
+        server = max(fits, key=self._room, default=None)
+        if server is None or not (names := job.request.node_names):
+            return server
+        near = max((s for s in fits if s.host in names), key=self._room, default=server)
+        return near if near.num_in_flight <= _NEAR_LOAD * server.num_in_flight else server
 
     def _serves(self, server: Server) -> bool:
         return server.state is State.UP and server.version == self._target is not None and not server.backing_off

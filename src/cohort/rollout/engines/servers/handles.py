@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, Self, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -55,6 +56,11 @@ class Request(Protocol):
         """Whether a step waits for it; training samples may be for later steps."""
         ...
 
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Host names and addresses of the node that sends it, whose servers are preferred; none without preference."""
+        ...
+
     async def send(self, client: "Client", url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
         """Send it to a server once. Arguments and errors are those of `Client.generate`.
 
@@ -87,6 +93,11 @@ class GenerateRequest:
     def max_completion_tokens(self) -> int:
         """Maximum tokens of a completion."""
         return self.sampling.max_completion_tokens
+
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Return none: the process of the fleet sends it, which prefers no server."""
+        return frozenset()
 
     async def send(self, client: "Client", url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
         """Implement `Request.send`."""
@@ -304,6 +315,11 @@ class Server:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.handle.url})" if self.handle.url else self.name
+
+    @property
+    def host(self) -> str | None:
+        """Host name or address in the URL."""
+        return urlsplit(self.handle.url).hostname
 
     @property
     def restartable(self) -> bool:

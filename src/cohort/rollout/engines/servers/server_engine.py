@@ -23,6 +23,7 @@ from cohort.rollout.engines.servers.handles import (
 )
 
 if TYPE_CHECKING:
+    from cohort.rollout.workers.nodes import Place
     from cohort.rollout.workers.worker_pool import RolloutWorkers
 
 # How often to check that the fleet's thread is alive.
@@ -67,13 +68,18 @@ class ServerEngine:
         return await self._waiting[only].put(token_ids, sampling, key)
 
     def start_workers(
-        self, load: Callable[[Callable[[str], None]], tuple[Any, Mapping[str, Any]]], *, num_workers: int
+        self,
+        load: Callable[[Callable[[str], None]], tuple[Any, Mapping[str, Any]]],
+        *,
+        num_workers: int,
+        elsewhere: "Sequence[Place]" = (),
     ) -> dict[str, Any]:
         """Start processes that sample whole groups from the servers of this engine.
 
         Args:
             load: see `WorkerCode`; its result depends on the process only.
-            num_workers: number of processes.
+            num_workers: number of processes on this node.
+            elsewhere: places of processes on other nodes.
 
         Returns:
             The options of the `RolloutCollector` whose groups they sample.
@@ -82,7 +88,7 @@ class ServerEngine:
         from cohort.rollout.workers.worker_pool import RolloutWorkers
 
         code = WorkerCode(load=load, client=self.fleet.client, max_num_seqs=self.fleet.limits.max_num_seqs)
-        self.workers = workers = RolloutWorkers(code, self.fleet, num_workers=num_workers)
+        self.workers = workers = RolloutWorkers(code, self.fleet, num_workers=num_workers, elsewhere=elsewhere)
         return {
             "sample_group": self._sample_group,
             "release": workers.release,
