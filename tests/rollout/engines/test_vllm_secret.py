@@ -440,9 +440,7 @@ class TlsServer(ThreadServer):
         context.load_cert_chain(self.certificate, self._key)
         assert self._server is not None
         # handshakes in the handlers' threads: one that a closing client leaves unfinished must not block `accept`
-        self._server.socket = context.wrap_socket(
-            self._server.socket, server_side=True, do_handshake_on_connect=False
-        )
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.url = self.url.replace("http:", "https:")
 
 
