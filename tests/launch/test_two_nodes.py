@@ -58,8 +58,8 @@ async def run(row, model):
         file.write(f"{socket.gethostname()} {os.getpid()} {os.getppid()}\\n")
     if socket.gethostname() == "node-1" and (FOLDER / "kill").exists():
         (FOLDER / "kill").unlink()
-        for worker in psutil.Process(os.getppid()).children():
-            worker.kill()
+        for worker in sorted(psutil.Process(os.getppid()).children(), key=lambda child: child.pid == os.getpid()):
+            worker.kill()  # this one at the end
     if (FOLDER / "hold").exists():
         await asyncio.sleep(1000)
     second = await model.generate([*first.context_ids, *first.token_ids])
