@@ -207,7 +207,7 @@ def test_kl_in_the_reward():
     sequences = assign_advantages(groups, algorithm, outputs)
     # rewards 3 - 0.5 * (1 + 3) = 1 and 0: advantages 0.5 and -0.5
     assert [s.advantages.tolist() for s in sequences] == [[0.5, 0.5], [-0.5], [0]]
-    assert mean_reference_kl(algorithm, outputs, sequences) == {"kl": (1 + 3 + 0 + 8) / 4}
+    assert mean_reference_kl(algorithm, outputs) == {"kl": (1 + 3 + 0 + 8) / 4}
     penalties = {i: 0.5 * (outputs.logprobs[i] - outputs.reference_logprobs[i]) for i in range(3)}
     x = advantage_inputs(groups, sequences, outputs, {}, penalties)
     assert x.token_rewards.tolist() == [[[-0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]]

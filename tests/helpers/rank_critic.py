@@ -170,9 +170,7 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
             groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3 + update)
             outputs = run_forward_only(workers, build_sequences(groups), ALGORITHM.forward_only_outputs)
             sequences = assign_advantages(groups, ALGORITHM, outputs)
-            updates = updater.update(
-                updater.pack(sequences), sequences, outputs, num_trajectories=9, steps_done=update + 1
-            )
+            updates = updater.update(updater.pack(sequences), outputs, num_trajectories=9, steps_done=update + 1)
             metrics.append(updates.metrics)
             if update == 1:
                 workers.call(Worker.save, Path(root), STATE, keep=1)

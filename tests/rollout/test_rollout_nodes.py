@@ -91,7 +91,37 @@ def test_groups_of_another_nodes_workers_are_those_of_one_event_loop_whatever_en
         assert_same(collect(collector, MESSAGES), expected)
         assert_same(collect(collector, MESSAGES), expected)
         assert sum(f"a rollout worker {where} closed its connection" in note for note in notes) == 2
-        assert sum(f"cannot start a rollout worker {where}" in note for note in notes) == 2
+        assert sum(f"cannot start a rollout worker {where}" in note for note in notes) == 1, "the node is given up"
+
+
+def test_the_end_of_a_node_with_all_groups_costs_them_one_retry_on_this_one(tmp_path: Path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    asked, ended = threading.Event(), threading.Event()
+
+    def holding(body: Any) -> Any:
+        """Answers once the node has ended."""
+        asked.set()
+        until(ended.is_set)
+        return replying(looks)(body)
+
+    options: dict[str, Any] = {"num_workers": 1, "tools": ["tools.py:look"], "max_turns": 4}
+    with (
+        other_node(6) as (places, host),
+        serving(holding) as server,
+        collecting(tmp_path, [server.url], elsewhere=places, **options) as (collector, _),
+    ):
+        until(lambda: len(workers_of(host)) == 6)
+        workers = workers_of(host)
+
+        def end() -> None:
+            until(asked.is_set)
+            os.kill(host.process.pid, signal.SIGKILL)
+            until(lambda: not any(map(is_running, workers)))
+            ended.set()
+
+        threading.Thread(target=end).start()
+        assert [len(group.trajectories) for group in collect(collector, MESSAGES)] == [3] * 5
+        assert collector.counts()["lost_workers"] == 6
 
 
 def test_a_worker_of_another_node_that_always_ends_loses_its_place_and_ends_no_run(tmp_path: Path):
@@ -108,7 +138,7 @@ def test_a_worker_of_another_node_that_always_ends_loses_its_place_and_ends_no_r
             assert [len(group.trajectories) for group in collect(collector, MESSAGES)] == [3] * 5
         assert workers_of(host) == []
         assert collector.counts()["lost_workers"] == 3
-    assert "exit code 3" in notes[-1] and notes[-1].endswith("; no other one is started in its place")
+    assert "exit code 3" in notes[-1] and notes[-1].endswith("; it is not replaced")
 
 
 def test_workers_of_another_node_end_with_the_collector_and_with_their_host(tmp_path: Path):

@@ -160,7 +160,7 @@ def plain(trajectory: Any) -> dict[str, Any]:
     values = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
     calls = [{f.name: getattr(one, f.name) for f in fields(one)} for one in trajectory.calls]
     for one in calls:
-        one |= {k: (v.dtype, v.tolist()) for k, v in one.items() if isinstance(v, np.ndarray)}
+        one |= {k: v.tolist() for k, v in one.items() if isinstance(v, np.ndarray)}
     stats = trajectory.stats
     counted = None if stats is None else {f.name: getattr(stats, f.name) for f in fields(stats) if f.name not in TIMES}
     return values | {"calls": calls, "stats": counted, "environment": None}

@@ -98,7 +98,7 @@ def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
         result = alone.critic.forward_backward(None if update else batch, alone.algorithm.critic.loss)
         expected.append((result.metrics["loss"], alone.critic.optim_step().grad_norm))
     updater = make_updater(WorkerGroup(worker, SINGLE_PROCESS), updates=3)
-    updates = updater.update(updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=3, steps_done=1)
+    updates = updater.update(updater.pack(sequences), ForwardOnlyOutputs(), num_trajectories=3, steps_done=1)
     actual = [updates.metrics[name] for name in ("value_loss", "value/grad_norm")]
     assert actual == pytest.approx(np.mean(expected, axis=0), rel=1e-12)
     assert {model: len(results) for model, results in updates.results.items()} == {"policy": 1, "critic": 3}
@@ -116,9 +116,7 @@ def test_memory_that_runs_out_for_one_model_halves_the_budget_of_both(tmp_path: 
     updater = make_updater(WorkerGroup(worker, SINGLE_PROCESS))
     sequences = make_critic_sequences([[3, 14, 9], [20, 1, 6]], seed=0)
     with out_of_memory_over(30, "forward mlp 1", worker.engines[unlucky]):
-        updates = updater.update(
-            updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=6, steps_done=1
-        )
+        updates = updater.update(updater.pack(sequences), ForwardOnlyOutputs(), num_trajectories=6, steps_done=1)
     assert {model for model, results in updates.results.items() if results[0].num_out_of_memory} == {unlucky}
     assert worker.engines["policy"].budget.tokens == worker.engines["critic"].budget.tokens < 200
 

@@ -217,9 +217,7 @@ def reward_kl_penalty(algorithm: Algorithm, outputs: ForwardOnlyOutputs) -> dict
     }
 
 
-def mean_reference_kl(
-    algorithm: Algorithm, outputs: ForwardOnlyOutputs, sequences: Sequence[TrainSequence]
-) -> dict[str, float]:
+def mean_reference_kl(algorithm: Algorithm, outputs: ForwardOnlyOutputs) -> dict[str, float]:
     """Return the metric `kl` for KL in the reward: its mean over the step's tokens, before the coefficient."""
     of_tokens = [*reward_kl_penalty(algorithm, outputs).values()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}

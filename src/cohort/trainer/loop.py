@@ -147,7 +147,7 @@ class TrainingLoop:
             batches = self.updater.pack(sequences)
         self.warnings.long_sequences(batches["policy"][0])
         updates = self.updater.update(
-            batches, sequences, outputs, num_trajectories=collected.num_trajectories, steps_done=step + 1
+            batches, outputs, num_trajectories=collected.num_trajectories, steps_done=step + 1
         )
         with phase("publish"):
             parity = publish_weights(self.components, step + 1)

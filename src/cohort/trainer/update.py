@@ -52,7 +52,6 @@ class Updater:
     def update(
         self,
         batches: Batches,
-        sequences: Sequence[TrainSequence],
         outputs: ForwardOnlyOutputs,
         *,
         num_trajectories: int,
@@ -71,7 +70,7 @@ class Updater:
                 results[model] += model_results
             self.on_out_of_memory(sum(r.num_out_of_memory for rs in update_results.values() for r in rs))
             metrics.append(update_metrics)
-        reward_kl = mean_reference_kl(algorithm, outputs, sequences)
+        reward_kl = mean_reference_kl(algorithm, outputs)
         self.coefficient_state = algorithm.update_coefficients(self.coefficient_state, reward_kl, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)

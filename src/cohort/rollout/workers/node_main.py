@@ -7,10 +7,13 @@ node, and the workers are its children: a guard ends each with its parent.
 import socket
 import subprocess
 import threading
+import time
 from contextlib import suppress
 
 from cohort.processes.child import CLOSE_TIMEOUT_S, Child, ChildFailed, Peer, serve
 from cohort.rollout.workers.nodes import COMMAND, CONNECT_TIMEOUT_S, ENDED, MAX_BYTES, REFUSALS
+
+_PAUSE_S = 0.1  # before the next connection is accepted, if one could not be
 
 
 def main() -> None:
@@ -29,8 +32,10 @@ def listen(key: bytes) -> int:
 
 def _accept(listener: socket.socket, key: bytes) -> None:
     while True:
-        with suppress(ConnectionError):
+        try:
             threading.Thread(target=_run_worker, args=(Peer(listener.accept()[0]), key), daemon=True).start()
+        except (OSError, RuntimeError):  # the other end has gone, or there are no descriptors or threads for it
+            time.sleep(_PAUSE_S)
 
 
 def _run_worker(rank0: Peer, key: bytes) -> None:

@@ -11,12 +11,12 @@ import psutil
 
 from cohort.errors import TrainingError
 from cohort.processes.child import Child, ChildFailed, Peer, child_command
-from cohort.rollout.engines.servers.server_side.cohort_weight_group import own_address
 
 COMMAND = child_command("cohort.rollout.workers.worker_main")
 MAX_BYTES = 1 << 30  # of a message with a group
 ENDED = b"\0"  # begins the message that says how a worker ended; others begin with JSON
-REFUSALS = (OSError, EOFError, ValueError, AuthenticationError)  # of an end that does not know the key
+# of an end that does not know the key; Python asserts what a challenge begins with
+REFUSALS = (OSError, EOFError, ValueError, AssertionError, AuthenticationError)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of every node for itself
 CONNECT_TIMEOUT_S = 20.0
 
@@ -54,13 +54,20 @@ class Node:
                 child = RemoteChild(socket.create_connection((host, self.port), timeout=CONNECT_TIMEOUT_S))
                 child.authenticate(self.key, CONNECT_TIMEOUT_S, asks_first=False)
             except REFUSALS as error:
-                problems.append(f"{host}:{self.port}: {error}")
+                problems.append(f"{host}:{self.port}: {_problem(error)}")
             else:
                 return child
         raise TrainingError(
             f"rank 0 cannot start a rollout worker on {self.name} ({'; '.join(problems)}); let nodes connect to each "
             f"other, or use rollout.workers: 1"
         )
+
+
+def _problem(error: BaseException) -> str:
+    """Say why there is no connection."""
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT_S:g} s"
+    return str(error) or "it does not know the key"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,6 +95,8 @@ def host_workers(key: bytes, *, timeout_s: float) -> tuple[Child, Node]:
         TrainingError: it does not start. The message names the node.
     """
     name, host = socket.gethostname(), Child(child_command("cohort.rollout.workers.node_main"))
+    from cohort.rollout.engines.servers.server_side.cohort_weight_group import own_address  # imports torch
+
     try:
         own = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
         port = host.call(key, timeout_s)
@@ -97,7 +106,7 @@ def host_workers(key: bytes, *, timeout_s: float) -> tuple[Child, Node]:
 
 
 def node_names() -> frozenset[str]:
-    """Return the host names and addresses of this node, but those of every node."""
-    name = socket.gethostname()
+    """Return the host names, in lower case, and addresses of this node, except those that every node has."""
+    name = socket.gethostname().lower()
     every = [address.address for interface in psutil.net_if_addrs().values() for address in interface]
     return frozenset({name, name.partition(".")[0], *every}.difference(LOOPBACK))

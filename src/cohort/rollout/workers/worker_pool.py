@@ -103,6 +103,7 @@ class RolloutWorkers:
         names = node_names() | {*LOOPBACK}
         own = [Place(index=index, names=names) for index in range(num_workers)]
         self._places = sorted([*own, *elsewhere], key=lambda place: place.index)  # nodes in turn
+        self._own = [number for number, place in enumerate(self._places) if place.node is None]
         self.fleet = fleet
         self._content = pickle.dumps(code)
         self._lock = threading.Lock()
@@ -210,8 +211,8 @@ class RolloutWorkers:
     def replace(self, ended: "RolloutWorker", failure: str) -> None:
         """Sample the groups of a worker that has ended again: in another one in its place, if that is on this node.
 
-        Those of another node go to the worker of the next place, and a node whose workers only end gets no more of
-        them: what other nodes lack need not end the run.
+        Those of another node go to this one, and a place there whose workers only end gets no more of them: what other
+        nodes lack need not end the run.
         """
         place = ended.place
         with self._lock:
@@ -220,13 +221,14 @@ class RolloutWorkers:
             number = self._workers.index(ended)
             self._workers[number] = None
             if place.node is not None:
-                number, place.num_losses = number + 1, place.num_losses + 1
+                place.num_losses += 1
                 place.is_lost |= place.num_losses >= _MAX_LOSSES
             groups = list(ended.groups.values())
             for group in groups:
-                group.num_losses += 1
+                group.num_losses += place.node is None
                 if group.num_losses < _MAX_LOSSES:
-                    self._assign(group, number)
+                    own = self._own[group.number % len(self._own)]
+                    self._assign(group, number if place.node is None else own)
         for group in groups:
             if group.num_losses >= _MAX_LOSSES:
                 group.finish(
@@ -237,7 +239,7 @@ class RolloutWorkers:
                 )
         again = f"; its {len(groups)} groups are sampled again" if groups else ""
         self.add(counts={"lost_workers": 1}, notes=())
-        last = "; no other one is started in its place" if place.is_lost else ""
+        last = "; it is not replaced" if place.is_lost else ""
         self.fleet.notify(f"warning: a rollout worker{place} {failure}{again}{last}")
 
     def _assign(self, group: SubmittedGroup, first: int) -> None:
@@ -247,13 +249,14 @@ class RolloutWorkers:
             return
         number = first % len(self._places)
         place = self._places[number]
-        if place.is_lost:  # none of this node is
+        if place.is_lost:  # no place on this node ever is
             self._assign(group, number + 1)
             return
         try:
             worker = self._workers[number] or RolloutWorker(self, place, self._content)
-        except TrainingError as error:  # another node does not answer
-            place.is_lost = True
+        except TrainingError as error:  # another node does not answer: do not wait for it again
+            for other in self._places:
+                other.is_lost |= other.node is place.node
             self.fleet.notify(f"warning: {error}")
             self._assign(group, number + 1)
         except (OSError, RuntimeError) as error:  # no memory, processes, descriptors or threads
