@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cohort_check.findings import Finding
 
-Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl", "prime-rl", "openrlhf", "other"]
+Framework = Literal["cohort", "trl", "open-r1", "unsloth", "ms-swift", "verl", "prime-rl", "openrlhf", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Launch:
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Setting] = field(default_factory=dict)  # that command's settings
-    version: Setting | None = None  # of the framework (for open-r1: of TRL), as pinned; `added`: that of a copy of it
+    version: Setting | None = (
+        None  # of the framework (for those in `WRAPS`: of TRL), as pinned; `added`: that of a copy of it
+    )
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 
@@ -75,7 +77,7 @@ class Settings:
     """Typed access to a launch's settings. A value of the wrong type becomes a finding, and its default is returned."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        self._launch, self.framework = launch, launch.framework
         self._unread = {unread.key for unread in launch.unread}
         self.findings: list[Finding] = []
         self.used: set[str] = set()

@@ -141,17 +141,27 @@ def test_an_override_that_is_empty_is_not_its_default(tmp_path: Path) -> None:
     assert found.launch and "DEBUG" not in found.launch.settings
 
 
-@pytest.mark.parametrize(
-    "change", ['kwargs.update({"num_generations": 3})', "kwargs.update(other())", "setattr(a, k, 3)"]
-)
+@pytest.mark.parametrize("change", ["kwargs.update(other())", "setattr(a, k, 3)"])
 def test_after_an_update_any_argument_may_have_another_value(tmp_path: Path, change: str) -> None:
+    before, after = (change, "") if "kwargs" in change else ("", change)
     text = (
-        "from trl import GRPOConfig, GRPOTrainer\nkwargs = dict(per_device_train_batch_size=8)\n"
-        f'a = GRPOConfig("o", **kwargs)\n{change}\nwandb.config.update(a)\nGRPOTrainer("m", args=a, reward_funcs=f)\n'
+        f"from trl import GRPOConfig, GRPOTrainer\nkwargs = dict(per_device_train_batch_size=8)\n{before}\n"
+        f'a = GRPOConfig("o", **kwargs)\n{after}\nwandb.config.update(a)\nGRPOTrainer("m", args=a, reward_funcs=f)\n'
     )
     assert report(tmp_path, text, "a.py").outcome == "not checked"
     assert [entry.key for entry in read(tmp_path, text, "a.py").unread] == ["(**arguments)"]
     assert report(tmp_path, text.replace(change, ""), "a.py").outcome == "starts"
+
+
+@pytest.mark.parametrize(("place", "outcome"), [("before", "depends"), ("after", "starts")])
+def test_an_update_with_known_keys_counts_for_what_is_below(tmp_path: Path, place: str, outcome: str) -> None:
+    change = {place: 'kwargs.update({"num_generations": 3})'}
+    text = (
+        "from trl import GRPOConfig, GRPOTrainer\nkwargs = dict(per_device_train_batch_size=8)\n"
+        f'{change.get("before", "")}\na = GRPOConfig("o", **kwargs)\n{change.get("after", "")}\n'
+        'GRPOTrainer("m", args=a, reward_funcs=f)\n'
+    )
+    assert report(tmp_path, text, "a.py").outcome == outcome
 
 
 def test_a_class_that_only_has_the_name_is_not_trls(tmp_path: Path) -> None:

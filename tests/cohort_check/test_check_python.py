@@ -245,9 +245,9 @@ trainer = GRPOTrainer(
 """
 
 
-def test_a_class_by_another_name_is_not_checked_and_no_error(tmp_path: Path):
+def test_a_class_by_another_name_is_read(tmp_path: Path):
     launch = read(tmp_path, "from trl import GRPOConfig as Base\nBase(beta=0.1)\n", "a.py")
-    assert [entry.key for entry in launch.unread] == ["(recipe)"] and not check_file(tmp_path / "a.py").failed
+    assert values(launch) == {"beta": 0.1} and not launch.unread and not check_file(tmp_path / "a.py").failed
 
 
 def test_what_the_trainer_is_given_is_kept_for_convert(tmp_path: Path):

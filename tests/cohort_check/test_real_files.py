@@ -25,7 +25,10 @@ FOLDER = Path(__file__).with_name("real_files")
 CASES: dict[str, list[dict[str, Any]]] = {
     path.stem: yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted(FOLDER.glob("*.yaml"))
 }
-SAME_RULES = ({"trl", "open-r1"},)  # a recipe without a key of Open-R1's own cannot be told from one of TRL's
+SAME_RULES = (
+    {"trl", "open-r1"},
+    {"trl", "unsloth"},
+)  # a recipe without a key of Open-R1's own cannot be told from one of TRL's
 PLANNED = {
     "trl": 58 / 59,  # 72 billion parameters need servers of several GPUs, of which the file says nothing
     "open-r1": 1.0,

@@ -11,9 +11,8 @@ from cohort_check.convert.draft import Draft
 from cohort_check.convert.swift import from_swift
 from cohort_check.convert.trl import BATCH, TrlDraft, from_trl
 from cohort_check.convert.verl import from_verl
-from cohort_check.launch import ANY_SETTING, Launch, Setting, Settings
+from cohort_check.launch import ANY_SETTING, Launch
 from cohort_check.readers import read_launch
-from cohort_check.readers.trl_python import UNSLOTH
 from cohort_check.rules import run_rules
 from cohort_check.rules.common import EVALUATION, FRAMEWORK_NAMES, RunRules, Start, counted, parse_version
 from cohort_check.rules.verl import BATCH_KEYS
@@ -58,10 +57,13 @@ def convert_launch(
     if launch.framework == "cohort" or (launch.not_checked and not launch.settings):
         why = f": {launch.not_checked}" if launch.not_checked else ""
         raise UserError(f"{launch.reason}{why}; only TRL, Open-R1, ms-swift and verl are converted")
-    launch, raised = _raised_by_unsloth(launch)
     rules = run_rules(launch, framework_version=framework_version)
     draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
-    draft.differences += raised
+    draft.differences += [
+        f.message
+        for f in rules.findings
+        if launch.framework == "unsloth" and f.code == "CHK005" and f.field == BATCH[0]
+    ]
     draft.decide += [f"program: {rules.foreign}"] if rules.foreign else []
     comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
     config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
@@ -88,17 +90,6 @@ def _draft(launch: Launch, folder: Path, rules: RunRules) -> Draft:
     if launch.others:
         draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft
-
-
-def _raised_by_unsloth(launch: Launch) -> tuple[Launch, list[str]]:
-    """The launch with the batch that Unsloth makes of one that holds no whole groups, and what to say about it."""
-    key, said = "per_device_train_batch_size", Settings(launch)
-    own, generations = said.whole(key, 8), said.whole("num_generations", 8)
-    if launch.not_checked != UNSLOTH or own * said.whole("gradient_accumulation_steps", 1) % generations == 0:
-        return launch, []
-    given = launch.settings.get(key, Setting(own, ""))
-    text = f"{key}: {own} as written, which Unsloth raises to num_generations {generations}"
-    return replace(launch, settings={**launch.settings, key: replace(given, value=generations)}), [text]
 
 
 def _flat(launch: Launch) -> Launch:

@@ -15,7 +15,7 @@ from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.config.rollout import ENGINES
 from cohort_check.findings import load_table
 from cohort_check.launch import Launch, Settings, parse_number
-from cohort_check.rules.common import Start, Version, key_tables, known_keys
+from cohort_check.rules.common import WRAPS, Start, Version, key_tables, known_keys
 
 NEEDS_ARGUMENTS = ("trl.cosine", "trl.soft_overlong", "open_r1.soft_overlong", "open_r1.repetition_penalty")
 _TABLES = equivalents()["rewards"]
@@ -43,7 +43,7 @@ def built_in(name: str, launch: Launch, settings: Settings) -> dict[str, Any] | 
 
 def _source(name: str, launch: Launch, settings: Settings) -> str:
     """Whose reward it is: `open_r1`, `trl` or `others`; a reward of the user's own is in no table."""
-    if launch.framework not in ("trl", "open-r1"):
+    if WRAPS.get(launch.framework, launch.framework) != "trl":
         return "others"
     module = str(settings.said(f"trainer.reward_funcs.{name}") or (name.rpartition(".")[0]))
     if module:
@@ -51,7 +51,7 @@ def _source(name: str, launch: Launch, settings: Settings) -> str:
         return package if package in ("open_r1", "trl") else "own"
     # TRL's script takes the names of its functions, Open-R1's recipes take short ones.
     is_function = name.startswith("get_") or name.endswith("_reward")
-    return "trl" if launch.framework == "trl" and is_function else "open_r1"
+    return "trl" if launch.framework != "open-r1" and is_function else "open_r1"
 
 
 def _open_r1_settings(names: dict[str, str], settings: Settings) -> dict[str, Any]:
@@ -82,9 +82,10 @@ class Draft:
 
     def __init__(self, launch: Launch, folder: Path, version: Version) -> None:
         self.launch = launch
-        self.framework = "trl" if launch.framework == "open-r1" else launch.framework
-        self.known = known_keys(self.framework, version)
-        self._older = {key: entry for table in key_tables(self.framework).values() for key, entry in table.items()}
+        self.framework = WRAPS.get(launch.framework, launch.framework)
+        keys = self.framework if launch.framework == "open-r1" else launch.framework
+        self.known = known_keys(keys, version)
+        self._older = {key: entry for table in key_tables(keys).values() for key, entry in table.items()}
         self.folder = folder  # of the file that is converted
         self.processes = int(launch.processes.value) if launch.processes else 0  # that train; 0: unknown
         self.per_node = launch.processes_per_node or self.processes

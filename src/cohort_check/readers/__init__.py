@@ -93,7 +93,8 @@ def _read(path: Path, text: str, command: Command | None, arms: Arms) -> Iterato
         server = find_server(commands)
         found = (islice(filter(None, (read(path, text, one, server) for read in _SHELL)), 1) for one in commands)
         runs = [run for first in found for run in first]
-        yield from runs or filter(None, [others.recognize(path, text)])
+        sure = [run for run in runs if run.framework not in ("trl", "open-r1") or trl.SIGNS & run.settings.keys()]
+        yield from sure or runs or filter(None, [others.recognize(path, text)])
     elif tree := read_yaml_tree(text, path.name):
         yield from islice(filter(None, (read(path, text, tree) for read in _YAML)), 1)
 

@@ -1,7 +1,9 @@
 """Read untrusted text files, and YAML as dotted keys with line numbers."""
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,9 +63,20 @@ def notebook_code(text: str) -> str:
     return "\n".join(_as_python("".join(map(str, part))) for part in found)
 
 
+def _checked(cell: str) -> str:
+    """A cell, or as many lines of nothing for one that stops with a syntax error, as the others run all the same."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(cell)
+    except (SyntaxError, ValueError):
+        return "pass\n" * (cell.count("\n") + 1)
+    return cell
+
+
 def _as_python(cell: str) -> str:
     """A cell with `pass` in the place of magics and shell commands, which IPython runs."""
-    if cell.lstrip().startswith("%%"):  # another language, or text
+    cell = re.sub(r"\A((?:\s*#.*\n)*\s*)%%(?:capture|time\w*|prun)\b.*", r"\1pass", cell)  # of Python all the same
+    if re.match(r"(?:\s*#.*\n)*\s*%%", cell):  # another language, or text
         return "pass\n" * (cell.count("\n") + 1)
     lines: list[str] = []
     continues = False
@@ -72,7 +85,7 @@ def _as_python(cell: str) -> str:
         is_help = re.fullmatch(r"\s*\?{0,2}[\w.]+\?{1,2}", line.rstrip())
         lines.append("" if continues else f"{magic[1] if magic else ''}pass" if magic or is_help else line)
         continues = (continues or magic is not None) and line.rstrip().endswith("\\")
-    return "\n".join(lines)
+    return _checked("\n".join(lines))
 
 
 def find_text(name: str, folder: Path) -> tuple[Path, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cohort.errors import UserError
 from cohort_check.launch import Setting
 from cohort_check.readers.files import read_text
-from cohort_check.rules.common import key_tables, parse_version
+from cohort_check.rules.common import WRAPS, key_tables, parse_version
 
 _FILES = ("requirements*.txt", "requirements/*.txt", "pyproject.toml", "environment*.y*ml", "setup.py", "*.lock")
 _IN_REPOSITORY = {  # name of the package, and where a copy of the framework has its version
@@ -22,7 +22,7 @@ _NUMBER = r"v?(\d+(?:\.\d+)+)"
 
 def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     """The version that a file installs itself, else that of the files beside it or in the folders above it."""
-    framework = "trl" if framework == "open-r1" else framework
+    framework = WRAPS.get(framework, framework)
     if framework not in _IN_REPOSITORY:
         return None
     package, copies = _IN_REPOSITORY[framework]

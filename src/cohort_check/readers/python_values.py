@@ -10,17 +10,21 @@ from typing import Any
 
 from cohort.errors import UserError
 from cohort_check.launch import Launch, parse_number
-from cohort_check.readers.files import find_text
+from cohort_check.readers.files import find_text, find_yaml
 
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_RESULTS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod)
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = dict(zip(_ARITHMETIC, _RESULTS, strict=True))
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+    SyntaxError,
+    MemoryError,
+    AttributeError,
+)
 
 
 def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
@@ -41,9 +45,20 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match)
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
-_COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
+_OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "len": len,
+    "max": max,
+    "min": min,
+}
+_TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
+_TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
+_CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
+_COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = dict(zip(_TESTS, (*_TRUTHS, *_CONTAINS), strict=True))
 
 
 def name_of(node: ast.AST | None) -> str:
@@ -63,7 +78,10 @@ def imported_constants(tree: ast.Module, folder: Path) -> Iterator[ast.stmt]:
         with contextlib.suppress(UserError, *UNREADABLE):
             place, text = find_text(f"{str(line.module).replace('.', '/')}.py", folder)
             module = Script(ast.parse(text), place)
-            for alias in line.names:
+            for alias in map(ast.alias, module.values) if line.names[0].name == "*" else line.names:
+                loads = module.functions.get(alias.name)
+                if loads and "load(" in ast.unparse(loads):  # that may read the script's YAML file
+                    yield loads
                 with contextlib.suppress(*UNREADABLE):
                     value = module.value(ast.Name(alias.name, lineno=len(text)))
                     made = ast.parse(f"{alias.asname or alias.name} = {value!r}").body
@@ -86,39 +104,40 @@ class Script:
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
+        self.unsloth = any(isinstance(n, ast.Import | ast.ImportFrom) and "unsloth" in ast.unparse(n) for n in nodes)
         self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
+        self.originals: dict[str, str] = {}  # of what is imported by another name
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
         # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value and the statement
-        self.parts: dict[str, list[tuple[str | None, ast.expr, ast.AST]]] = defaultdict(list)
+        self.parts: dict[str, list[tuple[str | None, ast.expr, Any]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
+                self.originals |= {a.asname: a.name for a in node.names if a.asname}
             for target in _targets(node):
                 self._assign(target, node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self._change(node.value, node)
-        # by node in what may not run, or may run several times: tests and what they must be, or what has no value
-        self.branched: dict[int, list[tuple[Any, bool]]] = defaultdict(list)
-        named: list[Any] = [n for n in nodes if isinstance(n, _BRANCHES)]
-        for branch in [n for n in named if "__name__" not in ast.dump(getattr(n, "test", n))]:
-            is_if = isinstance(branch, ast.If)
-            for block, holds in [(branch.body, True), (branch.orelse, False)] if is_if else [([branch], True)]:
-                for inside in [node for line in block for node in ast.walk(line)]:
-                    self.branched[id(inside)].append((branch.test if is_if else branch, holds))
-        mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
-        # outside of branches and loops, but `if __name__ == "__main__":`
-        lines: list[Any] = [*tree.body, *(line for block in (*mains, *functions) for line in block.body)]
-        names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        self.stored = stores = Counter([*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
-        assigned: dict[str, list[Any]] = defaultdict(list)
-        for target, line in ((target, of) for of in lines for target in _targets(of)):
-            assigned[target.id if isinstance(target, ast.Name) and target.id not in self.parts else ""].append(line)
-        self._inside = {id(node) for function in functions for node in ast.walk(function)}
-        # by name: the line that assigns it, or several outside of functions, if none is in a branch or a loop
-        plain = {name: found for name, found in assigned.items() if len(found) == stores[name]}
-        self._assigned = {n: of for n, of in plain.items() if len(of) == 1 or not {*map(id, of)} & self._inside}
-        self._constants: dict[int, Any] = {}  # values of such lines
+        self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
+        of_classes = {id(line) for each in classes.values() for line in each.body}
+        stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stores = [node for node in stores if id(self._up(node)) not in of_classes]
+        self.stored = Counter((node.id, id(self._function(node))) for node in stores)
+        # by name and function: the lines that set it, and what to
+        self._set_by: dict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
+        lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
+        for line in lines:
+            pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
+            pairs += (
+                [(each.optional_vars, each.context_expr) for each in line.items] if isinstance(line, ast.With) else []
+            )
+            for target, value in pairs:
+                self._set_by[name_of(target), id(self._function(line))].append((line, value))
+        self._classes = classes
+        self._calling: dict[int, ast.Call] = {}  # by function: its call that is evaluated
+        self._values: dict[int, Any] = {}  # of names, outside of such calls
+        self._steps = 50_000  # values that are computed at most: names may refer to each other twice, and so on
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
@@ -138,7 +157,10 @@ class Script:
         updated = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "update" else None
         owner = call.args[0] if ast.unparse(call.func) == "setattr" and call.args else updated
         if isinstance(owner, ast.Name):
-            self.parts[owner.id].append((None, call, line))
+            said = _pairs(call.args[0]) if owner is updated and len(call.args) == 1 else []
+            self.parts[owner.id] += [
+                (None if key == "**" else key, value, line) for key, value in said or [(None, call)]
+            ]
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
@@ -150,59 +172,215 @@ class Script:
         """NAME:LINE of a node."""
         return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
 
+    def _up(self, node: ast.AST) -> Any:
+        return self._parents.get(id(node))
+
+    def _function(self, node: ast.AST) -> Any:
+        """The innermost function in whose body a node is; None: outside of functions."""
+        while (above := self._up(node)) is not None:
+            if isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef) and node in above.body:
+                return above
+            node = above
+        return None
+
+    def runs(self, node: ast.AST) -> bool | None:
+        """Whether a node runs, by the tests around it; None if they are not known, or it may run several times."""
+        certain: bool | None = True
+        while (above := self._up(node)) is not None:
+            if (
+                isinstance(above, ast.For | ast.While | ast.Match | ast.ExceptHandler)
+                and node not in above.__dict__.values()
+            ):
+                certain = None
+            elif (
+                isinstance(above, ast.If | ast.IfExp)
+                and node is not above.test
+                and "__name__" not in ast.dump(above.test)
+            ):
+                try:
+                    if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
+                        return False
+                except UNREADABLE:
+                    certain = None
+            node = above
+        return certain
+
     def value(self, node: ast.expr) -> Any:
-        """Evaluate a literal, a constant, an option of the script, or a simple expression of these.
+        """Evaluate a literal, a name, an option of the script, or a simple expression of these.
 
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
         """
-        if isinstance(node, ast.Name) and node.id in self._assigned:
-            return self._last(node)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in self._options:
-            if {node.attr, None} & {key for key, *_ in self.parts.get(node.value.id, ())}:
-                raise ValueError("an option that is set anew")
-            return self._options[node.attr]
+        self._steps -= 1
+        if self._steps < 0:
+            raise ValueError("too long")
+        if isinstance(node, ast.Name):
+            return self._name(node)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
         if isinstance(node, ast.BinOp):
             return compute(node, self.value)
-        if isinstance(node, ast.Subscript) and name_of(node.value) in self._assigned:
-            return self.value(dict(_pairs(self._assigned[name_of(node.value)][-1].value))[constant(node.slice)])
+        if isinstance(node, ast.Subscript):
+            return self.value(node.value)[self.value(node.slice)]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return not self.value(node.operand)
         if isinstance(node, ast.IfExp):
             return self.value(node.body if self.value(node.test) else node.orelse)
         if isinstance(node, ast.BoolOp):
-            values = [self.value(part) for part in node.values]
-            ends = [value for value in values if bool(value) == isinstance(node.op, ast.Or)]
-            return [*ends, values[-1]][0]
+            for part in node.values:
+                if bool(value := self.value(part)) == isinstance(node.op, ast.Or):
+                    break
+            return value
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
             return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
         if isinstance(node, ast.Call):
             return self._called(node)
-        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-            pairs = zip(node.keys, node.values, strict=True)
-            return {key.value: self._part(value) for key, value in pairs if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Dict):
+            parts = [{self.value(k): self._part(v)} if k else self.value(v) for k, v in _entries(node)]
+            return {key: value for each in parts for key, value in each.items()}
         if isinstance(node, ast.List | ast.Tuple):
             return [self._part(part) for part in node.elts]
         return ast.literal_eval(node)
 
-    def _last(self, node: ast.Name) -> Any:
-        """The value that the only line that sets a name gives it or, outside of functions, the last one above."""
-        found = self._assigned[node.id]
-        if len(found) > 1:
-            found = [line for line in found if line.lineno < node.lineno and id(node) not in self._inside]
-        line = max(found, key=lambda line: line.lineno)  # ValueError: none
-        if id(line) not in self._constants:
-            self._constants[id(line)] = self.value(line.value)
-        return self._constants[id(line)]
+    def _binding(self, node: ast.Name) -> tuple[Any, Any]:
+        """The line that gives a name its value, and the expression; a function's arguments and None for a parameter."""
+        scope = here = self._function(node)
+        while not (found := self._set_by.get((node.id, id(scope)), [])) and scope and node.id not in _parameters(scope):
+            scope = self._function(scope)
+        if len(found) != self.stored[node.id, id(scope)]:
+            raise ValueError("a loop or another statement sets it")
+        before = [entry for entry in found if scope is not here or entry[0].lineno < node.lineno]
+        ran = [(line, value, certain) for line, value in before if (certain := self.runs(line)) is not False]
+        if scope is not here and len(ran) > 1:
+            raise ValueError("several lines set it")
+        if ran:
+            line, value, certain = max(ran, key=lambda entry: entry[0].lineno)
+            if not certain:
+                raise ValueError("a branch decides")
+            return line, value
+        if scope is None or node.id not in _parameters(scope):
+            raise ValueError("unknown")
+        return scope, None
+
+    def _name(self, node: ast.Name) -> Any:
+        """The value of a name, with what is set on it afterwards if it is a dictionary."""
+        if id(node) in self._values:
+            return self._values[id(node)]
+        line, given = self._binding(node)
+        value = self._argument(line, node.id) if given is None else self.value(given)
+        if isinstance(value, dict | list) and node.id in self.parts:
+            if isinstance(value, list):
+                raise ValueError("it may be longer")
+            value = dict(value)
+            for key, changed, certain in self.changes(node):
+                value.pop(str(key), None)
+                if key is None:
+                    raise ValueError("any of its parts may be another")
+                with contextlib.suppress(*UNREADABLE):
+                    value |= {key: self.value(changed)} if certain else {}
+        if not self._calling and id(node) in self._parents:
+            self._values[id(node)] = value
+        return value
+
+    def _argument(self, function: Any, name: str) -> Any:
+        """The argument that all calls of a function, or the one that is evaluated, give it, or its default."""
+        for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "hydra.main":
+                keys = ("config_path", "config_name")
+                folder, file = (self.value(keyword_of(decorator, key) or ast.Constant("")) for key in keys)
+                return self._yaml(f"{folder}/{file.removesuffix('.yaml')}.yaml")
+        names, owner = _parameters(function), self._up(function)
+        called = owner.name if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function.name
+        calls = [call for call in self.calls if name_of(call) == called and self._function(call) is not function]
+        values = []
+        for call in [self._calling[id(function)]] if id(function) in self._calling else calls:
+            given = dict(zip([each for each in names if each not in ("self", "cls")], call.args, strict=False))
+            given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            if function.args.kwarg and function.args.kwarg.arg == name:  # what has no parameter of its own
+                more = {key: self.value(value) for key, value in given.items()} | self._merged(call)
+                values.append({key: value for key, value in more.items() if key not in names})
+            elif name in given or name not in (more := self._merged(call)):
+                values.append(self.value(given.get(name, names[name])))
+            else:
+                values.append(more[name])
+        if not values or any(value != values[0] for value in values):
+            raise ValueError("a parameter with several values")
+        return values[0]
+
+    def _merged(self, call: ast.Call) -> dict[str, Any]:
+        """What the `**mappings` of a call have."""
+        return dict(pair for each in call.keywords if each.arg is None for pair in self.value(each.value).items())
+
+    def _yaml(self, path: str) -> dict[str, Any]:
+        return {key: said.value for key, said in find_yaml(path, self.path.parent).top.items()}
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        """An option of the script, a constant of a class, what a class sets on itself, or an entry of a mapping."""
+        owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
+        set_on = [(value, line) for key, value, line in self.parts.get(owner, ()) if key in (node.attr, None)]
+        if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]):
+            return self.value(set_on[0][0])
+        if owner and node.attr in self._options:
+            if set_on:
+                raise ValueError("an option that is set anew")
+            return self._options[node.attr]
+        if owner in self._classes and not set_on:
+            lines = [line for line in self._classes[owner].body if node.attr in map(name_of, _targets(line))]
+            return self.value(lines[-1].value)  # type: ignore[attr-defined]
+        return self.value(node.value)[node.attr]
 
     def _called(self, node: ast.Call) -> Any:
-        """`dict(...)` and `int(x)`."""
+        """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
         name = name_of(node)
-        if name == "dict" and not node.args:
-            return {keyword.arg: self._part(keyword.value) for keyword in node.keywords if keyword.arg}
-        if name in _FUNCTIONS and len(node.args) == 1:
-            return _FUNCTIONS[name](self.value(node.args[0]))
-        raise ValueError("a call")
+        if name == "dict":
+            parts = [self.value(part) for part in node.args]
+            parts += [{each.arg: self._part(each.value)} for each in node.keywords if each.arg] + [self._merged(node)]
+            return {key: value for each in parts for key, value in each.items()}
+        if name in _FUNCTIONS and node.args and not node.keywords:
+            return _FUNCTIONS[name](*map(self.value, node.args))
+        if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
+            return self._path(node)
+        if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:
+            mapping, key = self.value(node.func.value), self.value(node.args[0])
+            return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
+        if name in ("safe_load", "load") and node.args:
+            return self._yaml(self._path(node.args[0]))
+        function = self.functions.get(name)
+        if function is None or id(function) in self._calling:
+            raise ValueError("a call")
+        self._calling[id(function)] = node
+        try:
+            for returned in self._returns(function):
+                if (runs := self.runs(returned)) is None:
+                    raise ValueError("a branch decides")
+                if runs:
+                    return self.value(returned.value or ast.Constant(None))
+            raise ValueError("no value")
+        finally:
+            del self._calling[id(function)]
+
+    def _returns(self, function: ast.AST) -> list[ast.Return]:
+        found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+        return [node for node in found if self._function(node) is function]
+
+    def _path(self, node: ast.expr) -> str:
+        """The path of a file that is opened, read or named."""
+        if isinstance(node, ast.Name):
+            opened = node.id != "__file__" and self._binding(node)
+            return str(self.path) if not opened else self._path(opened[1]) if opened[1] else str(self.value(node))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            return f"{self._path(node.left)}/{self._path(node.right)}"
+        if isinstance(node, ast.Attribute) and node.attr == "parent":
+            return str(Path(self._path(node.value)).parent)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name_of(node) in _OF_PATHS:
+            return self._path(node.func.value)
+        if isinstance(node, ast.Call) and name_of(node) == "join":
+            return "/".join(map(self._path, node.args))
+        if isinstance(node, ast.Call) and name_of(node) == "dirname":
+            return str(Path(self._path(node.args[0])).parent)
+        if isinstance(node, ast.Call) and name_of(node) in ("open", "Path", "str", "abspath", "realpath") and node.args:
+            return self._path(node.args[0])
+        return str(self.value(node))
 
     def _part(self, node: ast.expr) -> Any:
         """Evaluate an element. Names of lists are not resolved, since they could double without end."""
@@ -212,9 +390,22 @@ class Script:
         return value
 
     def resolved(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression assigned to a name, if there is exactly one; any other node unchanged."""
-        found = self.values[node.id] if isinstance(node, ast.Name) and node.id in self.values else []
-        return found[0] if len(found) == 1 else node
+        """The expression assigned to a name, if one is; any other node unchanged."""
+        with contextlib.suppress(*UNREADABLE):
+            return self._binding(node)[1] or node if isinstance(node, ast.Name) else node
+        return node
+
+    def inlined(self, node: ast.expr | None) -> ast.expr | None:
+        """What a name or a function of the script stands for, if it returns in one place."""
+        for _ in range(9):
+            name, before = name_of(node), node
+            returned = (
+                self._returns(self.functions[name]) if isinstance(node, ast.Call) and name in self.functions else []
+            )
+            node = returned[0].value if len(returned) == 1 else self.resolved(node)
+            if node is before:
+                break
+        return node
 
     def reached(self, *expressions: ast.expr | None) -> Iterator[ast.Call]:
         """Yield all calls that expressions consist of, also in what is assigned to their names and in functions."""
@@ -270,33 +461,62 @@ class Script:
         for name, (node, *others) in defaults.items():
             if name in started.settings:
                 self._options[name] = parse_number(started.settings[name].value)
-            elif node is not None and not others:
+            elif node is not None and all(other and ast.dump(other) == ast.dump(node) for other in others):
                 with contextlib.suppress(*UNREADABLE):
                     self._options[name] = self.value(node)
 
     def named(self, key: str | None, node: ast.expr) -> Iterator[tuple[str | None, ast.expr, bool]]:
         """Yield (key, value, certain) of an argument. `**more` is expanded into its keys."""
-        pairs = _pairs(self.resolved(node)) if key is None else []
-        yield from ((name, value, name is not None) for name, value in pairs or [(key, node)])
-        yield from self.changes(name_of(node)) if pairs else ()
-
-    def changes(self, name: str) -> Iterator[tuple[str | None, ast.expr, bool]]:
-        """Yield (key, value, certain) of what is set on a name after it is made, but in branches that do not run."""
-        for key, value, line in self.parts.get(name, []):
+        if key is not None:
+            yield key, node, True
+            return
+        given = self.inlined(node)
+        if isinstance(given, ast.DictComp):  # some of another
+            source = given.generators[0].iter
+            yield from self.named(None, getattr(getattr(source, "func", None), "value", source))
+        elif pairs := _pairs(given):
+            for name, value in pairs:
+                yield from self.named(None, value) if name == "**" else [(name, value, name is not None)]
+            yield from self.changes(node)
+        else:
             try:
-                if all(bool(self.value(test)) == holds for test, holds in self.branched.get(id(line), ())):
-                    yield key, value, True
+                found = [(key, ast.copy_location(ast.Constant(said), node)) for key, said in self.value(node).items()]
+                yield from ((str(key), said, True) for key, said in found)
             except UNREADABLE:
-                yield key, value, False
+                yield None, node, False
+
+    def changes(self, node: ast.expr) -> Iterator[tuple[str | None, ast.expr, bool]]:
+        """Yield (key, value, certain) of what is set on a name before a line, but in branches that do not run."""
+        for key, value, line in self.parts.get(name_of(node), []):
+            before = not hasattr(node, "lineno") or self._function(line) is not self._function(node)
+            if (before or line.lineno < node.lineno) and (runs := self.runs(line)) is not False:
+                yield key, value, runs is True
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
     """Keys and values of `{...}` and `dict(...)`."""
     if isinstance(node, ast.Dict):
-        return [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
+        return [("**" if key is None else constant(key), value) for key, value in _entries(node)]
     if isinstance(node, ast.Call) and name_of(node) == "dict" and not node.args:
-        return [(keyword.arg, keyword.value) for keyword in node.keywords]
+        return [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
     return []
+
+
+def _entries(node: ast.Dict) -> list[tuple[ast.expr | None, ast.expr]]:
+    return list(zip(node.keys, node.values, strict=True))
+
+
+def _listed(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else []
+
+
+def _parameters(function: Any) -> dict[str, Any]:
+    """The parameters of a function, with their defaults."""
+    of = function.args
+    plain = [*of.posonlyargs, *of.args]
+    defaults = [*[None] * (len(plain) - len(of.defaults)), *of.defaults, *of.kw_defaults]
+    names = {each.arg: default for each, default in zip([*plain, *of.kwonlyargs], defaults, strict=True)}
+    return names | {each.arg: None for each in (of.vararg, of.kwarg) if each}
 
 
 def constant(node: ast.AST | None) -> str | None:

@@ -27,6 +27,8 @@ _BLANK = re.compile(r"(?<!\\)\\[ \t](?:#|(?=[ \t]*$|[ \t]+#))", re.MULTILINE)  #
 _ENDS_HERE = "a backslash before a blank is an argument of its own, and the command ends on this line"
 _DIRNAME = r"\$\(dirname (?:-- )?\"?\$(?:0|BASH_SOURCE|\{(?:0|BASH_SOURCE(?:\[0\])?)\})\"?\)"
 _OWN_FOLDER = re.compile(rf'{_DIRNAME}|\$\(cd (?:-- )?"?{_DIRNAME}((?:/\.\.)*)/?"?(?: &?>[^&]*)? && pwd(?: -P)?\)')
+_WHERE_IS = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)")
+_SET_IF_UNSET = re.compile(r'^: +"?\$\{(\w+):?=([^${}"]*)\}"?$')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
 
@@ -173,6 +175,8 @@ class _Walker:
                 self.decided[name][node.start_byte] = len(ends)
 
     def _command(self, node: tree_sitter.Node) -> None:
+        for name, default in _SET_IF_UNSET.findall(_text(node)):  # : "${NAME:=default}"
+            self.variables.setdefault(name, [Word(default)])
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
         env = {key: self.variables[key] for key in exported}
         words: list[Word] = []
@@ -248,6 +252,8 @@ class _Walker:
             return [self._arithmetic(text)]
         if node.type == "command_substitution" and (folder := _OWN_FOLDER.fullmatch(text)):
             return [Word(f".{folder[1] or ''}")]  # relative to the script, as files that it names are
+        if program := _WHERE_IS.fullmatch(text):
+            return [Word(program[1])]
         if node.type in ("command_substitution", "process_substitution"):
             return [Word("", missing=(f"{text:.80} is the output of a command, and nothing is run",))]
         if node.type in ("raw_string", "ansi_c_string"):

@@ -4,12 +4,13 @@ import ast
 import contextlib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cohort_check.findings import Finding
+from cohort_check.findings import Finding, load_table
 from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
@@ -22,6 +23,7 @@ _DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
     "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
 )
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # of GRPOTrainer
+_OF_LOADS = "pretrained_model_name_or_path model_name dtype torch_dtype load_in_4bit load_in_8bit quantization_config"
 _HARMLESS = {"log", "evaluate", "save_model", "create_model_card"}  # methods that change no training
 _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
 
@@ -29,7 +31,6 @@ _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something el
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
 _MODULES = re.compile(r"(trl|open_r1|swift|unsloth|cohort)\b")
 _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|cohort\.trl)\b"
-UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules"
 
 
 def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
@@ -54,9 +55,20 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     for launch in started or [python_values.UNSTARTED]:
         script = Script(tree, path, launch)
         launch = replace(launch, form="python")
-        unsloth = re.search(r"(?m)^\s*(from|import) unsloth\b", text)
         for run in _runs(script, launch, by_command=bool(started)):
-            yield replace(run, not_checked=UNSLOTH, findings=()) if unsloth and not run.not_checked else run
+            own = {*load_table("keys/unsloth.yaml")["adds"]} & {*run.settings, *(entry.key for entry in run.unread)}
+            yield _of_unsloth(run) if (script.unsloth or own) and run.framework == "trl" else run
+
+
+def _of_unsloth(run: Launch) -> Launch:
+    """The run with what Unsloth takes from the loaded model, and what it sets for its loss whatever the script says."""
+    table, settings = load_table("keys/unsloth.yaml"), dict(run.settings)
+    for key, loaded in table["loaded"].items():
+        if (said := settings.pop(loaded, None)) and not (key in settings and settings[key].value):
+            settings[key] = replace(said, added=True)
+    if loss := settings.get("loss_type"):
+        settings |= {key: Setting(v, loss.where) for key, v in table["sets"].get(str(loss.value).lower(), {}).items()}
+    return replace(run, framework="unsloth", settings=settings)
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
@@ -68,18 +80,20 @@ def _commands_in(docstring: str, path: Path) -> list[Command]:
 
 def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
-    made = [call for call in script.calls if name_of(call) in script.derived or name_of(call).endswith(_CONFIGS)]
+    kinds = {id(call): script.originals.get(name_of(call), name_of(call)) for call in script.calls}
+    made = [call for call in script.calls if name_of(call) in script.derived or kinds[id(call)].endswith(_CONFIGS)]
     made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     if made:  # what the command line says are options of the script's own, whose values `script` knows
         unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))
         launch = replace(launch, unread=unread)
-    for call in made:
-        kind = name_of(call)
+    of_trl = [call for call in made if _MODULES.match(script.defined.get(name_of(call), "trl"))]
+    for call in of_trl or made:
+        kind = kinds[id(call)]
         run = _Run(script, call)
         run.arguments(call)
         if kind != "RLHFArguments":
-            module = script.defined.get(kind, "trl")
+            module = script.defined.get(name_of(call), "trl")
             other = None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"  # AsyncGRPOConfig
             if kind in _CONFIGS and ":" not in module and not _MODULES.match(module):
                 other = f"{kind} of {module}, which is not TRL's"
@@ -152,14 +166,22 @@ class _Run:
         entries = (entry for keyword in call.keywords for entry in self.script.named(keyword.arg, keyword.value))
         for key, node, certain in entries:
             self.add(key, node, certain=certain, prefix=prefix)
+        twice = [key for key, count in Counter(k.arg for k in call.keywords if k.arg).items() if count > 1]
+        for key in twice:
+            says, text = f"SyntaxError: keyword argument repeated: {key}", f"{key} is given twice"
+            self.findings.append(Finding("CHK008", None, text, (), self.script.where(call), says))
+        for keyword in call.keywords:  # of which the script takes what GRPOConfig has
+            if keyword.arg is None and isinstance(self.script.inlined(keyword.value), ast.DictComp):
+                self.settings = {key: replace(said, added=True) for key, said in self.settings.items()}
+                self.unread = [replace(entry, added=True) for entry in self.unread]
 
     def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
         """Build the launch, including the trainer's arguments. `parsed`: a parser makes the configuration."""
         trainers = [call for call in self.script.calls if self._trains(call)]
-        mine = [call for call in trainers if self.script.resolved(_part(call, "args")) is self.config]
+        mine = [call for call in trainers if self.script.inlined(_part(call, "args")) is self.config]
         names = [name for name, values in self.script.values.items() if any(value is self.config for value in values)]
         names += [name_of(_part(trainer, "args")) for trainer in (mine or trainers)[:1]]
-        for key, node, certain in (change for name in dict.fromkeys(names) for change in self.script.changes(name)):
+        for key, node, certain in (c for name in dict.fromkeys(names) for c in self.script.changes(ast.Name(name))):
             self.add(key, node, certain=certain)
             if key is not None and key in self.settings:  # an attribute is never refused
                 self.settings[key] = replace(self.settings[key], added=True)
@@ -175,7 +197,7 @@ class _Run:
             for which in ("train_dataset", "eval_dataset"):
                 self._dataset(trainer, which)
             of_trl = name_of(trainer) == "GRPOTrainer" and not other
-            if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer"):
+            if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer") and not self.script.unsloth:
                 says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
                 text, where = "tokenizer is called processing_class", self.script.where(trainer)
                 self.findings.append(Finding("CHK006", None, text, ("processing_class=tokenizer",), where, says))
@@ -211,6 +233,11 @@ class _Run:
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
         self.settings[key] = Setting(value, self.script.where(node))
 
+    def _is_none(self, node: ast.expr) -> bool:
+        with contextlib.suppress(*UNREADABLE):
+            return self.script.value(node) is None
+        return False
+
     def _leave(self, text: str, node: ast.AST) -> None:
         self.todo.append(Setting(f"{text:.80}", self.script.where(node)))
 
@@ -232,7 +259,10 @@ class _Run:
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
         own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        made = [n.id for n in nodes if isinstance(n, ast.Name) and n.id in self.script.stored]
+        made = {n.id for n in nodes if isinstance(n, ast.Name)} & {
+            *self.script.parameters,
+            *(n for n, _ in self.script.stored),
+        }
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
         reason = ""
@@ -240,9 +270,7 @@ class _Run:
             reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
         elif isinstance(given, ast.Call) and not own:
             reason = "made by a call"
-        elif (
-            {*made} - self.script.defined.keys() or grown or not all(names) or (given is not first and given in listed)
-        ):
+        elif made - self.script.defined.keys() or grown or not all(names) or (given is not first and given in listed):
             reason = "a list that the script puts together"
         if reason:
             self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))
@@ -305,7 +333,7 @@ class _Run:
         elif given is not None:
             self.add("model", given, prefix="trainer.")
         types = [(key, keyword_of(load, key)) for load in loads for key in ("dtype", "torch_dtype")]
-        dtypes = {ast.unparse(node) for _, node in types if node is not None} - {"None"}
+        dtypes = {ast.unparse(node) for _, node in types if node is not None and not self._is_none(node)}
         if len(dtypes) == 1:
             self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loads[0])
         elif dtypes:
@@ -313,16 +341,18 @@ class _Run:
         for load in loads:
             if _SEES.search(ast.unparse(load.func)):
                 self._leave(f"images: {ast.unparse(load.func)} loads a model that reads images", load)
-            if None in [keyword.arg for keyword in load.keywords]:
-                self._leave(f"model: {ast.unparse(load)}", load)
+            more = [each for keyword in load.keywords for each in self.script.named(keyword.arg, keyword.value)]
+            for key, value, certain in more if len(models) == 1 else ():
+                if key not in _OF_LOADS.split():
+                    self.add(f"model.{key}" if key else "model", value, certain=certain, prefix="trainer.")
         for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
             if (flag := keyword_of(call, key)) is not None:
-                self.add(key, flag, certain=id(call) not in self.script.branched, prefix="trainer.")
+                self.add(key, flag, certain=self.script.runs(call) is True, prefix="trainer.")
         wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in ast.unparse(call.func)]
         for call in wraps:
             self._wrapped(call, alone=len(wraps) == 1)
         node = self.script.resolved(adapter)
-        if adapter is None or (isinstance(node, ast.Constant) and node.value is None):
+        if adapter is None or self._is_none(adapter):
             pass
         elif isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
             self._lora(node, adapter)
@@ -334,12 +364,13 @@ class _Run:
     def _wrapped(self, call: ast.Call, *, alone: bool) -> None:
         """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
         config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
-        if id(call) in self.script.branched or not alone:
-            where = "in a branch" if id(call) in self.script.branched else "one of several"
+        branched = not self.script.runs(call)
+        if branched or not alone:
+            where = "in a branch" if branched else "one of several"
             self._unclear(f"adapter, {where}: {ast.unparse(call):.60}", call)
         elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
             self._lora(config, call)
-        elif name_of(call) == "get_peft_model" and config is None and keyword_of(call, "r") is not None:
+        elif name_of(call) == "get_peft_model" and config is None and call.keywords:
             self._lora(call, call)
         else:
             self._unclear(f"adapter: {ast.unparse(call):.60}", call)

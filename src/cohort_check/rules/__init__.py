@@ -12,6 +12,12 @@ __all__ = ["RunRules", "Start", "run_rules"]
 
 def run_rules(launch: Launch, *, framework_version: str | None = None) -> RunRules:
     """Apply the rules of a launch's framework."""
-    of_others = {"trl": trl_rules, "open-r1": trl_rules, "ms-swift": swift_rules, "verl": verl_rules}
+    of_others = {
+        "trl": trl_rules,
+        "open-r1": trl_rules,
+        "unsloth": trl_rules,
+        "ms-swift": swift_rules,
+        "verl": verl_rules,
+    }
     rules = of_others.get(launch.framework)
     return rules(launch, framework_version) if rules else cohort_rules(launch)

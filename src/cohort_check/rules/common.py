@@ -86,12 +86,20 @@ def parse_version(text: str) -> Version:
 def key_tables(framework: str) -> Mapping[Version, Keys]:
     """All keys of every version in the table, oldest first."""
     tables: dict[Version, Keys] = {}
-    keys: dict[str, Any] = {}
-    for version, table in load_table(f"keys/{framework}.json")["versions"].items():
-        added, removed = (table.get(name, {}) for name in ("added", "removed")) if tables else (table, ())
+    if framework == "unsloth":  # TRL with fields and defaults of its own
+        own = load_table("keys/unsloth.yaml")
+        for version, keys in key_tables("trl").items():
+            changed = {
+                key: {**keys[key], "default": default} for key, default in own["defaults"].items() if key in keys
+            }
+            tables[version] = {**keys, **changed, **{key: {"default": None, "of": "Unsloth"} for key in own["adds"]}}
+        return tables
+    keys = {}
+    for name, table in load_table(f"keys/{framework}.json")["versions"].items():
+        added, removed = (table.get(part, {}) for part in ("added", "removed")) if tables else (table, ())
         changed = table.get("changed", {}) if tables else {}
         keys = {key: value for key, value in {**keys, **added, **changed}.items() if key not in removed}
-        tables[parse_version(version)] = keys
+        tables[parse_version(name)] = keys
     return tables
 
 
@@ -119,8 +127,10 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
 
 
 OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
-FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
-DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "ms-swift": "4.6", "verl": "0.9.1"}  # Open-R1: the TRL that it pins
+FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", "unsloth": "Unsloth, TRL"}
+WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
+DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
+_WHY_DEFAULT = {"open-r1": "what Open-R1 pins", "unsloth": "the newest that Unsloth installs"}
 _KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
     "trl": ("TRL", (0, 15), (1, 16)),
     "ms-swift": ("ms-swift", (3, 3), (4, 6)),
@@ -134,15 +144,15 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     It is the given one, the one that the file or its surroundings pin, or the default: the newest or, if that does not
     know all keys, the newest that does. A minor version (0.7) stands for its newest release.
     """
-    framework = "trl" if launch.framework == "open-r1" else launch.framework
+    framework = WRAPS.get(launch.framework, launch.framework)
     if version is not None:
         return _newest_release(framework, version), "--framework-version"
     if launch.version is not None:
         return _newest_release(framework, str(launch.version.value)), launch.version.where
     default = DEFAULTS[launch.framework]
-    is_open_r1, tables = launch.framework == "open-r1", key_tables(framework)
-    reason = "what Open-R1 pins" if is_open_r1 else "the default; --framework-version chooses another one"
-    own = set().union(*key_tables("open-r1").values()) if is_open_r1 else set()
+    tables = key_tables(framework)
+    reason = _WHY_DEFAULT.get(launch.framework, "the default; --framework-version chooses another one")
+    own = set().union(*key_tables(launch.framework).values()) - set().union(*tables.values())
     keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
     if framework == "verl":
         keys |= _signs(launch)

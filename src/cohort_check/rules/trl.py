@@ -17,13 +17,14 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
+_PER_DEVICE = "per_device_train_batch_size"
 _BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
 _TOO_FEW = (
     "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {}, which is less than "
     "the minimum required."
 )
 _FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
-    "per_device_train_batch_size": "per_device",
+    _PER_DEVICE: "per_device",
     EVAL_BATCH: "per_device_eval",
     "gradient_accumulation_steps": "accumulation",
     "num_generations": "generations",
@@ -188,10 +189,11 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    known, mode = common.known_keys("trl", number), sampling_mode(settings, number)
+    known, mode = common.known_keys(_keys_of(launch), number), sampling_mode(settings, number)
+    defaults = {name: known[key]["default"] for key, name in _FIELDS.items() if key in known}
     batch = read_batch(
         settings,
-        TrlBatch(),
+        TrlBatch(**defaults),
         known=known,
         evaluates={settings.text(name, "no") for name in ("eval_strategy", "evaluation_strategy")} != {"no"},
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
@@ -211,29 +213,51 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         ),
         *common.server_findings(launch, ""),
     ]
+
+    def of_unsloth(batch: TrlBatch, processes: int) -> TrlBatch:
+        return _raised(batch, processes, known) if launch.framework == "unsloth" else batch
+
     if settings.readable(*decides - EVALUATION):
+        new = of_unsloth(batch, max(int(launch.processes.value), 1) if launch.processes else 1).per_device
+        text = f"{_PER_DEVICE}: {batch.per_device} as written, which Unsloth raises to num_generations {new}"
+        findings += [Finding("CHK005", _PER_DEVICE, text)] if new != batch.per_device else []
         findings += _steps_findings(settings, batch, number, launch)
     return RunRules(
         version=name,
         version_reason=reason,
         sizes=batch.sizes(),
         decides=decides,
-        start=lambda processes, sizes: trl_start(batch.changed(sizes), processes, number),
+        start=lambda processes, sizes: trl_start(of_unsloth(batch.changed(sizes), processes), processes, number),
         sampling=common.SAMPLING[mode],
         findings=(*settings.findings, *findings),
         blocked=next((finding.says for finding in findings if finding.code == "CHK008"), None),
     )
 
 
-def trl_default(key: str, version: Version) -> Any:
+def _keys_of(launch: Launch | Settings) -> str:
+    """The table of keys and defaults that GRPOConfig has."""
+    return "unsloth" if launch.framework == "unsloth" else "trl"
+
+
+def _raised(batch: TrlBatch, processes: int, known: common.Keys) -> TrlBatch:
+    """The batch that Unsloth makes of one that holds no whole groups."""
+    if batch.steps_per_generation or batch.generation_batch_size:
+        return batch
+    size = batch.per_device * (batch.accumulation * processes if "steps_per_generation" in known else 1)
+    return replace(batch, per_device=batch.generations) if size % batch.generations else batch
+
+
+def trl_default(key: str, version: Version, framework: str = "trl") -> Any:
     """The default of a key of this version; None if it has none, or is not there."""
-    return common.known_keys("trl", version).get(key, {}).get("default")
+    return common.known_keys(framework, version).get(key, {}).get("default")
 
 
 def sampling_mode(settings: Settings, version: Version) -> str:
     """Where completions are sampled: none (of vLLM's), colocate, server, or a GPU of its own (before 0.16)."""
     if not settings.flag("use_vllm"):
         return "none"
+    if settings.framework == "unsloth":
+        return "colocate"
     if version < (0, 16):
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
     mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
@@ -242,7 +266,7 @@ def sampling_mode(settings: Settings, version: Version) -> str:
 
 def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
     """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
-    known = dict(common.known_keys("trl", version))
+    known = dict(common.known_keys(_keys_of(launch), version))
     known |= common.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
     for key, said in launch.settings.items():
         if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
@@ -295,7 +319,7 @@ def _weights(settings: Settings) -> Iterator[Finding]:
 
 def _losses(settings: Settings, version: Version) -> list[Finding]:
     """Settings that change a loss unintentionally. Before 0.17 loss_type has no effect and has a finding of its own."""
-    default = trl_default("loss_type", version)
+    default = trl_default("loss_type", version, _keys_of(settings))
     loss = settings.text("loss_type", default)
     known = tuple(name for name, first in _LOSSES.items() if version >= first)
     if default is None:
@@ -316,8 +340,8 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
     if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
         message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
         return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
-    if settings.said("trainer.peft_config") or settings.flag("use_peft"):
-        return []
+    if settings.said("trainer.peft_config") or settings.flag("use_peft") or launch.framework == "unsloth":
+        return []  # Unsloth loads a saved adapter by the name of its folder
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
     text = "a quantized model trains only with an adapter"
     return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_PURELY_QUANTIZED)]
@@ -325,7 +349,7 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
 
 def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
     """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
-    loss = settings.text("loss_type", trl_default("loss_type", version))
+    loss = settings.text("loss_type", trl_default("loss_type", version, _keys_of(launch)))
     processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
     name = ".".join(map(str, version))
