@@ -45,16 +45,10 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
+_REPEATED = (ast.For, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "len": len,
-    "max": max,
-    "min": min,
-}
+_BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
+_FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
 _TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
 _TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
 _CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
@@ -129,9 +123,8 @@ class Script:
         lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
         for line in lines:
             pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
-            pairs += (
-                [(each.optional_vars, each.context_expr) for each in line.items] if isinstance(line, ast.With) else []
-            )
+            opened = line.items if isinstance(line, ast.With) else []
+            pairs += [(each.optional_vars, each.context_expr) for each in opened]
             for target, value in pairs:
                 self._set_by[name_of(target), id(self._function(line))].append((line, value))
         self._classes = classes
@@ -158,9 +151,8 @@ class Script:
         owner = call.args[0] if ast.unparse(call.func) == "setattr" and call.args else updated
         if isinstance(owner, ast.Name):
             said = _pairs(call.args[0]) if owner is updated and len(call.args) == 1 else []
-            self.parts[owner.id] += [
-                (None if key == "**" else key, value, line) for key, value in said or [(None, call)]
-            ]
+            for key, value in said or [(None, call)]:
+                self.parts[owner.id].append((None if key == "**" else key, value, line))
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
@@ -187,16 +179,11 @@ class Script:
         """Whether a node runs, by the tests around it; None if they are not known, or it may run several times."""
         certain: bool | None = True
         while (above := self._up(node)) is not None:
-            if (
-                isinstance(above, ast.For | ast.While | ast.Match | ast.ExceptHandler)
-                and node not in above.__dict__.values()
-            ):
+            in_body = isinstance(above, _REPEATED) and node not in above.__dict__.values()
+            in_branch = isinstance(above, ast.If | ast.IfExp) and node is not above.test
+            if in_body:
                 certain = None
-            elif (
-                isinstance(above, ast.If | ast.IfExp)
-                and node is not above.test
-                and "__name__" not in ast.dump(above.test)
-            ):
+            elif in_branch and "__name__" not in ast.dump(above.test):
                 try:
                     if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
                         return False
@@ -333,9 +320,9 @@ class Script:
         """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
         name = name_of(node)
         if name == "dict":
-            parts = [self.value(part) for part in node.args]
-            parts += [{each.arg: self._part(each.value)} for each in node.keywords if each.arg] + [self._merged(node)]
-            return {key: value for each in parts for key, value in each.items()}
+            keys: list[ast.expr | None] = [None for _ in node.args]  # as {**first, "key": value}
+            keys += [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
+            return self.value(ast.Dict(keys, [*node.args, *(each.value for each in node.keywords)]))
         if name in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[name](*map(self.value, node.args))
         if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
@@ -399,9 +386,8 @@ class Script:
         """What a name or a function of the script stands for, if it returns in one place."""
         for _ in range(9):
             name, before = name_of(node), node
-            returned = (
-                self._returns(self.functions[name]) if isinstance(node, ast.Call) and name in self.functions else []
-            )
+            called = self.functions.get(name) if isinstance(node, ast.Call) else None
+            returned = self._returns(called) if called else []
             node = returned[0].value if len(returned) == 1 else self.resolved(node)
             if node is before:
                 break
