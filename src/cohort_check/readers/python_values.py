@@ -15,16 +15,8 @@ from cohort_check.readers.files import find_text, find_yaml
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _RESULTS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod)
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = dict(zip(_ARITHMETIC, _RESULTS, strict=True))
-UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    RecursionError,
-    SyntaxError,
-    MemoryError,
-    AttributeError,
-)
+_OF_CODE = (SyntaxError, RecursionError, MemoryError)
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, *_OF_CODE)
 
 
 def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
@@ -45,20 +37,14 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_READS = {*"get items keys values copy update pop".split()}  # methods; of the last two it is noted what they change
+_READS = "get items keys values copy update pop"  # methods; of the last two it is noted what they change
 # functions that leave a dictionary as it is
-_READERS = {*"dict len list str print isinstance sorted set max min deepcopy dump dumps safe_dump info debug".split()}
+_READERS = "dict len list str print isinstance sorted set deepcopy dump dumps info debug update GRPOConfig GRPOTrainer"
 _LOADS = ("yaml.safe_load", "yaml.load", "safe_load", "json.load", "OmegaConf.load")
+_REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "len": len,
-    "max": max,
-    "min": min,
-}
+_BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
+_FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
 _TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
 _TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
 _CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
@@ -130,9 +116,8 @@ class Script:
                 self._change(node)
         self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         self._uses: dict[str, list[ast.Name]] = defaultdict(list)
-        for node in nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                self._uses[node.id].append(node)
+        for use in [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]:
+            self._uses[use.id].append(use)
         self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         of_classes = {id(line) for each in classes.values() for line in each.body}
         stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -143,9 +128,8 @@ class Script:
         lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
         for line in lines:
             pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
-            pairs += (
-                [(each.optional_vars, each.context_expr) for each in line.items] if isinstance(line, ast.With) else []
-            )
+            opened = line.items if isinstance(line, ast.With) else []
+            pairs += [(each.optional_vars, each.context_expr) for each in opened]
             for target, value in pairs:
                 self._set_by[name_of(target), id(self._function(line))].append((line, value))
         self._classes = classes
@@ -169,10 +153,9 @@ class Script:
         owner = inner = getattr(target, "value", target)
         while isinstance(inner, ast.Subscript | ast.Attribute):
             inner = inner.value
-        if isinstance(target, ast.Attribute):
-            self.parts[name_of(owner)].append((target.attr, value, line))
-        elif isinstance(target, ast.Subscript):
-            key = str(target.slice.value) if isinstance(target.slice, ast.Constant) else None
+        at = target.attr if isinstance(target, ast.Attribute) else getattr(target, "slice", None)
+        key = at if isinstance(at, str) else str(at.value) if isinstance(at, ast.Constant) else None
+        if owner is not target:
             self.parts[name_of(owner)].append((key, value, line))
         if inner is not owner and name_of(inner) != "self":  # a part of a part
             self.parts[name_of(inner)].append((None, line, line))
@@ -218,16 +201,11 @@ class Script:
         """Whether a node runs, by the tests around it; None if they are not known, or it may run several times."""
         certain: bool | None = True
         while (above := self._up(node)) is not None:
-            if (
-                isinstance(above, ast.For | ast.AsyncFor | ast.While | ast.Match | ast.ExceptHandler)
-                and node not in above.__dict__.values()
-            ):
+            in_body = isinstance(above, _REPEATED) and node not in above.__dict__.values()
+            in_branch = isinstance(above, ast.If | ast.IfExp) and node is not above.test
+            if in_body:
                 certain = None
-            elif (
-                isinstance(above, ast.If | ast.IfExp)
-                and node is not above.test
-                and "__name__" not in ast.dump(above.test)
-            ):
+            elif in_branch and "__name__" not in ast.dump(above.test):
                 try:
                     if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
                         return False
@@ -355,9 +333,9 @@ class Script:
     def _yaml(self, path: str) -> dict[str, Any]:
         """What a file says that is named by a plain path, or lies in the script's folder or the working directory."""
         folder, place = self.path.parent, Path(path)
-        if place.is_absolute() or ".." in place.parts:
-            if not any(place.resolve().is_relative_to(each.resolve()) for each in (folder, Path())):
-                raise ValueError("a file elsewhere")
+        inside = any(place.resolve().is_relative_to(each.resolve()) for each in (folder, Path()))
+        if not inside and (place.is_absolute() or ".." in place.parts):
+            raise ValueError("a file elsewhere")
         return {key: said.value for key, said in find_yaml(path, folder).top.items()}
 
     def _attribute(self, node: ast.Attribute) -> Any:
@@ -379,9 +357,9 @@ class Script:
         """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
         name = name_of(node)
         if name == "dict":
-            parts = [self.value(part) for part in node.args]
-            parts += [{each.arg: self._part(each.value)} for each in node.keywords if each.arg] + [self._merged(node)]
-            return {key: value for each in parts for key, value in each.items()}
+            keys: list[ast.expr | None] = [None for _ in node.args]  # as {**first, "key": value}
+            keys += [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
+            return self.value(ast.Dict(keys, [*node.args, *(each.value for each in node.keywords)]))
         if name in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[name](*map(self.value, node.args))
         if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
@@ -391,8 +369,7 @@ class Script:
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
         if ast.unparse(node.func) in _LOADS and node.args:
             return self._yaml(self._path(node.args[0]))
-        function = self.functions.get(name)
-        if function is None or id(function) in self._calling or not self._follows(node):
+        if not self._follows(node) or id(function := self.functions[name]) in self._calling:
             raise ValueError("a call")
         self._calling[id(function)] = node
         try:
@@ -407,13 +384,9 @@ class Script:
 
     def _follows(self, call: ast.Call) -> bool:
         """Whether it is a call of a function of the script, which no other statement defines."""
-        name = name_of(call)
-        plain = isinstance(call.func, ast.Name) and name in self.functions and name not in self.values
-        return (
-            plain
-            and not self.functions[name].decorator_list
-            and not isinstance(self._up(self.functions[name]), ast.ClassDef)
-        )
+        function = self.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        other = function is None or function.name in self.values or function.decorator_list
+        return not other and not isinstance(self._up(function), ast.ClassDef)  # type: ignore[arg-type]
 
     def _returns(self, function: ast.AST) -> list[ast.Return]:
         found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
@@ -562,7 +535,7 @@ class Script:
         for key, value, line in self.parts.get(name, []):
             if self._before(name, line, node) and (runs := self.runs(line)) is not False:
                 yield key, value, runs is True
-        if placed and any(self._before(name, use, node) and not self._keeps(use, 5) for use in self._uses[name]):
+        if placed and any(self._before(name, use, node) and not self._keeps(use) for use in self._uses[name]):
             yield None, node, False
 
     def _before(self, name: str, line: Any, node: Any) -> bool:
@@ -573,27 +546,16 @@ class Script:
         same = self._scope(name, line) is self._scope(name, node)
         return same and (line.lineno < node.lineno or self._function(line) is not here)
 
-    def _keeps(self, use: ast.AST, depth: int) -> bool:
-        """Whether a use of a dictionary leaves it as it is, as far as that can be followed."""
+    def _keeps(self, use: ast.AST) -> bool:
+        """Whether a use of a dictionary certainly leaves it as it is."""
         above = self._up(use)
         if isinstance(above, ast.Attribute):
-            return above.attr in _READS or getattr(self._up(above), "func", None) is not above
-        name, call = getattr(above, "arg", None), self._up(above) if isinstance(above, ast.keyword) else above
-        if isinstance(call, ast.Call) and call.func is not use and not (call is not above and name is None):
-            function = self.functions.get(name_of(call)) if self._follows(call) else None
-            names = list(_parameters(function)) if function else []
-            name = name or (names[call.args.index(use)] if use in call.args[: len(names)] else None)
-            if not function or name not in names:
-                return (
-                    name_of(call) in _READERS
-                    or name_of(call).endswith(("Config", *TRAINERS))
-                    or name_of(call) == "update"
-                )
-        elif isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
-            name = above.targets[0].id
-        else:
-            return not isinstance(above, ast.Assign | ast.List | ast.Dict | ast.Tuple)
-        return depth > 0 and name not in self.parts and all(self._keeps(each, depth - 1) for each in self._uses[name])
+            return above.attr in _READS.split() or getattr(self._up(above), "func", None) is not above
+        if isinstance(above, ast.keyword) and above.arg:
+            above = self._up(above)
+        if isinstance(above, ast.Call):
+            return name_of(above) in _READERS.split()
+        return not isinstance(above, ast.Assign | ast.List | ast.Dict | ast.Tuple)
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
@@ -601,9 +563,8 @@ def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
     if isinstance(node, ast.Dict):
         return [("**" if key is None else constant(key), value) for key, value in _entries(node)]
     if isinstance(node, ast.Call) and name_of(node) == "dict":
-        return [*(("**", arg) for arg in node.args)] + [
-            (keyword.arg or "**", keyword.value) for keyword in node.keywords
-        ]
+        said = [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
+        return [(name, value) for name, value in said]
     return []
 
 
