@@ -8,7 +8,7 @@ from typing import Any, Literal
 from cohort.errors import UserError
 from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
-from cohort_check.readers import read_launch
+from cohort_check.readers import read_launch, read_variants
 from cohort_check.readers.files import read_text
 from cohort_check.readers.launcher import is_of_launcher
 from cohort_check.readers.pins import pinned_version
@@ -92,8 +92,28 @@ def check_file(
         return FileReport(file=str(path), outcome="unreadable", verdict="cannot be read", findings=(finding,))
     if launched_with:
         launch = read_launch(path, launched_with=launched_with)
-    reports = [_report(path, run, world_sizes, framework_version) for run in (launch, *launch.others)]
+    runs = (launch, *launch.others)
+    reports = [_report(path, run, world_sizes, framework_version) for run in runs]
+    if not launched_with:
+        reports = [_with_branches(path, report, world_sizes, framework_version) for report in reports]
     return replace(reports[0], others=tuple(reports[1:]))
+
+
+def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version: str | None) -> FileReport:
+    """Judge a run with each of the values that branches of its script give to what decides, if they are known."""
+    if report.outcome != "not checked" or report.launch is None or report.rules is None:
+        return report
+    runs = read_variants(path, report.launch, report.rules.decides | ANY_SETTING)
+    tried = {said: _report(path, run, sizes, version) for said, run in runs}
+    outcomes = dict.fromkeys(one.outcome for one in tried.values())
+    if not outcomes or "not checked" in outcomes:
+        return report
+    if len(outcomes) == 1:
+        said, first = next(iter(tried.items()))
+        return replace(first, verdict=f"{first.verdict} with {said}; the script's other branches lead to the same")
+    by_outcome = ((each, [said for said, one in tried.items() if one.outcome == each]) for each in outcomes)
+    told = "; ".join(f"{outcome} with {' or '.join(said)}" for outcome, said in by_outcome)
+    return replace(report, outcome="depends", verdict=f"depends: {told}")
 
 
 def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:

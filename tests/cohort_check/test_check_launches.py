@@ -76,12 +76,28 @@ def test_a_module_beside_those_of_verl_is_a_program_of_its_own(tmp_path: Path, p
     assert (found.outcome, found.failed) == ("not checked", False) and program in found.verdict
 
 
-def test_a_run_whose_batch_a_branch_decides_is_not_checked(tmp_path: Path) -> None:
-    text = "N=8\nif [ $1 = small ]; then N=5; fi\ntrl grpo --model_name_or_path m --num_generations $N\n"
-    found = report(tmp_path, text)
-    assert (found.outcome, found.failed) == ("not checked", False)
-    assert "$N is 8 or 5, which a branch decides" in found.findings[0].message
-    assert report(tmp_path, text.replace("N=5", "N=8")).outcome == "starts"
+BRANCHES = """
+if [ "$1" = small ]; then
+    SIZE=64; N=8
+else
+    SIZE=96; N={}
+fi
+accelerate launch --num_processes 4 -m trl.scripts.grpo --per_device_train_batch_size $SIZE --num_generations $N
+"""
+
+
+def test_a_run_is_judged_with_each_of_the_values_that_branches_choose(tmp_path: Path) -> None:
+    found = report(tmp_path, BRANCHES.format(6))  # 64 with 6 would be refused, and is chosen by no branch
+    assert found.outcome == "starts" and found.verdict.endswith(
+        "with per_device_train_batch_size=64, num_generations=8; the script's other branches lead to the same"
+    )
+    found = report(tmp_path, BRANCHES.format(5))
+    assert (found.outcome, found.failed) == ("depends", False)
+    assert found.verdict == (
+        "depends: starts with per_device_train_batch_size=64, num_generations=8; "
+        "refused with per_device_train_batch_size=96, num_generations=5"
+    )
+    assert report(tmp_path, BRANCHES.format("$2")).outcome == "not checked"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Readers of launch files."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,9 +12,9 @@ from cohort_check.readers import others, swift, trl, trl_python, verl
 from cohort_check.readers.files import count_of, notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
 from cohort_check.readers.pins import pinned_version
-from cohort_check.readers.shell import Command, parse_shell
+from cohort_check.readers.shell import Arms, Command, parse_shell, variants
 
-__all__ = ["FORMATS", "read_launch"]
+__all__ = ["FORMATS", "read_launch", "read_variants"]
 
 FORMATS = (
     "Cohort, TRL, Open-R1, ms-swift (rlhf_type grpo) and verl (actor_rollout_ref), as YAML or the script that starts "
@@ -23,8 +24,10 @@ _YAML = (others.read_cohort, verl.read_yaml, swift.read_yaml, trl.read_yaml)
 _SHELL = (verl.read_shell, swift.read_shell, trl.read_shell)
 
 
-def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
+def read_launch(path: Path, *, launched_with: str | None = None, arms: Arms = ()) -> Launch:
     """Read the runs of a file. `launched_with` is the launch command, if the file does not contain it.
+
+    `arms` are those that branches of a shell script take.
 
     Raises:
         UserError: the file cannot be read, or has an unknown format.
@@ -36,7 +39,7 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         if launched_with and len(commands) != 1:
             raise UserError(f"--launch {launched_with!r}: must be one command, such as 'torchrun --nproc_per_node 8'")
         command = commands[0] if commands else None
-        launches = list(_read(path, code, command))
+        launches = list(_read(path, code, command, arms))
     except UserError:
         raise
     except ValueError as error:
@@ -49,6 +52,18 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
         launches = [_launched(launch, command) for launch in launches]
     launches = [replace(one, version=one.version or pinned_version(one.framework, path, text)) for one in launches]
     return replace(launches[0], others=tuple(launches[1:]))
+
+
+def read_variants(path: Path, launch: Launch, keys: Set[str]) -> Iterator[tuple[str, Launch]]:
+    """Yield a run of a shell script for each way through the branches that decide `keys`, after their values there."""
+    deciding = [entry for entry in launch.unread if entry.key in keys]
+    names = {name for entry in deciding for name in re.findall(r"\$(\w+)", entry.reason)}
+    text = read_text(path) if names and launch.form == "shell" else ""
+    for arms in variants(text, path.name, names, known=slurm_variables(text)) if text else ():
+        first = read_launch(path, arms=arms)
+        for run in [run for run in (first, *first.others) if run.reason == launch.reason]:
+            said = ((entry.key.rpartition(".")[2], run.settings.get(entry.key)) for entry in deciding)
+            yield ", ".join(f"{key}={entry.value if entry else ''}" for key, entry in said), run
 
 
 def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
@@ -66,7 +81,7 @@ def read_arguments(launched_with: str, script: Path) -> tuple[int, list[str]]:
     raise UserError(f"--launch {launched_with!r}: must start {script.name}, such as 'python {script.name} --lr 1e-6'")
 
 
-def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+def _read(path: Path, text: str, command: Command | None, arms: Arms) -> Iterator[Launch]:
     """Yield every run of a file."""
     suffix = path.suffix.lower()
     if suffix in (".py", ".ipynb"):
@@ -74,7 +89,7 @@ def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     elif suffix == ".toml":
         yield from filter(None, [others.recognize(path, text)])
     elif suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
-        commands = parse_shell(text, path.name, known=slurm_variables(text))
+        commands = parse_shell(text, path.name, known=slurm_variables(text), arms=arms)
         server = find_server(commands)
         found = (islice(filter(None, (read(path, text, one, server) for read in _SHELL)), 1) for one in commands)
         runs = [run for first in found for run in first]

@@ -156,7 +156,7 @@ def gpus_of(command: Command) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in word.text.split(",") if part.strip())
 
 
-def slurm_variables(text: str) -> dict[str, str]:
+def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:
     """Environment variables that Slurm sets for the nodes and GPUs that a script asks for."""
     found = ((names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in _SLURM.items())
-    return {name: match[1] for names, match in found if match for name in names.split()}
+    return tuple((name, match[1]) for names, match in found if match for name in names.split())

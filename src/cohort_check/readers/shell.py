@@ -1,11 +1,13 @@
 """Parse shell scripts into commands, expanding the variables that the script assigns. Nothing is run."""
 
 import ast
+import math
 import re
-from collections import ChainMap
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from functools import lru_cache
+from itertools import product, takewhile
 
 import tree_sitter
 import tree_sitter_bash
@@ -15,6 +17,7 @@ from cohort_check.readers.python_values import UNREADABLE, compute
 _BASH = tree_sitter.Language(tree_sitter_bash.language())
 _MOST_EXPANDED = 1_000_000  # characters of all variables where they are used
 _MOST_REASONS = 4  # why a word is not known
+_MOST_VARIANTS = 16  # of a script, by the ways through its branches
 _EXPORTED = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")  # that decide something
 _BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
 _PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
@@ -28,6 +31,9 @@ _WHERE_IS = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)")
 _SET_IF_UNSET = re.compile(r'^: +"?\$\{(\w+):?=([^${}"]*)\}"?$')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
+
+
+Known = tuple[tuple[str, str], ...]  # variables and their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,32 @@ class Command:
         return any(tuple(own[i : i + len(names)]) == names for i in range(len(own)))
 
 
-def parse_shell(text: str, name: str, *, known: Mapping[str, str] | None = None) -> tuple[Command, ...]:
+Arms = tuple[tuple[int, int], ...]  # by where a branch starts: which of its arms is taken
+
+
+def parse_shell(text: str, name: str, *, known: Known = (), arms: Arms = ()) -> tuple[Command, ...]:
     """Parse the commands of a script, in order. `name` is its file's; the variables `known` are set when it starts.
 
     Raises:
         ValueError: its variables expand to more than any script holds.
         RecursionError: it is nested too deeply.
     """
-    walker = _Walker(name, {"HOME": "~", "PWD": ".", **(known or {})})
+    return tuple(_walked(text, name, known, arms).commands)
+
+
+def variants(text: str, name: str, variables: Iterable[str], *, known: Known = ()) -> Iterator[Arms]:
+    """Yield each way through the branches that decide these variables; none if there are too many."""
+    decided = _walked(text, name, known, ()).decided
+    places = dict(sorted(place for variable in variables for place in decided.get(variable, {}).items()))
+    if places and math.prod(places.values()) <= _MOST_VARIANTS:
+        yield from (tuple(zip(places, taken, strict=True)) for taken in product(*map(range, places.values())))
+
+
+@lru_cache(maxsize=8)
+def _walked(text: str, name: str, known: Known, arms: Arms) -> "_Walker":
+    walker = _Walker(name, {"HOME": "~", "PWD": ".", **dict(known)}, dict(arms))
     walker.walk(_tree(text))
-    return tuple(walker.commands)
+    return walker
 
 
 def _tree(text: str) -> tree_sitter.Node:
@@ -89,8 +111,10 @@ def _text(node: tree_sitter.Node) -> str:
 class _Walker:
     """Walk a script once, from its first line to its last."""
 
-    def __init__(self, name: str, variables: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(self, name: str, variables: Mapping[str, str], arms: Mapping[int, int]) -> None:
+        self.name, self.arms = name, arms
+        # by variable: where branches start that decide its value, and how many arms they have
+        self.decided: dict[str, dict[int, int]] = defaultdict(dict)
         self.commands: list[Command] = []
         # one word each, or those of an array, which have their own places
         self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
@@ -133,6 +157,8 @@ class _Walker:
         ways = ([rest] if node.type in ("if_statement", "list") else []) + [[arm] for arm in arms]
         if not any(arm.type == "else_clause" or _text(arm).lstrip("(").startswith("*)") for arm in arms):
             ways.insert(0, [])
+        if (taken := self.arms.get(node.start_byte)) is not None:
+            ways = [ways[taken]]
         for way in ways:
             self.variables = before.new_child()
             for child in way:
@@ -145,6 +171,8 @@ class _Walker:
             before[name] = merged = _merged(name, values)
             if len(values) < len(ends) and len(merged) == 1 and not merged[0].where:  # not set in one of them
                 before[name] = [replace(merged[0], choices=("", *_choices(merged[0])))]
+            if any(word.missing or word.choices for word in before[name]):
+                self.decided[name][node.start_byte] = len(ends)
 
     def _command(self, node: tree_sitter.Node) -> None:
         for name, default in _SET_IF_UNSET.findall(_text(node)):  # : "${NAME:=default}"
