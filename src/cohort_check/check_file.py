@@ -186,7 +186,7 @@ def batches(start: Start) -> str:
     text = f"{start.global_batch_size} completions per optimizer step"
     if start.generation_batch_size != start.global_batch_size:
         text += f", {start.generation_batch_size} sampled together"
-    return f"{text}, {start.prompts} prompt{'' if start.prompts == 1 else 's'}"
+    return f"{text}, {common.counted(start.prompts or 0, 'prompt')}"
 
 
 def _complete(finding: Finding, launch: Launch) -> Finding:

@@ -63,9 +63,8 @@ class Launch:
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Setting] = field(default_factory=dict)  # that command's settings
-    version: Setting | None = (
-        None  # of the framework (for those in `WRAPS`: of TRL), as pinned; `added`: that of a copy of it
-    )
+    # of the framework (for those in `WRAPS`: of TRL), as pinned; `added`: that of a copy of it
+    version: Setting | None = None
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from cohort_check.check_file import FileReport, batches, listed
 from cohort_check.findings import RULES, Finding
+from cohort_check.rules.common import counted
 
 _COLORS = {"error": "red", "warning": "yellow"}
 _SCREEN = 24  # lines of one report
@@ -22,8 +23,8 @@ def print_reports(reports: Sequence[FileReport], console: Console) -> None:
         _print_report(run, console)
     errors = sum(finding.severity == "error" for run in runs for finding in run.findings)
     warnings = sum(finding.severity == "warning" for run in runs for finding in run.findings)
-    files = "1 file" if len(reports) == 1 else f"{len(reports)} files"
-    console.print(f"{files}: {_count(errors, 'error')}, {_count(warnings, 'warning')}", highlight=False)
+    files, found = counted(len(reports), "file"), f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+    console.print(f"{files}: {found}", highlight=False)
 
 
 def _print_report(report: FileReport, console: Console) -> None:
@@ -35,7 +36,7 @@ def _print_report(report: FileReport, console: Console) -> None:
         needed = sum(_height(line, console) for line in lines)
         if needed > room and i > 0:
             rest = len(report.findings) - i
-            shown.append(Text(f"  and {_count(rest, 'more finding')}; --json lists all"))
+            shown.append(Text(f"  and {counted(rest, 'more finding')}; --json lists all"))
             break
         room -= needed
         shown += lines
@@ -82,8 +83,4 @@ def _batches(report: FileReport) -> Iterator[str]:
     for batch, sizes in list(rows.items())[:_TABLE_ROWS]:
         yield f"{listed(sizes)} GPU{'' if sizes == [1] else 's'}: {batch}"
     if len(rows) > _TABLE_ROWS:
-        yield f"and {_count(len(rows) - _TABLE_ROWS, 'other batch size')}; --json has all"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+        yield f"and {counted(len(rows) - _TABLE_ROWS, 'other batch size')}; --json has all"

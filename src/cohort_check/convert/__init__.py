@@ -59,11 +59,8 @@ def convert_launch(
         raise UserError(f"{launch.reason}{why}; only TRL, Open-R1, ms-swift and verl are converted")
     rules = run_rules(launch, framework_version=framework_version)
     draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
-    draft.differences += [
-        f.message
-        for f in rules.findings
-        if launch.framework == "unsloth" and f.code == "CHK005" and f.field == BATCH[0]
-    ]
+    raised = [f for f in rules.findings if launch.framework == "unsloth" and (f.code, f.field) == ("CHK005", BATCH[0])]
+    draft.differences += [finding.message for finding in raised]
     draft.decide += [f"program: {rules.foreign}"] if rules.foreign else []
     comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
     config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}

@@ -14,7 +14,7 @@ import yaml
 from cohort.config.load import compose
 from cohort.errors import UserError
 from cohort_check.findings import Finding
-from cohort_check.launch import Setting
+from cohort_check.launch import Framework, Launch, Setting
 
 MAX_BYTES = 500_000
 MAX_NOTEBOOK_BYTES = 20_000_000  # with the output of its cells; lock files list all packages
@@ -106,6 +106,11 @@ class YamlTree:
     values: dict[str, Setting] = field(default_factory=dict)  # dotted keys; lists and empty mappings are values
     top: dict[str, Setting] = field(default_factory=dict)  # top-level keys; a nested mapping is one value
     findings: list[Finding] = field(default_factory=list)  # keys that are there twice
+
+    def launch(self, framework: Framework, reason: str, settings: Mapping[str, Setting], **more: Any) -> Launch:
+        """The run that the mapping describes; `more` are further fields of a `Launch`."""
+        findings = tuple(self.findings)
+        return Launch(framework=framework, form="yaml", reason=reason, settings=settings, findings=findings, **more)
 
 
 def read_yaml_tree(text: str, name: str) -> YamlTree | None:

@@ -13,14 +13,8 @@ def read_cohort(path: Path, text: str, tree: YamlTree) -> Launch | None:
     """Read a configuration of Cohort; None for any other file."""
     if not {"model", "data", "rewards"} <= tree.top.keys() or "model" in tree.values:
         return None
-    return Launch(
-        framework="cohort",
-        form="yaml",
-        reason="YAML with the sections model, data and rewards",
-        settings=tree.values,
-        processes=count_of(tree.values, "hardware.processes"),
-        findings=tuple(tree.findings),
-    )
+    processes = count_of(tree.values, "hardware.processes")
+    return tree.launch("cohort", "YAML with the sections model, data and rewards", tree.values, processes=processes)
 
 
 def recognize(path: Path, text: str) -> Launch | None:

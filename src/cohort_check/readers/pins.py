@@ -8,14 +8,9 @@ from pathlib import Path
 from cohort.errors import UserError
 from cohort_check.launch import Setting
 from cohort_check.readers.files import read_text
-from cohort_check.rules.common import WRAPS, key_tables, parse_version
+from cohort_check.rules.common import FRAMEWORKS, WRAPS, key_tables, parse_version
 
 _FILES = ("requirements*.txt", "requirements/*.txt", "pyproject.toml", "environment*.y*ml", "setup.py", "*.lock")
-_IN_REPOSITORY = {  # name of the package, and where a copy of the framework has its version
-    "trl": ("trl", ("trl/VERSION", "trl/__init__.py", "src/trl/__init__.py")),
-    "ms-swift": (r"ms[-_]swift", ("swift/version.py",)),
-    "verl": ("verl", ("verl/version/version",)),
-}
 _LEVELS_UP = 4
 _NUMBER = r"v?(\d+(?:\.\d+)+)"
 
@@ -23,9 +18,9 @@ _NUMBER = r"v?(\d+(?:\.\d+)+)"
 def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     """The version that a file installs itself, else that of the files beside it or in the folders above it."""
     framework = WRAPS.get(framework, framework)
-    if framework not in _IN_REPOSITORY:
+    if framework not in FRAMEWORKS:
         return None
-    package, copies = _IN_REPOSITORY[framework]
+    package, copies = FRAMEWORKS[framework]["package"], FRAMEWORKS[framework]["copies"]
     if found := _pin(text, framework, package, path.name):
         return found
     for place in _around(path.parent):

@@ -15,16 +15,8 @@ from cohort_check.readers.files import find_text, find_yaml
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _RESULTS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod)
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = dict(zip(_ARITHMETIC, _RESULTS, strict=True))
-UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    RecursionError,
-    SyntaxError,
-    MemoryError,
-    AttributeError,
-)
+_OF_CODE = (SyntaxError, RecursionError, MemoryError)
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, *_OF_CODE)
 
 
 def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
@@ -45,16 +37,14 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
+_READS = "get items keys values copy update pop"  # methods; of the last two it is noted what they change
+# functions that leave a dictionary as it is
+_READERS = "dict len list str print isinstance sorted set deepcopy dump dumps info debug update GRPOConfig GRPOTrainer"
+_LOADS = ("yaml.safe_load", "yaml.load", "safe_load", "json.load", "OmegaConf.load")
+_REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "len": len,
-    "max": max,
-    "min": min,
-}
+_BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
+_FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
 _TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
 _TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
 _CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
@@ -96,7 +86,8 @@ class Script:
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-        self.functions = {function.name: function for function in functions}
+        times = Counter(function.name for function in functions)
+        self.functions = {function.name: function for function in functions if times[function.name] == 1}
         self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
@@ -104,21 +95,29 @@ class Script:
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
-        self.unsloth = any(isinstance(n, ast.Import | ast.ImportFrom) and "unsloth" in ast.unparse(n) for n in nodes)
-        self.defined = {name: self.where(node) for name, node in {**self.functions, **classes}.items()}
+        modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        modules += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules)
+        self.defined = {name: self.where(node) for name, node in {**{f.name: f for f in functions}, **classes}.items()}
         self.originals: dict[str, str] = {}  # of what is imported by another name
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
-        # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value and the statement
-        self.parts: dict[str, list[tuple[str | None, ast.expr, Any]]] = defaultdict(list)
+        # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value (None: removed) and the statement
+        self.parts: dict[str, list[tuple[str | None, Any, Any]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
                 self.originals |= {a.asname: a.name for a in node.names if a.asname}
-            for target in _targets(node):
+            for target in [node.target] if isinstance(node, ast.AugAssign) else _targets(node):
                 self._assign(target, node)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                self._change(node.value, node)
+            for target in node.targets if isinstance(node, ast.Delete) else ():
+                self._part_set(target, None, node)
+            if isinstance(node, ast.Call):
+                self._change(node)
+        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        self._uses: dict[str, list[ast.Name]] = defaultdict(list)
+        for use in [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]:
+            self._uses[use.id].append(use)
         self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         of_classes = {id(line) for each in classes.values() for line in each.body}
         stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -129,9 +128,8 @@ class Script:
         lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
         for line in lines:
             pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
-            pairs += (
-                [(each.optional_vars, each.context_expr) for each in line.items] if isinstance(line, ast.With) else []
-            )
+            opened = line.items if isinstance(line, ast.With) else []
+            pairs += [(each.optional_vars, each.context_expr) for each in opened]
             for target, value in pairs:
                 self._set_by[name_of(target), id(self._function(line))].append((line, value))
         self._classes = classes
@@ -147,25 +145,41 @@ class Script:
                 self._assign(part, node)
         elif isinstance(target, ast.Name):
             self.values[target.id].append(node.value)
-        elif isinstance(target, ast.Attribute):
-            self.parts[name_of(target.value)].append((target.attr, node.value, node))
-        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            self.parts[name_of(target.value)].append((str(target.slice.value), node.value, node))
+        else:
+            whole = target in _targets(node)  # else of several, or with what was there
+            self._part_set(target, node.value if whole else node, node)
 
-    def _change(self, call: ast.Call, line: ast.AST) -> None:
-        """Note `setattr(NAME, ...)` and `NAME.update(...)`, after which any key may have another value."""
-        updated = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "update" else None
-        owner = call.args[0] if ast.unparse(call.func) == "setattr" and call.args else updated
-        if isinstance(owner, ast.Name):
-            said = _pairs(call.args[0]) if owner is updated and len(call.args) == 1 else []
-            self.parts[owner.id] += [
-                (None if key == "**" else key, value, line) for key, value in said or [(None, call)]
-            ]
+    def _part_set(self, target: ast.expr, value: Any, line: ast.AST) -> None:
+        owner = inner = getattr(target, "value", target)
+        while isinstance(inner, ast.Subscript | ast.Attribute):
+            inner = inner.value
+        at = target.attr if isinstance(target, ast.Attribute) else getattr(target, "slice", None)
+        key = at if isinstance(at, str) else str(at.value) if isinstance(at, ast.Constant) else None
+        if owner is not target:
+            self.parts[name_of(owner)].append((key, value, line))
+        if inner is not owner and name_of(inner) != "self":  # a part of a part
+            self.parts[name_of(inner)].append((None, line, line))
+
+    def _change(self, call: ast.Call) -> None:
+        """Note `setattr(NAME, ...)`, `NAME.pop(...)` and `NAME.update(...)`; any key may have another value then."""
+        method, owner = name_of(call), getattr(call.func, "value", None)
+        said: list[tuple[str | None, Any]] = []
+        if method == "setattr" and call.args:
+            owner = call.args[0]
+        elif method == "update" and len(call.args) == 1:
+            said = _pairs(call.args[0])
+        elif method == "pop":
+            said = [(key, None) for key in map(constant, call.args[:1]) if key]
+        if isinstance(owner, ast.Name) and method in ("setattr", "update", "pop"):
+            for key, value in said or [(None, call)]:
+                self.parts[owner.id].append((None if key == "**" else key, value, call))
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
         changes = [change for changed in self.parts.values() for change in changed]
-        found = [line for key, value, line in changes if key == "requires_grad" and ast.unparse(value) == "False"]
+        found = [
+            line for key, value, line in changes if key == "requires_grad" and value and ast.unparse(value) == "False"
+        ]
         return found + [call for call in self.calls if ast.unparse(call).endswith(".requires_grad_(False)")]
 
     def where(self, node: ast.AST) -> str:
@@ -187,21 +201,18 @@ class Script:
         """Whether a node runs, by the tests around it; None if they are not known, or it may run several times."""
         certain: bool | None = True
         while (above := self._up(node)) is not None:
-            if (
-                isinstance(above, ast.For | ast.While | ast.Match | ast.ExceptHandler)
-                and node not in above.__dict__.values()
-            ):
+            in_body = isinstance(above, _REPEATED) and node not in above.__dict__.values()
+            in_branch = isinstance(above, ast.If | ast.IfExp) and node is not above.test
+            if in_body:
                 certain = None
-            elif (
-                isinstance(above, ast.If | ast.IfExp)
-                and node is not above.test
-                and "__name__" not in ast.dump(above.test)
-            ):
+            elif in_branch and "__name__" not in ast.dump(above.test):
                 try:
                     if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
                         return False
                 except UNREADABLE:
                     certain = None
+            elif isinstance(above, ast.Try) and above.handlers and node not in above.finalbody:
+                certain = None
             node = above
         return certain
 
@@ -242,12 +253,18 @@ class Script:
             return [self._part(part) for part in node.elts]
         return ast.literal_eval(node)
 
+    def _scope(self, name: str, node: ast.AST) -> Any:
+        """The function whose variable a name is at a node; None: of the module."""
+        scope = self._function(node)
+        while scope and not self.stored[name, id(scope)] and name not in _parameters(scope):
+            scope = self._function(scope)
+        return scope
+
     def _binding(self, node: ast.Name) -> tuple[Any, Any]:
         """The line that gives a name its value, and the expression; a function's arguments and None for a parameter."""
-        scope = here = self._function(node)
-        while not (found := self._set_by.get((node.id, id(scope)), [])) and scope and node.id not in _parameters(scope):
-            scope = self._function(scope)
-        if len(found) != self.stored[node.id, id(scope)]:
+        here, scope = self._function(node), self._scope(node.id, node)
+        found = self._set_by.get((node.id, id(scope)), [])
+        if len(found) != self.stored[node.id, id(scope)] or node.id in self.shared:
             raise ValueError("a loop or another statement sets it")
         before = [entry for entry in found if scope is not here or entry[0].lineno < node.lineno]
         ran = [(line, value, certain) for line, value in before if (certain := self.runs(line)) is not False]
@@ -268,16 +285,13 @@ class Script:
             return self._values[id(node)]
         line, given = self._binding(node)
         value = self._argument(line, node.id) if given is None else self.value(given)
-        if isinstance(value, dict | list) and node.id in self.parts:
-            if isinstance(value, list):
-                raise ValueError("it may be longer")
-            value = dict(value)
+        if isinstance(value, dict | list):
+            value = value.copy()
             for key, changed, certain in self.changes(node):
-                value.pop(str(key), None)
-                if key is None:
+                if not certain or key is None or isinstance(value, list):
                     raise ValueError("any of its parts may be another")
-                with contextlib.suppress(*UNREADABLE):
-                    value |= {key: self.value(changed)} if certain else {}
+                value.pop(key, None)
+                value |= {} if changed is None else {key: self.value(changed)}
         if not self._calling and id(node) in self._parents:
             self._values[id(node)] = value
         return value
@@ -292,8 +306,13 @@ class Script:
         names, owner = _parameters(function), self._up(function)
         called = owner.name if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function.name
         calls = [call for call in self.calls if name_of(call) == called and self._function(call) is not function]
+        uses = [node for node in self._uses[called] if getattr(self._up(node), "func", None) is not node]
+        if uses or function.decorator_list or (called not in self.functions and called not in self._classes):
+            raise ValueError("others may call it")
         values = []
         for call in [self._calling[id(function)]] if id(function) in self._calling else calls:
+            if any(isinstance(arg, ast.Starred) for arg in call.args):
+                raise ValueError("a list of arguments")
             given = dict(zip([each for each in names if each not in ("self", "cls")], call.args, strict=False))
             given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
             if function.args.kwarg and function.args.kwarg.arg == name:  # what has no parameter of its own
@@ -312,13 +331,18 @@ class Script:
         return dict(pair for each in call.keywords if each.arg is None for pair in self.value(each.value).items())
 
     def _yaml(self, path: str) -> dict[str, Any]:
-        return {key: said.value for key, said in find_yaml(path, self.path.parent).top.items()}
+        """What a file says that is named by a plain path, or lies in the script's folder or the working directory."""
+        folder, place = self.path.parent, Path(path)
+        inside = any(place.resolve().is_relative_to(each.resolve()) for each in (folder, Path()))
+        if not inside and (place.is_absolute() or ".." in place.parts):
+            raise ValueError("a file elsewhere")
+        return {key: said.value for key, said in find_yaml(path, folder).top.items()}
 
     def _attribute(self, node: ast.Attribute) -> Any:
         """An option of the script, a constant of a class, what a class sets on itself, or an entry of a mapping."""
         owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
         set_on = [(value, line) for key, value, line in self.parts.get(owner, ()) if key in (node.attr, None)]
-        if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]):
+        if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]) and node.attr not in self.parts:
             return self.value(set_on[0][0])
         if owner and node.attr in self._options:
             if set_on:
@@ -333,9 +357,9 @@ class Script:
         """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
         name = name_of(node)
         if name == "dict":
-            parts = [self.value(part) for part in node.args]
-            parts += [{each.arg: self._part(each.value)} for each in node.keywords if each.arg] + [self._merged(node)]
-            return {key: value for each in parts for key, value in each.items()}
+            keys: list[ast.expr | None] = [None for _ in node.args]  # as {**first, "key": value}
+            keys += [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
+            return self.value(ast.Dict(keys, [*node.args, *(each.value for each in node.keywords)]))
         if name in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[name](*map(self.value, node.args))
         if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
@@ -343,10 +367,9 @@ class Script:
         if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:
             mapping, key = self.value(node.func.value), self.value(node.args[0])
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
-        if name in ("safe_load", "load") and node.args:
+        if ast.unparse(node.func) in _LOADS and node.args:
             return self._yaml(self._path(node.args[0]))
-        function = self.functions.get(name)
-        if function is None or id(function) in self._calling:
+        if not self._follows(node) or id(function := self.functions[name]) in self._calling:
             raise ValueError("a call")
         self._calling[id(function)] = node
         try:
@@ -358,6 +381,12 @@ class Script:
             raise ValueError("no value")
         finally:
             del self._calling[id(function)]
+
+    def _follows(self, call: ast.Call) -> bool:
+        """Whether it is a call of a function of the script, which no other statement defines."""
+        function = self.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        other = function is None or function.name in self.values or function.decorator_list
+        return not other and not isinstance(self._up(function), ast.ClassDef)  # type: ignore[arg-type]
 
     def _returns(self, function: ast.AST) -> list[ast.Return]:
         found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
@@ -385,7 +414,9 @@ class Script:
     def _part(self, node: ast.expr) -> Any:
         """Evaluate an element. Names of lists are not resolved, since they could double without end."""
         value = self.value(node)
-        if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Call):
+        if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                return value
             raise ValueError("a list of lists by name")
         return value
 
@@ -397,15 +428,19 @@ class Script:
 
     def inlined(self, node: ast.expr | None) -> ast.expr | None:
         """What a name or a function of the script stands for, if it returns in one place."""
-        for _ in range(9):
-            name, before = name_of(node), node
-            returned = (
-                self._returns(self.functions[name]) if isinstance(node, ast.Call) and name in self.functions else []
-            )
+        return self._way(node)[-1]
+
+    def _way(self, node: Any) -> list[Any]:
+        """The names and calls that lead to what a name or a call stands for, and that."""
+        way = [node]
+        while len(way) < 9:
+            follows = isinstance(node, ast.Call) and self._follows(node)
+            returned = self._returns(self.functions[name_of(node)]) if follows else []
             node = returned[0].value if len(returned) == 1 else self.resolved(node)
-            if node is before:
+            if node is way[-1]:
                 break
-        return node
+            way.append(node)
+        return way
 
     def reached(self, *expressions: ast.expr | None) -> Iterator[ast.Call]:
         """Yield all calls that expressions consist of, also in what is assigned to their names and in functions."""
@@ -470,35 +505,66 @@ class Script:
         if key is not None:
             yield key, node, True
             return
-        given = self.inlined(node)
+        *way, given = self._way(node)
         if isinstance(given, ast.DictComp):  # some of another
             source = given.generators[0].iter
             yield from self.named(None, getattr(getattr(source, "func", None), "value", source))
         elif pairs := _pairs(given):
+            found: dict[str | None, tuple[ast.expr, bool]] = {}
             for name, value in pairs:
-                yield from self.named(None, value) if name == "**" else [(name, value, name is not None)]
-            yield from self.changes(node)
+                parts = self.named(None, value) if name == "**" else [(name, value, name is not None)]
+                found |= {key: (part, certain) for key, part, certain in parts}
+            for name, value, certain in [change for each in reversed(way) for change in self.changes(each)]:
+                found |= {name: (value or node, certain)}
+                if value is None and certain:
+                    del found[name]
+            yield from ((key, part, certain) for key, (part, certain) in found.items())
         else:
             try:
-                found = [(key, ast.copy_location(ast.Constant(said), node)) for key, said in self.value(node).items()]
-                yield from ((str(key), said, True) for key, said in found)
+                told = [(key, ast.copy_location(ast.Constant(said), node)) for key, said in self.value(node).items()]
+                yield from ((str(key), said, True) for key, said in told)
             except UNREADABLE:
                 yield None, node, False
 
-    def changes(self, node: ast.expr) -> Iterator[tuple[str | None, ast.expr, bool]]:
-        """Yield (key, value, certain) of what is set on a name before a line, but in branches that do not run."""
-        for key, value, line in self.parts.get(name_of(node), []):
-            before = not hasattr(node, "lineno") or self._function(line) is not self._function(node)
-            if (before or line.lineno < node.lineno) and (runs := self.runs(line)) is not False:
+    def changes(self, node: ast.expr) -> Iterator[tuple[str | None, Any, bool]]:
+        """Yield (key, value, certain) of what is set on a name before a line, but in branches that do not run.
+
+        A key of None stands for any, and a value of None for one that is removed.
+        """
+        name, placed = name_of(node), hasattr(node, "lineno")
+        for key, value, line in self.parts.get(name, []):
+            if self._before(name, line, node) and (runs := self.runs(line)) is not False:
                 yield key, value, runs is True
+        if placed and any(self._before(name, use, node) and not self._keeps(use) for use in self._uses[name]):
+            yield None, node, False
+
+    def _before(self, name: str, line: Any, node: Any) -> bool:
+        """Whether a line may run before a node that refers to the same variable."""
+        if not hasattr(node, "lineno"):
+            return True
+        here = self._function(node)
+        same = self._scope(name, line) is self._scope(name, node)
+        return same and (line.lineno < node.lineno or self._function(line) is not here)
+
+    def _keeps(self, use: ast.AST) -> bool:
+        """Whether a use of a dictionary certainly leaves it as it is."""
+        above = self._up(use)
+        if isinstance(above, ast.Attribute):
+            return above.attr in _READS.split() or getattr(self._up(above), "func", None) is not above
+        if isinstance(above, ast.keyword) and above.arg:
+            above = self._up(above)
+        if isinstance(above, ast.Call):
+            return name_of(above) in _READERS.split()
+        return not isinstance(above, ast.Assign | ast.List | ast.Dict | ast.Tuple)
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
     """Keys and values of `{...}` and `dict(...)`."""
     if isinstance(node, ast.Dict):
         return [("**" if key is None else constant(key), value) for key, value in _entries(node)]
-    if isinstance(node, ast.Call) and name_of(node) == "dict" and not node.args:
-        return [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
+    if isinstance(node, ast.Call) and name_of(node) == "dict":
+        said = [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
+        return [(name, value) for name, value in said]
     return []
 
 

@@ -33,13 +33,11 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     if "rlhf_type" not in tree.values or tree.values["rlhf_type"].value != "grpo":
         return None
     gpus = tree.values.get("ENV.CUDA_VISIBLE_DEVICES")
-    return Launch(
-        framework="ms-swift",
-        form="yaml",
-        reason="YAML with rlhf_type: grpo",
-        settings={key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")},
+    return tree.launch(
+        "ms-swift",
+        "YAML with rlhf_type: grpo",
+        {key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")},
         not_checked=_RAY if "train.gpus" in tree.values else None,
         processes=count_of(tree.values, "ENV.NPROC_PER_NODE"),
         training_gpus=tuple(str(gpus.value).split(",")) if gpus else None,
-        findings=tuple(tree.findings),
     )

@@ -30,13 +30,9 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     if not signs or "rlhf_type" in tree.values:  # of ms-swift
         return None
     special = sorted(OPEN_R1_ONLY & tree.values.keys())
-    return Launch(
-        framework="open-r1" if special else "trl",
-        form="yaml",
-        reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
-        settings=tree.top,
-        findings=tuple(tree.findings),
-    )
+    if special:
+        return tree.launch("open-r1", f"YAML with {special[0]}, a key of Open-R1", tree.top)
+    return tree.launch("trl", f"YAML with {', '.join(signs)}", tree.top)
 
 
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:

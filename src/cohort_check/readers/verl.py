@@ -73,15 +73,13 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     reason = "refers to another place; `--cfg job --resolve` makes a file without that"
     places = {key: said for key, said in tree.values.items() if "${" in str(said.value)}
     settings = {key: said for key, said in tree.values.items() if key not in places}
-    return Launch(
-        framework="verl",
-        form="yaml",
-        reason="YAML with actor_rollout_ref",
-        settings=settings,
+    return tree.launch(
+        "verl",
+        "YAML with actor_rollout_ref",
+        settings,
         unread=tuple(Unread(key, said.where, reason) for key, said in places.items()),
         not_checked=_not_checked(settings),
         processes=_processes(settings, places, ""),
-        findings=tuple(tree.findings),
     )
 
 

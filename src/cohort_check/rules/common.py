@@ -50,9 +50,8 @@ class RunRules:
     decides: frozenset[str]  # every key that the verdict depends on, said or not
     start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
     usual_field: str | None = "num_generations"  # the key that a refusal is about
-    missing: Callable[[int, BatchSizes], tuple[str, ...]] = (
-        lambda world_size, sizes: ()
-    )  # unset keys, with values that make it start
+    # unset keys, with values that make it start
+    missing: Callable[[int, BatchSizes], tuple[str, ...]] = lambda world_size, sizes: ()
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
@@ -131,11 +130,7 @@ FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", 
 WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
 _WHY_DEFAULT = {"open-r1": "what Open-R1 pins", "unsloth": "the newest that Unsloth installs"}
-_KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
-    "trl": ("TRL", (0, 15), (1, 16)),
-    "ms-swift": ("ms-swift", (3, 3), (4, 6)),
-    "verl": ("verl", (0, 5), (0, 10)),
-}
+FRAMEWORKS: Mapping[str, Mapping[str, Any]] = load_table("rules/frameworks.yaml")
 
 
 def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
@@ -165,7 +160,7 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     fitting = [number for number, found in has.items() if found == known]
     if not newer or not fitting:
         return default, reason
-    name = _KNOWN[framework][0]
+    name = FRAMEWORKS[framework]["name"]
     first, last = (".".join(map(str, each)) for each in (fitting[0], fitting[-1]))
     which = f"{last}, the version that knows" if first == last else f"{first} to {last}, the versions that know"
     shown = ", ".join(newer[:3]) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
@@ -201,7 +196,7 @@ def _newest_release(framework: str, version: str) -> str:
 
 def nearest_version(framework: str, version: Version) -> Version:
     """Return the nearest minor version whose rules are known."""
-    _, oldest, newest = _KNOWN[framework]
+    oldest, newest = map(parse_version, FRAMEWORKS[framework]["rules"])
     return min(max(version[:2], oldest), newest)
 
 
@@ -211,9 +206,9 @@ def version_findings(framework: str, version: str) -> list[Finding]:
     nearest = nearest_version(framework, number)
     if number[:2] == nearest:
         return []
-    name = ".".join(map(str, nearest))
-    message = f"the rules of {_KNOWN[framework][0]} {version} are not known; using those of {name}, the nearest known"
-    return [Finding("CHK020", None, message, (f"--framework-version {name}",))]
+    name, known = FRAMEWORKS[framework]["name"], ".".join(map(str, nearest))
+    message = f"the rules of {name} {version} are not known; using those of {known}, the nearest known"
+    return [Finding("CHK020", None, message, (f"--framework-version {known}",))]
 
 
 GPUS = "GPUs"  # the name of the number of processes in a proposal
@@ -283,13 +278,7 @@ def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
     return values.isdisjoint(condition["not"])
 
 
-SAMPLING = {  # where completions are sampled, by the modes of TRL and ms-swift
-    "none": "by the training processes, with transformers",
-    "colocate": "by vLLM inside the training processes",
-    "server": "by a vLLM server, which needs GPUs of its own",
-    "a GPU of its own": "by vLLM on the GPU after the training processes' own",
-    "workers": "by vLLM on the GPUs after the training processes' own",
-}
+SAMPLING: Mapping[str, str] = load_table("rules/sampling.yaml")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -343,9 +332,9 @@ def is_server_local(settings: Settings) -> bool:
     return settings.readable(*keys) and any(name in host for name in ("0.0.0.0", "127.0.0.1", "localhost"))
 
 
-def counted(processes: int, kind: str = "process") -> str:
+def counted(number: int, noun: str = "process") -> str:
     """Return the count with its noun: `1 process`, `8 processes`."""
-    return f"1 {kind}" if processes == 1 else f"{processes} {kind}es"
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def cispo_findings(settings: Settings) -> list[Finding]:

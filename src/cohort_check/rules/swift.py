@@ -17,7 +17,6 @@ UNSET = trl.TrlBatch(per_device=1, per_device_eval=1)  # its defaults where they
 _NEWEST = (4, 6)
 # only their presence matters, or whether vLLM's parallelism has to fit
 _NEED_NOT_BE_READ = frozenset(("val_dataset", "teacher_model", "teacher_model_server", "use_vllm", "vllm_mode"))
-_RENAMED = {"train_type": "tuner_type"}
 
 
 def swift_start(batch: trl.TrlBatch, world_size: int, version: Version = _NEWEST) -> Start:
@@ -157,7 +156,8 @@ def _key_findings(launch: Launch, version: Version) -> list[Finding]:
     code, effect = ("CHK005", "drops it with a warning") if ignores else ("CHK006", "stops")
     says = f"remaining_argv: {remaining}"
     found = [] if unknown or not remaining else [Finding(code, None, "words that belong to no argument", says=says)]
+    renamed = common.FRAMEWORKS["ms-swift"]["renamed"]
     for key in unknown:
-        text, nearest = common.unknown_key("ms-swift", version, key, known, _RENAMED.get(key, ""))
+        text, nearest = common.unknown_key("ms-swift", version, key, known, renamed.get(key, ""))
         found.append(Finding(code, key, f"{text}, and {effect}", nearest, says=says))
     return found

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort_check.findings import Finding
+from cohort_check.findings import Finding, load_table
 from cohort_check.launch import Launch, Setting, Settings
 from cohort_check.rules import common
 from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, Version, parse_version, refused
@@ -18,11 +18,7 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
 _PER_DEVICE = "per_device_train_batch_size"
-_BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
-_TOO_FEW = (
-    "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided {}, which is less than "
-    "the minimum required."
-)
+_MESSAGES: dict[str, str] = load_table("rules/trl-messages.yaml")
 _FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
     _PER_DEVICE: "per_device",
     EVAL_BATCH: "per_device_eval",
@@ -102,7 +98,7 @@ def _refusals(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Re
     given = batch.generation_batch_size
     micro_step = batch.per_device * world_size
     if given is not None and batch.steps_per_generation is not None:
-        yield _BOTH_SET, "generation_batch_size"
+        yield _MESSAGES["both_set"], "generation_batch_size"
     # up to 0.19.0 operator precedence makes it `(given % per_device) * W`
     rest = given % (batch.per_device if version < (0, 19, 1) else micro_step) if given is not None else 0
     if rest:
@@ -134,7 +130,7 @@ def _groups(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refu
     if size % batch.generations:
         yield f"generation_batch_size ({size}) must be divisible by num_generations ({batch.generations}).", None
     if batch.generations < 2:
-        yield _TOO_FEW.format(batch.generations), None
+        yield _MESSAGES["too_few"].format(generations=batch.generations), None
 
 
 def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Iterator[Refusal]:
@@ -142,7 +138,7 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
     given, generations, train = batch.generation_batch_size, batch.generations, [world_size, batch.per_device]
     if version >= (0, 17):
         if generations < 2:
-            yield _TOO_FEW.format(generations), None
+            yield _MESSAGES["too_few"].format(generations=generations), None
         train.append(_steps(batch, version) if given is None else given // math.prod(train))
     names = ("effective train", "effective eval") if version >= (0, 17) else ("global train", "global eval")
     possible = common.divisors(*(train if given is None else [given]))
@@ -157,30 +153,15 @@ def _groups_to_0_19(batch: TrlBatch, world_size: int, version: Version) -> Itera
 
 def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, version: Version) -> str:
     given = name if version >= (0, 17) else name.removeprefix("global ")
-    return (
-        f"The {name} batch size ({' x '.join(map(str, sizes))}) must be evenly divisible by the number of generations "
-        f"per prompt ({generations}). Given the current {given} batch size, the valid values for the number of "
-        f"generations are: {possible}."
-    )
+    product = " x ".join(map(str, sizes))
+    numbers = {"sizes": product, "generations": generations, "possible": possible}
+    return _MESSAGES["uneven"].format(name=name, given=given, **numbers)
 
 
 _NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
 _LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
-_NEW_NAMES = {  # of keys whose help does not say it while they are there
-    "evaluation_strategy": "eval_strategy",
-    "max_length": "max_completion_length",
-    "provider_type": "code_provider",
-    "torch_dtype": "dtype",
-    "use_liger_loss": "use_liger_kernel",
-    "vllm_max_model_len": "vllm_max_model_length",
-}
 _OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
-_PURELY_QUANTIZED = (
-    "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
-    "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
-    "for more details"
-)
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
 
@@ -293,7 +274,7 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
 def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, version: Version) -> Finding:
     entries = [table[key] for table in common.key_tables("trl").values() if key in table]
     deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
-    new = next(deprecated, _NEW_NAMES.get(key, ""))
+    new = next(deprecated, common.FRAMEWORKS["trl"]["renamed"].get(key, ""))
     text, nearest = common.unknown_key("trl", version, key, known, new)
     in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
     if key == "evaluation_strategy" or any(entry["of"] == "TrainingArguments" for entry in entries):
@@ -344,7 +325,7 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
         return []  # Unsloth loads a saved adapter by the name of its folder
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
     text = "a quantized model trains only with an adapter"
-    return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_PURELY_QUANTIZED)]
+    return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_MESSAGES["purely_quantized"])]
 
 
 def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
