@@ -192,7 +192,7 @@ def test_killing_the_rollout_workers_of_one_node_loses_nothing(tmp_path: Path):
 
 @slow("four ranks; a worker whose parent is killed is tested")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
-@pytest.mark.parametrize("victim", ["rank 0", "node 1", "ctrl-c"])
+@pytest.mark.parametrize("victim", ["rank 0", "ctrl-c"])
 def test_no_rollout_worker_outlives_the_ranks(tmp_path: Path, victim: str):
     with two_servers() as servers:
         path, port = rollout_run(tmp_path, servers), free_port()
