@@ -225,7 +225,7 @@ class ForwardOnlyOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One causal token sequence of L tokens with the inputs of the loss for each of the C tokens that are trained.
+    """One causal sequence of L tokens, with the inputs of the loss for its C trained tokens.
 
     A trajectory whose history was rewritten has several sequences. Arrays may be parts of those of many sequences, and
     one number for all tokens an array that repeats it (`np.broadcast_to`), so nobody writes to them.

@@ -82,6 +82,19 @@ def start_node(number: int, port: int, *command: str) -> subprocess.Popen[str]:
     )
 
 
+def said_by_nodes(*command: str) -> list[str]:
+    """What both nodes of a run print, which ends well."""
+    port = free_port()
+    nodes = [start_node(number, port, *command) for number in range(2)]
+    try:
+        said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+    return said
+
+
 @slow("four ranks; the tests of rewards by group kill the workers of one rank of three")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
 def test_killing_the_reward_workers_of_one_node_loses_nothing(tmp_path: Path):
@@ -94,14 +107,7 @@ def test_killing_the_reward_workers_of_one_node_loses_nothing(tmp_path: Path):
         rollout={"num_generations": 8},
         train={"prompts_per_step": 6},
     )
-    port = free_port()
-    nodes = [start_node(number, port, "-m", "cohort", "train", str(path)) for number in range(2)]
-    try:
-        said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+    said_by_nodes("-m", "cohort", "train", str(path))
     killed = (tmp_path / "killed").read_text().split()
     assert len(killed) >= 3  # in every step but the first, before which there are none
 
@@ -143,6 +149,7 @@ def rollout_run(folder: Path, servers: list[StubServer], **rollout: Any) -> Path
         },
         rewards=[],
         train={"prompts_per_step": 6},
+        hardware={"timeout_s": 120},  # rank 0 notices the end of another node within a quarter of it
     )
 
 
@@ -162,15 +169,9 @@ STUB_RANK = str(Path(__file__).parents[1] / "helpers" / "stub_rank.py")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
 def test_killing_the_rollout_workers_of_one_node_loses_nothing(tmp_path: Path):
     with known_engine(), two_servers() as servers:
-        path, port = rollout_run(tmp_path, servers), free_port()
+        path = rollout_run(tmp_path, servers)
         (tmp_path / "kill").touch()
-        nodes = [start_node(number, port, STUB_RANK, str(path)) for number in range(2)]
-        try:
-            said = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
-        finally:
-            for node in nodes:
-                node.kill()
-        assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+        said = said_by_nodes(STUB_RANK, str(path))
         assert "trajectories run in 4 processes on 2 nodes, 2 each (rollout.workers)" in said[0]
         assert not (tmp_path / "kill").exists()
         assert sum(metric(tmp_path / "run", "rollout/lost_workers")) == 2
@@ -192,7 +193,7 @@ def test_killing_the_rollout_workers_of_one_node_loses_nothing(tmp_path: Path):
 
 @slow("four ranks; a worker whose parent is killed is tested")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give processes a host name")
-@pytest.mark.parametrize("victim", ["rank 0", "ctrl-c"])
+@pytest.mark.parametrize("victim", ["rank 0", "node 1", "ctrl-c"])
 def test_no_rollout_worker_outlives_the_ranks(tmp_path: Path, victim: str):
     with two_servers() as servers:
         path, port = rollout_run(tmp_path, servers), free_port()

@@ -48,7 +48,7 @@ def drop_zero_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm)
 
 
 def _has_any(values: FloatArray) -> bool:
-    """Whether any value is not 0. Mostly the first one tells, and NumPy would convert all of them."""
+    """Whether any value is nonzero. Checks the first one before converting all of them to bool."""
     return bool(values[:1].any() or values.any())
 
 

@@ -61,7 +61,7 @@ class TrainBatch:
         return tuple(s for micro_batch in self.all_micro_batches for s in micro_batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what a message has: all sequences together, and how many are in each micro-batch."""
+        """Pickle all sequences together, with the number in each micro-batch."""
         sizes = [[len(part) for part in group] for group in (*self.split_groups, self.micro_batches)]
         names = (f.name for f in fields(self) if f.name not in ("micro_batches", "split_groups"))
         numbers = {name: getattr(self, name) for name in names}

@@ -87,7 +87,7 @@ class ChildLate(ChildFailed):
 
 
 class Peer:
-    """The other end of a socket, with which this one exchanges messages."""
+    """A connection over which this process exchanges messages with another one."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Take a connected socket."""
@@ -96,7 +96,7 @@ class Peer:
         self._sending = threading.Lock()
 
     def authenticate(self, key: bytes, timeout_s: float, *, asks_first: bool) -> None:
-        """Prove to the other end of a TCP connection that this one knows a key, which has to prove the same.
+        """Authenticate both ends of a TCP connection by a shared key.
 
         Args:
             key: which both know.
@@ -155,7 +155,7 @@ class Peer:
         return ""
 
     def hang_up(self) -> None:
-        """Say that there are no more messages: a process ends by itself."""
+        """Announce that no more messages follow, so that the other process can exit."""
         self._shut_down(socket.SHUT_WR)
 
     def kill(self) -> None:

@@ -62,7 +62,11 @@ def choose_workers(
 
 
 def places_elsewhere(workers: WorkerGroup[Worker], numbers: Mapping[int, int]) -> list[Place]:
-    """Return places for rollout workers on other nodes than rank 0's, by the first rank of which there are `numbers`.
+    """Prepare the other nodes and return places for their rollout workers.
+
+    Args:
+        workers: all ranks.
+        numbers: of rollout workers, by the first rank of their node.
 
     Raises:
         TrainingError: a node cannot run any.

@@ -100,7 +100,7 @@ class Worker:
         """Do nothing. Receiving a call renews this rank's deadline for the next one."""
 
     def free_cores(self) -> int | None:
-        """Return how many cores of this node no rank uses; None on ranks that are not the first of theirs."""
+        """Return the number of cores of this node that no rank uses; None except on the first rank of a node."""
         return None if self.ranks.local_rank else usable_cores() - (self.ranks.ranks_per_node or 1)
 
     def host_rollout_workers(self, ranks: Set[int], key: bytes) -> Node | None:

@@ -64,7 +64,7 @@ def notebook_code(text: str) -> str:
 
 
 def _checked(cell: str) -> str:
-    """A cell, or as many lines of nothing for one that stops with a syntax error, as the others run all the same."""
+    """Return the code of a cell; blank lines if it has a syntax error, since the other cells run regardless."""
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(cell)

@@ -52,7 +52,7 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = dict(zip(_TESTS, (*_TRUTHS,
 
 
 def name_of(node: ast.AST | None) -> str:
-    """`b` of `b` and of `a.b`, and of a call of these."""
+    """Return the last part of a dotted name, or of the function in a call: `b` for `a.b` and `a.b()`."""
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -198,7 +198,7 @@ class Script:
         return None
 
     def runs(self, node: ast.AST) -> bool | None:
-        """Whether a node runs, by the tests around it; None if they are not known, or it may run several times."""
+        """Whether a node is executed, given the conditions around it; None if unknown, or if it may run repeatedly."""
         certain: bool | None = True
         while (above := self._up(node)) is not None:
             in_body = isinstance(above, _REPEATED) and node not in above.__dict__.values()
@@ -431,7 +431,7 @@ class Script:
         return self._way(node)[-1]
 
     def _way(self, node: Any) -> list[Any]:
-        """The names and calls that lead to what a name or a call stands for, and that."""
+        """Return a name or call, what it resolves to, and so on until an expression that is neither."""
         way = [node]
         while len(way) < 9:
             follows = isinstance(node, ast.Call) and self._follows(node)
@@ -527,7 +527,7 @@ class Script:
                 yield None, node, False
 
     def changes(self, node: ast.expr) -> Iterator[tuple[str | None, Any, bool]]:
-        """Yield (key, value, certain) of what is set on a name before a line, but in branches that do not run.
+        """Yield (key, value, certain) for each item set on a name before a line, except in branches that do not run.
 
         A key of None stands for any, and a value of None for one that is removed.
         """

@@ -61,7 +61,7 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
 
 
 def _of_unsloth(run: Launch) -> Launch:
-    """The run with what Unsloth takes from the loaded model, and what it sets for its loss whatever the script says."""
+    """Return the run with the values that Unsloth takes from the loaded model or overrides for its loss."""
     table, settings = load_table("keys/unsloth.yaml"), dict(run.settings)
     for key, loaded in table["loaded"].items():
         if (said := settings.pop(loaded, None)) and not (key in settings and settings[key].value):

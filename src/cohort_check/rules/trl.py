@@ -221,7 +221,7 @@ def _keys_of(launch: Launch | Settings) -> str:
 
 
 def _raised(batch: TrlBatch, processes: int, known: common.Keys) -> TrlBatch:
-    """The batch that Unsloth makes of one that holds no whole groups."""
+    """Return the batch size to which Unsloth raises one that does not hold whole groups."""
     if batch.steps_per_generation or batch.generation_batch_size:
         return batch
     size = batch.per_device * (batch.accumulation * processes if "steps_per_generation" in known else 1)

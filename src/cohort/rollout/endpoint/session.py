@@ -151,7 +151,7 @@ class Session:
             self._has_checked_tools = True
 
     def _tokenize(self, prompt: str) -> IntArray:
-        """Tokenize a prompt, but for the part that an earlier call has sampled."""
+        """Tokenize a prompt, except for the part that an earlier call has sampled."""
         tokenizer = self._model.tokenizer
         continued = [kept for kept in self._texts if prompt.startswith(kept[0])]
         if not continued:

@@ -96,7 +96,7 @@ class GenerateRequest:
 
     @property
     def node_names(self) -> frozenset[str]:
-        """Return none: the process of the fleet sends it, which prefers no server."""
+        """Return an empty set: the fleet's own process prefers no server."""
         return frozenset()
 
     async def send(self, client: "Client", url: str, *, allows: Callable[[int], bool]) -> list[ModelCall]:
