@@ -18,7 +18,7 @@ import numpy as np
 
 from cohort.errors import TrainingError, UserError, excerpt
 from cohort.ranks.stopping import NEVER_STOPPED
-from cohort.records import BoolArray, FloatArray, IntArray, Prompt, RolloutGroup, ScoredGroup
+from cohort.records import FloatArray, IntArray, Prompt, RolloutGroup, ScoredGroup
 from cohort.rewards.answers import expected_answer
 from cohort.rewards.arguments import Sample, rollout_arguments
 from cohort.rewards.builtin import BuiltinReward
@@ -37,6 +37,7 @@ from cohort.rewards.function import (
     reports_of,
     unique_names,
 )
+from cohort.rewards.gates import GatedParts, selects, stages
 from cohort.rewards.per_group import (
     GroupCalls,
     GroupScorer,
@@ -48,89 +49,6 @@ from cohort.rewards.per_group import (
     raise_first,
     split_evenly,
 )
-
-
-class GatedParts:
-    """The values of a step's rewards, collected in order.
-
-    A reward does not score broken trajectories and rows that its `where` excludes (NaN). Behind a gate it is 0 for
-    completions that the gate does not let through, and NaN for those that the gate did not score.
-    """
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples  # [N]
-        self._passed_N = np.ones(len(samples))  # 1: let through by all gates so far, 0: not, NaN: unknown
-        self.values: dict[str, FloatArray] = {}  # reward name -> [N]
-
-    def to_score(self, reward: RewardFunction) -> BoolArray:
-        """Which completions the function has to score, [N]."""
-        return self._is_for(reward) & (self._passed_N == 1)
-
-    def add(self, reward: RewardFunction, scored: FloatArray) -> None:
-        """Add the values that a function returned for the completions of `to_score`; NaN: not scored."""
-        is_for_N = self._is_for(reward)
-        values_N = np.where(is_for_N & (self._passed_N == 0), 0.0, np.nan)
-        values_N[is_for_N & (self._passed_N == 1)] = scaled(reward, scored)
-        self.values[reward.name] = values_N
-
-    def close_gates(self, rewards: Sequence[RewardFunction]) -> None:
-        """Apply the gates among `rewards`, whose values have been added."""
-        for reward in rewards:
-            if reward.gate:
-                values_N = self.values[reward.name]
-                result_N = np.where(np.isnan(values_N), np.nan, values_N >= 1)
-                self._passed_N = np.where(self._is_for(reward) & (self._passed_N == 1), result_N, self._passed_N)
-
-    def _is_for(self, reward: RewardFunction) -> BoolArray:
-        return np.array([not t.is_broken and is_for(prompt, reward) for prompt, t in self._samples], dtype=bool)
-
-
-def stages(functions: Sequence[RewardFunction]) -> list[list[RewardFunction]]:
-    """Split rewards behind each gate: those of a stage do not depend on each other's values."""
-    split: list[list[RewardFunction]] = [[]]
-    for function in functions:
-        split[-1].append(function)
-        if function.gate:
-            split.append([])
-    return [stage for stage in split if stage]
-
-
-def scaled(reward: RewardFunction, values_N: FloatArray) -> FloatArray:
-    """Apply `scale`, then `clip`. NaN stays NaN."""
-    if isinstance(reward.scale, tuple):
-        low, high = reward.scale
-        values_N = (values_N - low) / (high - low)
-    else:
-        values_N = values_N * reward.scale
-    return values_N if reward.clip is None else np.clip(values_N, *reward.clip)
-
-
-def is_for(prompt: Prompt, reward: RewardFunction) -> bool:
-    """Whether a reward's `where` selects a prompt's row."""
-    return _selects(reward, prompt.columns)
-
-
-def _selects(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
-    return all(
-        any(_is_same(row.get(column), value) for value in (wanted if _is_list(wanted) else [wanted]))
-        for column, wanted in reward.where.items()
-    )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _is_same(value: Any, wanted: Any) -> bool:
-    """Compare numbers as numbers, since a column of integers with gaps holds 1.0 for 1; anything else as text."""
-    if value is None or wanted is None:
-        return value is wanted
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return str(value).lower() == str(wanted).lower()
-    if isinstance(value, int | float) and isinstance(wanted, int | float):
-        return value == wanted
-    return str(value) == str(wanted)
-
 
 MAX_ABS_REWARD = 1e30  # squares of larger rewards overflow on the way to the loss
 
@@ -221,7 +139,7 @@ class RewardRunner:
         for number, row in rows if checked else ():
             for f in checked:
                 assert isinstance(f.function, ChecksRows)
-                if _selects(f, row):
+                if selects(f, row):
                     try:
                         f.function.check_row(row, **f.args)
                     except UserError as error:
@@ -273,7 +191,7 @@ class RewardRunner:
         return scored
 
     def _answer(self, prompt: Prompt) -> str | None:
-        rewards = [f for f in self.functions if is_for(prompt, f)]
+        rewards = [f for f in self.functions if selects(f, prompt.columns)]
         named = {name for f in rewards for name in self._parameters[f.name].names}
         return expected_answer(prompt.columns, [f.function for f in rewards], named)
 
