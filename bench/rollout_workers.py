@@ -2,11 +2,11 @@
 
     python bench/rollout_workers.py [--conversations 8192] [--workers 1 2] [--servers 32] [--quick]
 
-The stub servers are processes of their own, with vLLM's endpoint for tokens. Every reply has 256 tokens and calls the
-tool, whose result has about 50 tokens. A reply takes 256 x 20 ms, give or take 20% by its seed, and the tool 0.3 s. The
-"stub's own time" is what the slowest conversation then takes if nothing else takes time. All conversations start at
-once, in groups of 16. Processor seconds are of this process (rank 0: event loop, fleet, health checks) and of all
-workers together; seconds of wall clock only mean something where the cores are free.
+The stub servers are processes of their own, with vLLM's endpoint for tokens. Every reply has 256 tokens, the first of
+them by its seed, and calls the tool, whose result has about 50 tokens. A reply takes 256 x 20 ms, give or take 20% by
+its seed, and the tool 0.3 s. The "stub's own time" is what the slowest conversation then takes if nothing else takes
+time. All conversations start at once, in groups of 16. Processor seconds are of this process (rank 0: event loop,
+fleet, health checks) and of all workers together; seconds of wall clock only mean something where the cores are free.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from cohort.rollout.workers.load_rollout import collector_options, load_rollout
 from cohort.rollout.workers.worker_main import allow_open_files
 from cohort.trainer.parts import Parts
 from harness import machine, markdown
-from stub_server import REPLY_TOKENS, latency_s
+from stub_server import FIRST_TOKEN, REPLY_TOKENS, latency_s
 
 GENERATIONS, TURNS, PROMPT_TOKENS, TOOL_S = 16, 8, 200, 0.3
 CORES = 16  # for which the table computes
@@ -74,10 +74,10 @@ def stub_servers(count: int, choice: bytes, speedup: float) -> Iterator[list[str
 
 
 def make_choice(tokenizer: Any) -> bytes:
-    """A completion of an answer, without the bracket and index at its start."""
+    """A completion for `stub_server`: without the bracket at its start, and with a name for its first token."""
     call = tokenizer(CALL, add_special_tokens=False)["input_ids"]
-    words = np.random.default_rng(0).integers(20, 400, REPLY_TOKENS - len(call) - 1).tolist()
-    token_ids = [*words, *call, tokenizer.eos_token_id]
+    words = np.random.default_rng(0).integers(20, 400, REPLY_TOKENS - len(call) - 2).tolist()
+    token_ids = [FIRST_TOKEN, *words, *call, tokenizer.eos_token_id]
     content = [{"token_id": token_id, "logprob": -round(0.1 + n / 300, 6)} for n, token_id in enumerate(token_ids)]
     choice = {
         "token_ids": token_ids,

@@ -1,8 +1,8 @@
-"""Stub servers with vLLM's endpoint for tokens: every reply is the same, and takes the time of its tokens.
+"""Stub servers with vLLM's endpoint for tokens: replies differ in their first token, and take the time of their tokens.
 
 `rollout_workers.py` starts it with the arguments COUNT FILE SPEEDUP. Listens on COUNT ports, which it prints as JSON,
-until its input ends. FILE has a completion as JSON, without the bracket at its start. Does as little as possible, so
-that it takes few of the cores that are measured.
+until its input ends. FILE has a completion as JSON, without the bracket at its start, with `FIRST_TOKEN` in place of
+the first token. Does as little as possible, so that it takes few of the cores that are measured.
 """
 
 import asyncio
@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 REPLY_TOKENS, TOKEN_S, SPREAD = 256, 0.02, 0.2
+FIRST_TOKEN = "the first token"
+
+
+def share_of(seed: int) -> float:
+    """A number from 0 to 1 that looks random."""
+    return (seed * 2_654_435_761 % 2**32) / 2**32
 
 
 def latency_s(seed: int, speedup: float) -> float:
     """How long a stub server takes for a reply."""
-    share = (seed * 2_654_435_761 % 2**32) / 2**32
-    return REPLY_TOKENS * TOKEN_S * (1 - SPREAD + 2 * SPREAD * share) / speedup
+    return REPLY_TOKENS * TOKEN_S * (1 - SPREAD + 2 * SPREAD * share_of(seed)) / speedup
 
 
 class StubServer(asyncio.Protocol):
-    """One connection with one request."""
+    """A connection with one request after the other."""
 
     def __init__(self, choice: bytes, speedup: float):
         self.choice, self.speedup = choice, speedup
@@ -42,23 +47,27 @@ class StubServer(asyncio.Protocol):
             size = re.search(rb"content-length: (\d+)", self.received[:end].lower())
             self.length = end + 4 + (int(size[1]) if size else 0)
         if self.length and len(self.received) >= self.length:
-            self.answer()
+            request, self.received, self.length = bytes(self.received), bytearray(), 0
+            self.answer(request)
 
-    def answer(self) -> None:
+    def answer(self, request: bytes) -> None:
         """Answer a request, one for completions after the time that they take."""
-        if self.received.startswith(b"POST"):
-            seed, n = (int(re.search(rb'"%b": ?(\d+)' % name, self.received)[1]) for name in (b"seed", b"n"))
-            choices = b",".join(b'{"index":%d,%b' % (index, self.choice) for index in range(n))
+        if request.startswith(b"POST"):
+            seed, n = (int(re.search(rb'"%b": ?(\d+)' % name, request)[1]) for name in (b"seed", b"n"))
+            choices = b",".join(b'{"index":%d,%b' % (index, self.completion(seed + index)) for index in range(n))
             asyncio.get_running_loop().call_later(
                 latency_s(seed, self.speedup), self.reply, b'{"choices":[' + choices + b"]}"
             )
         else:
             self.reply(b'{"data":[{"max_model_len":100000}]}')
 
+    def completion(self, seed: int) -> bytes:
+        """The completion of a seed: conversations of a group soon differ, so that no two share a request."""
+        return self.choice.replace(json.dumps(FIRST_TOKEN).encode(), b"%d" % (20 + int(380 * share_of(seed))))
+
     def reply(self, body: bytes) -> None:
-        """Send an answer and close the connection."""
-        self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-        self.transport.close()
+        """Send an answer."""
+        self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
 
 
 async def serve(count: int, choice: bytes, speedup: float) -> None:

@@ -56,6 +56,9 @@ class TurnStats:
     tool_errors: int = 0  # calls of tools that raised, missed their deadline or do not exist
     malformed_calls: int = 0  # tool calls that could not be parsed
     rewritten: int = 0  # turns that the chat template started a new token sequence for
+    masked_tokens: int = (
+        0  # after the first context, and not trained: tool results, user turns, the chat template's own
+    )
     attempts: int = 1  # 1 plus the number of times that the environment failed and was replaced
     model_s: float = 0.0  # seconds in which at least one model call was waiting
     environment_s: float = 0.0  # all other seconds
@@ -190,7 +193,8 @@ def join_calls(calls: Sequence[ModelCall]) -> list[TokenSequence]:
 
 def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
     """Whether `token_ids` starts with `prefix`."""
-    return len(token_ids) >= len(prefix) and np.array_equal(token_ids[: len(prefix)], prefix)
+    # `np.array_equal` takes three times as long
+    return len(token_ids) >= len(prefix) and not np.count_nonzero(token_ids[: len(prefix)] != prefix)
 
 
 def _continues(previous: ModelCall, call: ModelCall) -> bool:

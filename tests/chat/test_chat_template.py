@@ -13,7 +13,7 @@ from cohort.chat import ChatTemplate, ResponseParser, tool_schema
 from cohort.chat.messages import plain_messages
 from cohort.errors import UserError
 from cohort.records import FinishReason, Message
-from conversations import FAMILIES, LOADERS, MORE, TOOLS, USER, answered, called, search
+from conversations import FAMILIES, LOADERS, MORE, TOOLS, USER, Conversation, answered, called, search
 from selection import examples
 
 
@@ -44,6 +44,16 @@ def test_render_writes_the_generation_prompt():
     ids = ChatTemplate(tokenizer).render([USER])
     assert ids.dtype == np.int64
     assert tokenizer.decode(ids.tolist()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_has_written_another_time_before_does_not_end_the_sequence():
+    """As those of Llama 3.2, with the date."""
+    conversation = Conversation(FAMILIES[0], "fixture", [USER])
+    conversation.sample("hello<|im_end|>")
+    assert conversation.add(MORE) is not None
+    conversation.sample("hello<|im_end|>")
+    conversation.rendering.text = "The day before." + conversation.rendering.text
+    assert conversation.add(MORE) is not None
 
 
 def test_suffix_does_not_repeat_the_sampled_end_of_turn_token():

@@ -9,7 +9,7 @@ import numpy as np
 
 import chat_tokenizers as tokenizers
 from chat_tokenizers import fixture_template, make_tokenizer, trl_template
-from cohort.chat import ChatTemplate, ResponseParser, tool_schema
+from cohort.chat import ChatTemplate, Rendering, ResponseParser, tool_schema
 from cohort.chat.messages import arguments_as_text, takes_text_arguments
 from cohort.records import FinishReason, IntArray, Message, ModelCall
 
@@ -113,6 +113,7 @@ class Conversation:
         self.messages, self.tools, self.kwargs = messages, tools, kwargs
         self.context_ids = self.template.render(messages, tools)
         self.calls: list[ModelCall] = []
+        self.rendering = Rendering()
 
     def ids(self, text: str) -> IntArray:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
@@ -148,11 +149,20 @@ class Conversation:
         self.messages = [*self.messages, self.reply.message]
 
     def add(self, *new: Message) -> IntArray | None:
-        """Append messages after the sampled turn; return the suffix."""
+        """Append messages after the sampled turn; return the suffix, with what was rendered before and without."""
         call = self.calls[-1]
-        suffix = self.template.suffix(
-            self.messages, new, self.tools, sampled_ids=call.token_ids, finish_reason=call.finish_reason
+        suffix, alone = (
+            self.template.suffix(
+                self.messages,
+                new,
+                self.tools,
+                sampled_ids=call.token_ids,
+                finish_reason=call.finish_reason,
+                rendering=rendering,
+            )
+            for rendering in (self.rendering, None)
         )
+        assert np.array_equal(suffix, alone) if suffix is not None else alone is None
         self.messages = [*self.messages, *new]
         if suffix is None:
             self.context_ids = self.template.render(self.messages, self.tools)

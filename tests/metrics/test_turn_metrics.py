@@ -1,13 +1,13 @@
 """Metrics of trajectories with turns, by hand."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cohort.metrics.rollouts import num_masked_tokens, rollout_metrics, turn_metrics
+from cohort.metrics.rollouts import rollout_metrics, turn_metrics
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory, TurnStats
+from cohort.rollout.environments.trajectory import num_masked_tokens
 from samples import answer
 
 PROMPT = Prompt(id=0, epoch=0, content="q", token_ids=np.array([1, 2]), columns={})
@@ -30,7 +30,7 @@ TWO_TURNS = Trajectory(
     text="",
     end="answer",
     metrics={"score": 4.0},
-    stats=TurnStats(tool_calls=2, tool_errors=1, malformed_calls=2, model_s=3.0, environment_s=1.0),
+    stats=TurnStats(tool_calls=2, tool_errors=1, malformed_calls=2, masked_tokens=3, model_s=3.0, environment_s=1.0),
 )
 WITH_SIMULATED_USER = Trajectory(
     calls=(a_call([1, 2], [5]), a_call([9], [8], trained=False)),
@@ -68,7 +68,8 @@ def test_all_of_them():
 
 def test_masked_tokens_of_a_rewritten_history_are_those_after_the_common_prompt():
     calls = (a_call([1, 2], [5, 6]), a_call([1, 2, 6, 30], [7]), a_call([40, 41], [8]))
-    assert num_masked_tokens(replace(TWO_TURNS, calls=calls)) == 0 + 2 + 2
+    assert num_masked_tokens(calls) == 0 + 2 + 2
+    assert num_masked_tokens(TWO_TURNS.calls) == 3 and num_masked_tokens(WITH_SIMULATED_USER.calls) == 0
 
 
 def test_single_completions_have_none_and_groups_with_turns_have_theirs():

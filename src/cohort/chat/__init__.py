@@ -2,11 +2,12 @@
 
 from cohort.chat.messages import append_observation, prompt_messages
 from cohort.chat.responses import Reply, ResponseParser, ToolCall
-from cohort.chat.template import ChatTemplate
+from cohort.chat.template import ChatTemplate, Rendering
 from cohort.chat.tools import tool_schema
 
 __all__ = [
     "ChatTemplate",
+    "Rendering",
     "Reply",
     "ResponseParser",
     "ToolCall",

@@ -5,6 +5,7 @@ K = tokens of a context, C = sampled tokens of a turn, S = tokens of a suffix.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,18 @@ _RESERVED_KWARGS = frozenset(
         *("sanitize_control_tokens", "tokenizer_kwargs"),
     }
 )
+
+
+@dataclass(slots=True)
+class Rendering:
+    """What was rendered last of a conversation that grows: the next rendering begins with it, unless it is rewritten.
+
+    What assistants wrote is masked.
+    """
+
+    messages: Sequence[Message] = ()
+    tools: Tools = None
+    text: str = ""
 
 
 class ChatTemplate:
@@ -95,6 +108,7 @@ class ChatTemplate:
         sampled_ids: IntArray,
         finish_reason: FinishReason,
         keep_history: bool = False,
+        rendering: Rendering | None = None,
     ) -> IntArray | None:
         """Return the ids that follow a sampled turn: its end, the messages `new` and the generation prompt, [S].
 
@@ -109,6 +123,7 @@ class ChatTemplate:
             finish_reason: "stop": the suffix does not repeat the end-of-turn token, if one was sampled; "length": the
                 suffix supplies it.
             keep_history: go on from the sampled tokens even where the template rewrites what was before.
+            rendering: of the same conversation's previous suffix, and then of this one; saves half of the time.
 
         Returns:
             The ids, or None if the template does not continue what was sampled: given `new`, it drops or changes what
@@ -121,7 +136,7 @@ class ChatTemplate:
         messages, following = plain_messages(history), plain_messages(new)
         masked = mask(messages, following)
         try:
-            turn = self._turn(masked.messages, following, tools)
+            turn = self._turn(masked.messages, following, tools, rendering)
         except UserError:
             self._text([*messages, *following], tools)  # raises unless only the sentinels were rejected
             return None
@@ -231,10 +246,20 @@ class ChatTemplate:
             parts = " and ".join(dropped)
             raise UserError(f"tools need a chat template that renders them, but {self._name} drops {parts}. {advice}")
 
-    def _turn(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str | None:
+    def _turn(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Tools, rendering: Rendering | None = None
+    ) -> str | None:
         """Text after the context of the last assistant message; None if that context changes."""
-        context = self._text(history[:-1], tools)
-        text = self._text([*history, *new], tools)
+        messages = [*history, *new]
+        text = self._text(messages, tools)
+        context = None
+        if rendering is not None:
+            is_context = rendering.messages == history[:-1] and rendering.tools == tools
+            # a template that writes the time may have written another one
+            context = rendering.text if is_context and text.startswith(rendering.text) else None
+            rendering.messages, rendering.tools, rendering.text = messages, tools, text
+        if context is None:
+            context = self._text(history[:-1], tools)
         return text[len(context) :] if text.startswith(context) else None
 
     def _marker(self, masked: Masked, tools: Tools) -> str:
@@ -295,7 +320,7 @@ class ChatTemplate:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def _decode(self, token_ids: IntArray) -> str:
-        return str(self._tokenizer.decode(token_ids.tolist(), clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
     def _check_kwargs(self) -> None:
         if not self._tokenizer.chat_template:

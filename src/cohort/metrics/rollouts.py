@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from cohort.records import BoolArray, EndReason, FloatArray, IntArray, ScoredGroup, Trajectory, TurnStats, join_calls
+from cohort.records import BoolArray, EndReason, FloatArray, ScoredGroup, Trajectory, TurnStats
 
 _EQUAL = 1e-8  # standard deviation of values that differ only by rounding
 
@@ -32,28 +32,12 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "turns/mean": _mean_or_nan(turns),
             "turns/max": float(max(turns)),
             "turns/model_calls": _mean_or_nan([len(t.calls) for t, _ in intact]),
-            "turns/masked_tokens": _mean_or_nan([num_masked_tokens(t) for t, _ in intact]),
+            "turns/masked_tokens": _mean_or_nan([s.masked_tokens for _, s in intact]),
             "turns/model_s": _mean_or_nan([s.model_s for _, s in intact]),
             "turns/rewritten": _mean_or_nan([s.rewritten for _, s in intact]),
             "turns/environment_s": _mean_or_nan([s.environment_s for _, s in intact]),
         }
     return metrics | _tool_metrics(stats) | _environment_metrics([trajectory for trajectory, _ in intact])
-
-
-def num_masked_tokens(trajectory: Trajectory) -> int:
-    """Count tokens of the trajectory's sequences that are neither trained nor part of its prompt, the first context."""
-    return sum(
-        int(np.count_nonzero(~sequence.loss_mask))
-        - _num_shared(sequence.token_ids, trajectory.trained_calls[0].context_ids)
-        for sequence in join_calls(trajectory.calls)
-    )
-
-
-def _num_shared(token_ids: IntArray, prompt: IntArray) -> int:
-    """Number of leading tokens that both have."""
-    length = min(len(token_ids), len(prompt))
-    different = np.flatnonzero(token_ids[:length] != prompt[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _tool_metrics(stats: Sequence[TurnStats]) -> dict[str, float]:

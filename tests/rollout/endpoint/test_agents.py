@@ -308,7 +308,7 @@ def test_a_call_whose_client_hung_up_before_the_answer_is_dropped():
             hang_up.set()
             until(lambda: len(engine.loop._ready) > num_ready)  # the server's thread has noticed
 
-    engine = HoldingEngine(on_answer=on_answer)
+    engine = HoldingEngine(may_answer=lambda number: bool(connections), on_answer=on_answer)
 
     def solve(row: Any, base_url: str, api_key: str) -> None:
         connections.append(sent(base_url, api_key, {"messages": MESSAGES}))

@@ -180,10 +180,9 @@ class UserThread:
     """A daemon thread that runs functions one after another."""
 
     def __init__(self, name: str):
-        """Start the thread."""
+        """Create the thread; its first function starts it."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
 
     def start(
         self,
@@ -193,6 +192,8 @@ class UserThread:
     ) -> None:
         """Run a function when earlier ones have returned; `on_done` gets its result and error in the thread."""
         self._queue.put((function, arguments, on_done))
+        if self._thread.ident is None:
+            self._thread.start()
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run a function and wait for its result."""
@@ -219,7 +220,8 @@ class UserThread:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread, but not longer than `timeout_s`."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
 
 async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cohort.chat import ChatTemplate, Reply, ResponseParser
+from cohort.chat import ChatTemplate, Rendering, Reply, ResponseParser
 from cohort.errors import UserError
 from cohort.records import EndReason, IntArray, Message, ModelCall, Prompt
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
@@ -129,6 +129,7 @@ class RolloutModel:
         self.num_rewritten = 0  # continued chats for which the chat template started a new token sequence
         self._calls: dict[int, ModelCall] = {}  # by turn
         self._turns: list[_Turn] = []
+        self._rendering = Rendering()
         self._num_started = 0
         self._num_trained = 0
         self._first_context: int | None = None  # tokens of the first trained call's context
@@ -181,11 +182,16 @@ class RolloutModel:
             EnvironmentFailure: the first context exceeds `rollout.max_prompt_tokens`.
             UserError: the chat template rejects the messages.
         """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        conversation = copy.deepcopy(list(messages))  # a program may change its own in place, and still be recognized
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        earlier = self._continued_turn(messages, tools)
+        # a program may change its own in place, and still be recognized; what is already a copy need not be one again
+        kept = earlier.conversation if earlier else ()
+        conversation = [
+            *(old if _are_equal(old, own) else copy.deepcopy(own) for old, own in zip(kept, messages, strict=False)),
+            *copy.deepcopy(messages[len(kept) :]),
+        ]
         tools = copy.deepcopy(tools)
-        context_ids = self._context(conversation, tools)
+        context_ids = self._context(earlier, conversation, tools)
         call = await self._call(
             context_ids, train=train, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids
         )
@@ -243,10 +249,14 @@ class RolloutModel:
         for task in self._tasks:
             task.cancel()
 
-    def _context(self, messages: Sequence[Message], tools: Tools | None) -> IntArray:
-        """Return the context of the next call: the longest earlier conversation's tokens and those of new messages."""
-        earlier = [turn for turn in self._turns if turn.is_continued_by(messages, tools)]
-        for turn in sorted(earlier, key=lambda turn: len(turn.conversation), reverse=True)[:1]:
+    def _continued_turn(self, messages: Sequence[Message], tools: Tools | None) -> _Turn | None:
+        """Return the turn with the longest earlier conversation that these messages continue."""
+        longest_first = sorted(self._turns, key=lambda turn: len(turn.conversation), reverse=True)
+        return next((turn for turn in longest_first if turn.is_continued_by(messages, tools)), None)
+
+    def _context(self, turn: _Turn | None, messages: Sequence[Message], tools: Tools | None) -> IntArray:
+        """Return the context of the next call: the tokens of the turn that it continues and those of new messages."""
+        if turn is not None:
             new = messages[len(turn.conversation) :]
             suffix = self.template.suffix(
                 turn.conversation,
@@ -255,6 +265,7 @@ class RolloutModel:
                 sampled_ids=turn.call.token_ids,
                 finish_reason=turn.call.finish_reason,
                 keep_history=self._keep_thoughts,
+                rendering=self._rendering,
             )
             if suffix is not None:
                 return np.concatenate([turn.call.context_ids, turn.call.token_ids, suffix])
@@ -354,10 +365,19 @@ def _cut_at_token(call: ModelCall, stop_token_ids: Sequence[int]) -> ModelCall:
 
 def _is_same(kept: Message, received: Message) -> bool:
     """Whether two messages are the same. Reasoning may be left out, since many clients drop it."""
+    if _are_equal(kept, received):
+        return True
     if _identity(kept) != _identity(received):
         return False
     reasoning = received.get("reasoning_content")
     return reasoning is None or reasoning == kept.get("reasoning_content")
+
+
+def _are_equal(one: Message, other: Message) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays, whose comparison is no truth value
+        return False
 
 
 def _identity(message: Message) -> tuple[Any, ...]:

@@ -4,15 +4,17 @@ import asyncio
 import copy
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from cohort.chat import ChatTemplate, ResponseParser
 from cohort.config.user_code import is_user_code
 from cohort.errors import describe_error
-from cohort.records import EndReason, Prompt, Trajectory, TurnStats
+from cohort.records import EndReason, IntArray, ModelCall, Prompt, Trajectory, TurnStats, join_calls
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
 from cohort.rollout.stop_strings import text_of
@@ -30,7 +32,7 @@ class Outcome:
     environment: Any = None  # instance for reward functions
     observation: str = ""  # text of `reset`, appended to the prompt
     end: EndReason | None = None  # None: the limit that was reached; else "answer", or "length" if the reply was cut
-    stats: TurnStats = field(default_factory=TurnStats)  # counts only; the runner adds times and attempts
+    stats: TurnStats = field(default_factory=TurnStats)  # counts of the program; the runner adds times and its own
 
 
 class Program(Protocol):
@@ -204,12 +206,29 @@ def _trajectory(
             outcome.stats,
             attempts=attempts,
             rewritten=model.num_rewritten,
+            masked_tokens=num_masked_tokens(model.calls),
             model_s=model.model_s,
             environment_s=max(0.0, seconds - model.model_loop_s),
         ),
         error=error,
         environment=outcome.environment,
     )
+
+
+def num_masked_tokens(calls: Sequence[ModelCall]) -> int:
+    """Count tokens of a trajectory's sequences that are neither trained nor part of its prompt, the first context."""
+    return sum(
+        int(np.count_nonzero(~sequence.loss_mask))
+        - _num_shared(sequence.token_ids, next(call.context_ids for call in calls if call.trained))
+        for sequence in join_calls(calls)
+    )
+
+
+def _num_shared(token_ids: IntArray, prompt: IntArray) -> int:
+    """Number of leading tokens that both have."""
+    length = min(len(token_ids), len(prompt))
+    different = np.flatnonzero(token_ids[:length] != prompt[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _describe(error: BaseException) -> str:
