@@ -21,6 +21,7 @@ from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer
 from cohort.rollout.workers.nodes import Place, host_workers
 from json_server import serving
+from selection import slow
 from test_rollout_workers import MESSAGES, TOOLS, assert_same, looks
 from turn_servers import collect, collecting, replying
 from waiting import PATIENCE_S, is_running, until
@@ -94,6 +95,7 @@ def test_groups_of_another_nodes_workers_are_those_of_one_event_loop_whatever_en
         assert sum(f"cannot start a rollout worker {where}" in note for note in notes) == 1, "the node is given up"
 
 
+@slow("the end of workers of another node, and of the node, is tested")
 def test_the_end_of_a_node_with_all_groups_costs_them_one_retry_on_this_one(tmp_path: Path):
     (tmp_path / "tools.py").write_text(TOOLS)
     asked, ended = threading.Event(), threading.Event()
@@ -124,6 +126,7 @@ def test_the_end_of_a_node_with_all_groups_costs_them_one_retry_on_this_one(tmp_
         assert collector.counts()["lost_workers"] == 6
 
 
+@slow("workers of another node that end once are tested")
 def test_a_worker_of_another_node_that_always_ends_loses_its_place_and_ends_no_run(tmp_path: Path):
     own = "    if os.getppid() != PARENT:\n        os._exit(3)\n".replace("PARENT", str(os.getpid()))
     (tmp_path / "tools.py").write_text(TOOLS.replace("    if key", f"{own}    if key"))
