@@ -35,7 +35,6 @@ from cohort.config.schema import RECENT_STEP_TOKENS
 from cohort.health.reward_health import reward_health_metrics
 from cohort.metrics.rollouts import rollout_metrics
 from cohort.packing import pack
-from cohort.processes.this_process import pause_gc, resume_gc
 from cohort.records import (
     ForwardOnlyOutputs,
     Prompt,
@@ -103,8 +102,7 @@ def main() -> None:
     tokenizer = train_tokenizer([text(rng, 1) for _ in range(50)])
     print(machine())
     gc.collect()
-    pause_gc()
-    resume_gc()  # as commands do after their imports
+    gc.freeze()  # as commands do after their imports
     # the first steps also get memory from the system, as in a run
     for turns in args.turns:
         columns = [measure(ranks, turns, tokenizer, num_steps=1 if args.quick else 3) for ranks in args.ranks]

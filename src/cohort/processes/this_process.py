@@ -13,10 +13,6 @@ import psutil
 
 _POOLS_TIMEOUT_S = 5.0  # for the processes of pools to end
 
-# Allocations less deallocations before a collection, by default 700 (2,000 in Python 3.13). The answer to a request has
-# hundreds of objects, and what thousands of trajectories keep is not garbage: collections took a third of their time.
-_GC_THRESHOLD = 50_000
-
 _paused = False
 
 
@@ -27,17 +23,22 @@ def pause_gc() -> None:
     gc.disable()
 
 
-def resume_gc() -> None:
+def resume_gc(threshold: int | None = None) -> None:
     """Enable garbage collection again, after imports and before any computation.
 
     It leaves out what exists by then: to traverse the 900,000 objects of libraries takes 0.4 s, and the records of a
-    step of many completions cause several full collections. Those of new objects become rarer.
+    step of many completions cause several full collections.
+
+    Args:
+        threshold: allocations less deallocations before a collection; None for Python's own, 700 to 2,000. Not for
+            processes that compute: what is garbage may hold GPU memory.
     """
     global _paused
     if _paused:
         _paused = False
         gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD)
+        if threshold is not None:
+            gc.set_threshold(threshold)
         gc.enable()
 
 
