@@ -96,19 +96,41 @@ def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Calla
         finish_reasons=tuple(message["finish_reasons"]),
         texts=tuple(message["texts"]),
     ).unpack()
-    bounds = pairwise([0, *np.cumsum(message["new"]).tolist()])
-    columns = ("kept", "versions", "trained")
-    calls = zip(completions, bounds, *(message[name] for name in columns), strict=True)
+    new = [new_ids[start:end] for start, end in pairwise([0, *np.cumsum(message["new"]).tolist()])]
+    calls = zip(completions, message["kept"], new, message["versions"], message["trained"], strict=True)
     trajectories = []
     for index, header in enumerate(message["trajectories"]):
-        own: list[ModelCall] = []
-        for _ in range(header["num_calls"]):
-            completion, (start, end), kept, version, trained = next(calls)
-            before = _sequence(own[-1]) if own else prompt.token_ids
-            context = np.concatenate([before[:kept], new_ids[start:end]])
-            own.append(completion.model_call(context, policy_version=version, trained=trained))
+        parts = [next(calls) for _ in range(header["num_calls"])]
+        contexts = _contexts(prompt.token_ids, [(kept, ids, sampled.token_ids) for sampled, kept, ids, *_ in parts])
+        own = [
+            sampled.model_call(context, policy_version=version, trained=trained)
+            for context, (sampled, _, _, version, trained) in zip(contexts, parts, strict=True)
+        ]
         trajectories.append(_trajectory(header, own, environment=environment(index) if message["is_held"] else None))
     return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def _contexts(prompt_ids: IntArray, calls: Sequence[tuple[int, IntArray, IntArray]]) -> list[IntArray]:
+    """Return the contexts of a trajectory's calls. Those of calls that continue each other are parts of one array.
+
+    Args:
+        prompt_ids: the sequence before the first call.
+        calls: of each, how many tokens of the sequence before it its context keeps, what follows them there, and what
+            was sampled.
+    """
+    contexts: list[IntArray] = []
+    pieces, length = [prompt_ids], len(prompt_ids)  # of the sequence so far
+    ends: list[int] = []  # of contexts in it
+    for kept, new, sampled in calls:
+        if kept != length:  # the history was rewritten
+            sequence = np.concatenate(pieces)
+            contexts += [sequence[:end] for end in ends]
+            pieces, ends = [sequence[:kept]], []
+        pieces += [new, sampled]
+        ends.append(kept + len(new))
+        length = ends[-1] + len(sampled)
+    sequence = np.concatenate(pieces)
+    return contexts + [sequence[:end] for end in ends]
 
 
 def _header(trajectory: Trajectory) -> dict[str, Any]:
