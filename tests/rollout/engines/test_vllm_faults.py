@@ -38,6 +38,14 @@ def test_a_wrong_answer_is_not_used(fault):
     assert any(note.endswith("its prompts will be resampled") for note in run.notes)
 
 
+def test_connections_are_kept():
+    server = ThreadServer()
+    with run_with(server) as run:
+        for _ in range(20):
+            assert_right(run.generate(1))
+    assert len(server.fakes[0].connections) < server.fakes[0].calls["/inference/v1/generate"] == 20
+
+
 def test_a_request_is_sent_again_whose_connection_the_server_closes():
     """As servers do with connections that nobody has used for a while."""
     server = ThreadServer(["reset"])
