@@ -14,6 +14,7 @@ from cohort.algorithms.build_algorithm import Algorithm
 from cohort.algorithms.regularizers import Coefficients
 from cohort.algorithms.statistics import AdvantageInputs
 from cohort.errors import TrainingError
+from cohort.processes.this_process import gc_paused
 from cohort.records import (
     FloatArray,
     ForwardOnlyOutputs,
@@ -52,6 +53,7 @@ def _has_any(values: FloatArray) -> bool:
     return bool(values[:1].any() or values.any())
 
 
+@gc_paused()
 def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
     """Build the training sequences of all trajectories, in order, with advantages and loss weights of 0.
 
@@ -150,6 +152,7 @@ def _shared_prefix(prompt_ids: IntArray, trajectories: Sequence[Sequence[TokenSe
     return prompt_ids if has_prompt and len(prompt_ids) >= len(common) else common
 
 
+@gc_paused()
 def assign_advantages(
     groups: Sequence[ScoredGroup],
     algorithm: Algorithm,

@@ -5,8 +5,8 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,9 @@ import psutil
 _POOLS_TIMEOUT_S = 5.0  # for the processes of pools to end
 
 _paused = False
+_pausing = threading.Lock()
+_num_pausing = 0
+_resumes = False
 
 
 def pause_gc() -> None:
@@ -23,23 +26,38 @@ def pause_gc() -> None:
     gc.disable()
 
 
-def resume_gc(threshold: int | None = None) -> None:
+def resume_gc() -> None:
     """Enable garbage collection again, after imports and before any computation.
 
     It leaves out what exists by then: to traverse the 900,000 objects of libraries takes 0.4 s, and the records of a
     step of many completions cause several full collections.
-
-    Args:
-        threshold: allocations less deallocations before a collection; None for Python's own, 700 to 2,000. Not for
-            processes that compute: what is garbage may hold GPU memory.
     """
     global _paused
     if _paused:
         _paused = False
         gc.freeze()
-        if threshold is not None:
-            gc.set_threshold(threshold)
         gc.enable()
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable garbage collection while many records are made, which are no garbage; not while a model computes.
+
+    Each collection would traverse all that there are so far: a third to a half of the time. Any thread may use it.
+    """
+    global _num_pausing, _resumes
+    with _pausing:
+        if not _num_pausing:
+            _resumes = gc.isenabled()
+            gc.disable()
+        _num_pausing += 1
+    try:
+        yield
+    finally:
+        with _pausing:
+            _num_pausing -= 1
+            if not _num_pausing and _resumes:
+                gc.enable()
 
 
 def print_loading_notice() -> None:

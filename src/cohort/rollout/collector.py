@@ -12,6 +12,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
+from cohort.processes.this_process import gc_paused
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
 from cohort.rollout.environments.handle import UserThread
@@ -196,7 +197,7 @@ class RolloutCollector:
 
     def _run_until_paused(self) -> None:
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
-        with self._loop.clock_running():
+        with self._loop.clock_running(), gc_paused():  # it ends at least once per tick
             self._loop.run_forever()
         tick.cancel()
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cohort.config.data import SOURCE
+from cohort.processes.this_process import gc_paused
 from cohort.records import (
     FloatArray,
     Message,
@@ -40,6 +41,7 @@ def write_completions_file(
     prepare_completions_file(file, step=step, groups=groups, sequences=sequences)()
 
 
+@gc_paused()
 def prepare_completions_file(
     file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
 ) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cohort.processes.this_process import gc_paused
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory, TurnStats
 from cohort.rollout.engines.base import PackedCompletions
 
@@ -77,6 +78,7 @@ def write_group(number: int, group: RolloutGroup, *, is_held: bool, **header: An
     return write_message(header, [completions.token_ids, completions.sampling_logprobs, new_ids])
 
 
+@gc_paused()
 def read_group(message: Mapping[str, Any], prompt: Prompt, *, environment: Callable[[int], Any]) -> RolloutGroup:
     """Return the group of a message.
 

@@ -36,9 +36,6 @@ from cohort.rollout.workers.packed_groups import write_group, write_message
 
 ALIVE_EVERY_S = 10.0  # between messages of a worker that has nothing to say
 _MAX_OPEN_FILES = 65_536
-# The answer to a request has hundreds of objects, and what thousands of trajectories keep is no garbage: with Python's
-# own threshold, a third of a worker's time was spent on collections.
-_GC_THRESHOLD = 50_000
 # Errors by their name in messages.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (BusyError, ServerError, UserError, TrainingError)
@@ -85,7 +82,7 @@ class Host:
         except Exception as error:
             self._send(write_message({"failed": described(error)}))
             return
-        resume_gc(_GC_THRESHOLD)
+        resume_gc()
         self._send(write_message({}))  # from now on this process shows that it lives
         self._release = options.get("release")
         self._engine = LeasedEngine(max_num_seqs=code.max_num_seqs, send=self._send_all)
