@@ -56,9 +56,7 @@ class TurnStats:
     tool_errors: int = 0  # calls of tools that raised, missed their deadline or do not exist
     malformed_calls: int = 0  # tool calls that could not be parsed
     rewritten: int = 0  # turns that the chat template started a new token sequence for
-    masked_tokens: int = (
-        0  # after the first context, and not trained: tool results, user turns, the chat template's own
-    )
+    masked_tokens: int = 0  # tokens after the first context that are not trained, such as tool results
     attempts: int = 1  # 1 plus the number of times that the environment failed and was replaced
     model_s: float = 0.0  # seconds in which at least one model call was waiting
     environment_s: float = 0.0  # all other seconds
@@ -195,6 +193,13 @@ def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
     """Whether `token_ids` starts with `prefix`."""
     # `np.array_equal` takes three times as long
     return len(token_ids) >= len(prefix) and not np.count_nonzero(token_ids[: len(prefix)] != prefix)
+
+
+def common_length(one: IntArray, other: IntArray) -> int:
+    """Number of leading tokens that are the same in both."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _continues(previous: ModelCall, call: ModelCall) -> bool:

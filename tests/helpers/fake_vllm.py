@@ -52,7 +52,6 @@ class FakeVllm:
         text_of: Callable[[int], str] = lambda token: "",
     ):
         self.faults = list(faults or ())
-        self.connections: set[Any] = set()  # addresses of clients that asked for completions
         self.max_model_len = max_model_len
         self.seconds = seconds  # that a request takes
         self.text_of = text_of  # of a token: where stop strings are looked for
@@ -211,9 +210,8 @@ BODIES = {"html": b"<html><body>Bad gateway</body></html>", "cut_off": b'{"choic
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Requests to `fake` on one connection."""
+    """One request to `fake`."""
 
-    protocol_version = "HTTP/1.1"  # connections are kept, as by vLLM
     fake: FakeVllm
 
     def log_message(self, *_: Any) -> None:
@@ -263,7 +261,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def generate(self, body: dict[str, Any]) -> None:
         fault = self.fake.next_fault()
-        self.fake.connections.add(self.client_address)
         answer = self.fake.answer(body)
         self.fake.asked.append(body["token_ids"][0])
         self.fake.count(body["sampling_params"]["n"])
@@ -285,7 +282,6 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             self.connection.close()
-            self.close_connection = True
         elif fault in STATUSES:
             self.reply({"error": {"message": "no"}}, STATUSES[fault])
         elif fault in BODIES:

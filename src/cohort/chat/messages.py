@@ -66,6 +66,14 @@ def append_observation(content: str | Sequence[Message], observation: str) -> st
     return messages
 
 
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether messages are equal. Those with arrays or tensors are not: comparing them gives no single truth value."""
+    try:
+        return bool(one == other)
+    except Exception:  # whatever the library of the array raises
+        return False
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with text contents and the keys that chat templates read.
 

@@ -256,7 +256,7 @@ class ResponseParser:
         return last.content if last is not None and last.special else ""
 
     def _decode(self, token_ids: IntArray) -> str:
-        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(token_ids.tolist(), clean_up_tokenization_spaces=False))
 
 
 def _append(texts: list[str], text: str, *, joined: bool) -> None:

@@ -18,6 +18,7 @@ from cohort.chat.messages import (
     REASONING_KEYS,
     Masked,
     any_of,
+    are_equal,
     arguments_as_text,
     mask,
     plain_messages,
@@ -43,9 +44,9 @@ _RESERVED_KWARGS = frozenset(
 
 @dataclass(slots=True)
 class Rendering:
-    """What was rendered last of a conversation that grows: the next rendering begins with it, unless it is rewritten.
+    """The latest rendering of a growing conversation, with masked assistant messages.
 
-    What assistants wrote is masked.
+    The next one starts with the same text unless the template rewrites the history.
     """
 
     messages: Sequence[Message] = ()
@@ -123,7 +124,7 @@ class ChatTemplate:
             finish_reason: "stop": the suffix does not repeat the end-of-turn token, if one was sampled; "length": the
                 suffix supplies it.
             keep_history: go on from the sampled tokens even where the template rewrites what was before.
-            rendering: of the same conversation's previous suffix, and then of this one; saves half of the time.
+            rendering: the conversation's previous rendering, which need not be repeated; this call replaces it.
 
         Returns:
             The ids, or None if the template does not continue what was sampled: given `new`, it drops or changes what
@@ -254,8 +255,8 @@ class ChatTemplate:
         text = self._text(messages, tools)
         context = None
         if rendering is not None:
-            is_context = rendering.messages == history[:-1] and rendering.tools == tools
-            # a template that writes the time may have written another one
+            is_context = are_equal(rendering.messages, history[:-1]) and rendering.tools == tools
+            # the prefix may still differ: some templates write the date
             context = rendering.text if is_context and text.startswith(rendering.text) else None
             rendering.messages, rendering.tools, rendering.text = messages, tools, text
         if context is None:
@@ -320,7 +321,7 @@ class ChatTemplate:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def _decode(self, token_ids: IntArray) -> str:
-        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(token_ids.tolist(), clean_up_tokenization_spaces=False))
 
     def _check_kwargs(self) -> None:
         if not self._tokenizer.chat_template:

@@ -38,7 +38,7 @@ def cut(call: ModelCall, length: int) -> ModelCall:
 
 def decode_text(tokenizer: Any, token_ids: IntArray) -> str:
     """Return the text of sampled tokens, without special tokens."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 def text_of(call: ModelCall, tokenizer: Any) -> str:

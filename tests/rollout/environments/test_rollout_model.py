@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from waiting import PATIENCE_S
 CODE = '''
 import asyncio
 import copy
+
+import numpy as np
+import torch
 
 class ChangesItsHistory:
     async def run(self, row, model):
@@ -79,6 +83,31 @@ class FailsAfterTheLimit:
         except Exception:
             return {}["score"]
 
+class CarriesAnArray:
+    """Its messages have a key of the program's own."""
+
+    array = staticmethod(lambda: np.arange(2))
+
+    async def run(self, row, model):
+        messages = []
+        for n in range(3):
+            messages.append({"role": "user", "content": f"{n}", "seen": self.array()})
+            reply = await model.chat(messages)
+            messages.append(reply.message)
+
+class CarriesATensor(CarriesAnArray):
+    array = staticmethod(lambda: torch.arange(2))
+
+class ChangesTheTranscript:
+    async def run(self, row, model):
+        messages = []
+        for n in range(3):
+            messages.append({"role": "user", "content": f"{n}"})
+            reply = await model.chat(messages)
+            messages.append(reply.message)
+            for message in model.transcript[:-1]:
+                message["content"] = "changed"
+
 class Generates:
     async def run(self, row, model):
         for start in (5, 6):
@@ -120,6 +149,16 @@ def decode(token_ids: Any) -> str:
 def test_a_history_that_a_program_changes_in_place_is_rendered_again(folder: Path):
     trajectory = program(folder, "ChangesItsHistory", lambda context, key: "hello")
     assert "changed" in decode(trajectory.calls[1].context_ids)
+
+
+@pytest.mark.parametrize("name", ["CarriesAnArray", "CarriesATensor", "ChangesTheTranscript"])
+def test_a_conversation_goes_on_whatever_else_its_messages_have_and_is_done_to_the_transcript(folder: Path, name: str):
+    trajectory = program(folder, name, lambda context, key: "hello")
+    assert trajectory.error is None and len(trajectory.calls) == 3
+    for one, two in pairwise(trajectory.calls):
+        whole = [*one.context_ids, *one.token_ids]
+        assert two.context_ids.tolist()[: len(whole)] == whole
+    assert "changed" not in decode(trajectory.calls[-1].context_ids)
 
 
 @pytest.mark.parametrize("name", ["ChangesTheCall", "sort_in_place"])

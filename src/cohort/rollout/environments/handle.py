@@ -180,7 +180,7 @@ class UserThread:
     """A daemon thread that runs functions one after another."""
 
     def __init__(self, name: str):
-        """Create the thread; its first function starts it."""
+        """Create the thread without starting it: the first function does. All calls come from one thread."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
 
@@ -191,9 +191,9 @@ class UserThread:
         on_done: Callable[[Any, BaseException | None], None],
     ) -> None:
         """Run a function when earlier ones have returned; `on_done` gets its result and error in the thread."""
-        self._queue.put((function, arguments, on_done))
         if self._thread.ident is None:
             self._thread.start()
+        self._queue.put((function, arguments, on_done))
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run a function and wait for its result."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cohort.chat import ChatTemplate, Rendering, Reply, ResponseParser
+from cohort.chat import ChatTemplate, Rendering, Reply, ResponseParser, are_equal
 from cohort.errors import UserError
 from cohort.records import EndReason, IntArray, Message, ModelCall, Prompt
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
@@ -187,7 +187,7 @@ class RolloutModel:
         # a program may change its own in place, and still be recognized; what is already a copy need not be one again
         kept = earlier.conversation if earlier else ()
         conversation = [
-            *(old if _are_equal(old, own) else copy.deepcopy(own) for old, own in zip(kept, messages, strict=False)),
+            *(old if are_equal(old, own) else copy.deepcopy(own) for old, own in zip(kept, messages, strict=False)),
             *copy.deepcopy(messages[len(kept) :]),
         ]
         tools = copy.deepcopy(tools)
@@ -206,7 +206,7 @@ class RolloutModel:
         if train:
             if not self.transcript:
                 self._num_messages = len(conversation)
-            self.transcript = [*conversation[self._num_messages :], message]
+            self.transcript = [*map(dict, conversation[self._num_messages :]), message]  # which programs may change
         return reply
 
     async def generate(
@@ -365,19 +365,12 @@ def _cut_at_token(call: ModelCall, stop_token_ids: Sequence[int]) -> ModelCall:
 
 def _is_same(kept: Message, received: Message) -> bool:
     """Whether two messages are the same. Reasoning may be left out, since many clients drop it."""
-    if _are_equal(kept, received):
+    if are_equal(kept, received):
         return True
     if _identity(kept) != _identity(received):
         return False
     reasoning = received.get("reasoning_content")
     return reasoning is None or reasoning == kept.get("reasoning_content")
-
-
-def _are_equal(one: Message, other: Message) -> bool:
-    try:
-        return bool(one == other)
-    except ValueError:  # arrays, whose comparison is no truth value
-        return False
 
 
 def _identity(message: Message) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from cohort.chat import ChatTemplate, ResponseParser
 from cohort.config.user_code import is_user_code
 from cohort.errors import describe_error
-from cohort.records import EndReason, IntArray, ModelCall, Prompt, Trajectory, TurnStats, join_calls
+from cohort.records import EndReason, ModelCall, Prompt, Trajectory, TurnStats, common_length, join_calls
 from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
 from cohort.rollout.stop_strings import text_of
@@ -219,16 +219,9 @@ def num_masked_tokens(calls: Sequence[ModelCall]) -> int:
     """Count tokens of a trajectory's sequences that are neither trained nor part of its prompt, the first context."""
     return sum(
         int(np.count_nonzero(~sequence.loss_mask))
-        - _num_shared(sequence.token_ids, next(call.context_ids for call in calls if call.trained))
+        - common_length(sequence.token_ids, next(call.context_ids for call in calls if call.trained))
         for sequence in join_calls(calls)
     )
-
-
-def _num_shared(token_ids: IntArray, prompt: IntArray) -> int:
-    """Number of leading tokens that both have."""
-    length = min(len(token_ids), len(prompt))
-    different = np.flatnonzero(token_ids[:length] != prompt[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _describe(error: BaseException) -> str:

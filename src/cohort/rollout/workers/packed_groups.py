@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cohort.processes.this_process import gc_paused
-from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory, TurnStats
+from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory, TurnStats, common_length
 from cohort.rollout.engines.base import PackedCompletions
 
 _END = b"\0"  # of the header; JSON has no such byte
@@ -59,7 +59,7 @@ def write_group(number: int, group: RolloutGroup, *, is_held: bool, **header: An
     calls = [call for trajectory in group.trajectories for call in trajectory.calls]
     completions = PackedCompletions.of(calls)
     before = [seen for trajectory in group.trajectories for seen in _before(group.prompt, trajectory.calls)]
-    kept = [_common_length(call.context_ids, seen) for call, seen in zip(calls, before, strict=True)]
+    kept = [common_length(call.context_ids, seen) for call, seen in zip(calls, before, strict=True)]
     new = [call.context_ids[n:] for call, n in zip(calls, kept, strict=True)]
     header = {
         **header,
@@ -117,8 +117,8 @@ def _contexts(prompt_ids: IntArray, calls: Sequence[tuple[int, IntArray, IntArra
 
     Args:
         prompt_ids: the sequence before the first call.
-        calls: of each, how many tokens of the sequence before it its context keeps, what follows them there, and what
-            was sampled.
+        calls: for each call, how many tokens of the sequence before it start its context, the rest of the context, and
+            the sampled tokens.
     """
     contexts: list[IntArray] = []
     pieces, length = [prompt_ids], len(prompt_ids)  # of the sequence so far
@@ -170,13 +170,6 @@ def _before(prompt: Prompt, calls: Sequence[ModelCall]) -> Iterator[IntArray]:
 
 def _sequence(call: ModelCall) -> IntArray:
     return np.concatenate([call.context_ids, call.token_ids])
-
-
-def _common_length(one: IntArray, other: IntArray) -> int:
-    """Return how many tokens at the start are the same."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 
 from cohort.errors import TrainingError, UserError, describe_error
 from cohort.processes.child import CLOSE_TIMEOUT_S, connect
-from cohort.processes.this_process import pause_gc, resume_gc
 from cohort.records import IntArray, ModelCall, RolloutGroup, Trajectory
 from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, CallQueue, PendingCall, SamplingParams
@@ -54,7 +53,6 @@ class WorkerCode:
 
 def main() -> None:
     """Run trajectories until the parent hangs up."""
-    pause_gc()
     allow_open_files()
     connection = connect()
     ((path, content),) = connection.recv()
@@ -82,7 +80,6 @@ class Host:
         except Exception as error:
             self._send(write_message({"failed": described(error)}))
             return
-        resume_gc()
         self._send(write_message({}))  # from now on this process shows that it lives
         self._release = options.get("release")
         self._engine = LeasedEngine(max_num_seqs=code.max_num_seqs, send=self._send_all)

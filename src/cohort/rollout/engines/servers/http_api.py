@@ -23,7 +23,6 @@ from cohort.rollout.engines.servers.server_proof import CONNECTED, check_server,
 
 QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
 _CONNECT_TIMEOUT_S = 60.0  # an event loop that starts thousands of requests notices connections late
-_KEEP_ALIVE_S = 2.0  # vLLM closes connections after 5 s without a request
 _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
 _UNAUTHORIZED = (401, 403)
@@ -119,7 +118,7 @@ class HttpClient:
     """Base class of a `Client` over HTTP. For one event loop."""
 
     def __init__(self, *, secret: Secret | None, timeout_s: float):
-        """Create a client without connecting.
+        """Create a client; connections are opened per request.
 
         Args:
             secret: sent with every request, after the server's proof if it is mutual; None for servers without one.
@@ -127,9 +126,9 @@ class HttpClient:
         """
         self._secret = secret
         self._timeout_s = timeout_s
-        # Those without a request, by server, each with one connection at most. What one client does for each of many
-        # requests at once grows with their number.
-        self._idle: defaultdict[str, list[httpx2.AsyncClient]] = defaultdict(list)
+        # Those without a request, by the trusted certificates. What one client does for each of many requests at once
+        # grows with their number.
+        self._idle: defaultdict[ssl.SSLContext, list[httpx2.AsyncClient]] = defaultdict(list)
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,39 +156,28 @@ class HttpClient:
         return response.status_code == 200
 
     @contextmanager
-    def _client(self, url: str, *, is_used: bool) -> Iterator[httpx2.AsyncClient]:
+    def _client(self, url: str) -> Iterator[httpx2.AsyncClient]:
         """Lend a client for one request."""
-        idle = self._idle[url]
-        if is_used:
-            http = idle.pop()
-        else:
-            timeout = httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
-            http = httpx2.AsyncClient(timeout=timeout, **_client_options(url, self._secret, keep_alive_s=_KEEP_ALIVE_S))
+        options = _client_options(url, self._secret)
+        idle = self._idle[options["verify"]]
+        timeout = httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
+        http = idle.pop() if idle else httpx2.AsyncClient(timeout=timeout, **options)
         try:
             yield http
         finally:
             idle.append(http)
 
     async def _send(self, url: str, method: str, path: str, *, json: Any = None) -> httpx2.Response:
-        """Send a request once the server has proved who it is, if the secret is mutual.
-
-        Servers close connections that nobody uses, and all after some errors. A request that comes at that moment is
-        sent again on a new one, or it would look like a crashed server.
-        """
-        if self._idle[url]:
-            with suppress(httpx2.NetworkError, httpx2.RemoteProtocolError):
-                return await self._send_once(url, method, path, json=json, is_used=True)
-        return await self._send_once(url, method, path, json=json, is_used=False)
-
-    async def _send_once(self, url: str, method: str, path: str, *, json: Any, is_used: bool) -> httpx2.Response:
+        """Send a request on a new connection, once the server has proved who it is if the secret is mutual."""
         secret = self._secret
 
         async def trace(event: str, info: Any) -> None:
             if event == CONNECTED and secret is not None:
                 await check_server_async(info["return_value"], url, secret)
 
-        extensions = {"trace": trace} if secret is not None and secret.mutual else None  # each request has ten events
-        with self._client(url, is_used=is_used) as http:
+        # a request has about ten events, and each costs a call
+        extensions = {"trace": trace} if secret is not None and secret.mutual else None
+        with self._client(url) as http:
             return await http.request(method, f"{url}{path}", json=json, extensions=extensions)
 
     async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
@@ -218,10 +206,11 @@ class HttpClient:
             raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
 
 
-def _client_options(url: str, secret: Secret | None, *, keep_alive_s: float = 0.0) -> dict[str, Any]:
-    """Return the options of a client, which keeps one connection for so long; by default none.
+def _client_options(url: str, secret: Secret | None) -> dict[str, Any]:
+    """Return the options of a client, which opens a connection per request.
 
-    Servers are on the local network, so proxies from the environment are ignored.
+    Servers close idle connections after some seconds, and all after some errors; a request on such a connection would
+    look like a crashed server. They are on the local network, so proxies from the environment are ignored.
 
     Raises:
         UserError: SSL_CERT_FILE cannot be read.
@@ -230,9 +219,7 @@ def _client_options(url: str, secret: Secret | None, *, keep_alive_s: float = 0.
         "headers": request_headers(secret),
         "verify": trusted_certificates() if url.startswith("https:") else _trusting_nobody(),
         "trust_env": False,
-        "limits": httpx2.Limits(
-            max_connections=None, max_keepalive_connections=int(keep_alive_s > 0), keepalive_expiry=keep_alive_s
-        ),
+        "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
     }
 
 

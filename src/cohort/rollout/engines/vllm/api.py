@@ -109,7 +109,7 @@ class GenerateClient(HttpClient):
     """Requests completions from vLLM servers. For one event loop."""
 
     def __init__(self, *, end_token_ids: frozenset[int], vocab_size: int, secret: Secret | None, timeout_s: float):
-        """Create a client without connecting.
+        """Create a client; connections are opened per request.
 
         Args:
             end_token_ids: tokens that end a completion. Nothing else does, except the token limit.
