@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import operator
+import posixpath
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,8 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     if type(node.op) not in _OPERATORS:
         raise ValueError("not arithmetic")
     left, right = compute(node.left, value), compute(node.right, value)
+    if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
+        return f"{left}/{right}"  # paths
     if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
         raise ValueError("not plain numbers")
     return _OPERATORS[type(node.op)](left, right)
@@ -42,9 +46,14 @@ _READS = "get items keys values copy update pop"  # methods; of the last two it 
 _READERS = "dict len list str print isinstance sorted set deepcopy dump dumps info debug update GRPOConfig GRPOTrainer"
 _LOADS = ("yaml.safe_load", "yaml.load", "safe_load", "json.load", "OmegaConf.load")
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
-_OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
+_LONGEST = 50_000  # text of a value
+_OPENS = ("open", "read_text", "read")
+_OF_PATHS = ("resolve", "absolute", "expanduser")  # methods that name the same file
 _BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
 _FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
+# a path is its text
+_FUNCTIONS |= {f"os.path.{name}": str for name in ("abspath", "realpath")}
+_FUNCTIONS |= {"os.path.join": posixpath.join, "os.path.dirname": posixpath.dirname, "Path": posixpath.join}
 _TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
 _TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
 _CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
@@ -85,31 +94,37 @@ class Script:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         times = Counter(function.name for function in functions)
         self.functions = {function.name: function for function in functions if times[function.name] == 1}
         self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
-        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        self._classes = classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
-        modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        modules += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-        self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules)
-        self.defined = {name: self.where(node) for name, node in {**{f.name: f for f in functions}, **classes}.items()}
-        self.originals: dict[str, str] = {}  # of what is imported by another name
+        imports = [
+            (node, each) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for each in node.names
+        ]
+        modules = {each.asname or each.name: str(getattr(node, "module", each.name)) for node, each in imports}
+        self.originals = {each.asname: each.name for _, each in imports if each.asname}  # imported by another name
+        self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules.values())
+        own = {**{function.name: function for function in functions}, **classes}
+        self.defined = {name: self.where(node) for name, node in own.items()} | modules
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
         # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value (None: removed) and the statement
         self.parts: dict[str, list[tuple[str | None, Any, Any]]] = defaultdict(list)
         self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
-                self.originals |= {a.asname: a.name for a in node.names if a.asname}
-            for target in [node.target] if isinstance(node, ast.AugAssign) else _targets(node):
-                self._assign(target, node)
+            targets = [node.target] if isinstance(node, ast.AugAssign) else _targets(node)
+            for target in [part for each in targets for part in (each.elts if isinstance(each, ast.Tuple) else [each])]:
+                value: Any = node.value  # type: ignore[attr-defined]
+                if isinstance(target, ast.Name):
+                    self.values[target.id].append(value)
+                else:  # of several, or with what was there
+                    self._part_set(target, value if target in _targets(node) else node, node)
             for target in node.targets if isinstance(node, ast.Delete) else ():
                 self._part_set(target, None, node)
             if isinstance(node, ast.Call):
@@ -118,7 +133,6 @@ class Script:
         self._uses: dict[str, list[ast.Name]] = defaultdict(list)
         for use in [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]:
             self._uses[use.id].append(use)
-        self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         of_classes = {id(line) for each in classes.values() for line in each.body}
         stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         stores = [node for node in stores if id(self._up(node)) not in of_classes]
@@ -132,22 +146,11 @@ class Script:
             pairs += [(each.optional_vars, each.context_expr) for each in opened]
             for target, value in pairs:
                 self._set_by[name_of(target), id(self._function(line))].append((line, value))
-        self._classes = classes
         self._calling: dict[int, ast.Call] = {}  # by function: its call that is evaluated
         self._values: dict[int, Any] = {}  # of names, outside of such calls
         self._steps = 50_000  # values that are computed at most: names may refer to each other twice, and so on
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
-
-    def _assign(self, target: ast.expr, node: Any) -> None:
-        if isinstance(target, ast.Tuple):
-            for part in target.elts:
-                self._assign(part, node)
-        elif isinstance(target, ast.Name):
-            self.values[target.id].append(node.value)
-        else:
-            whole = target in _targets(node)  # else of several, or with what was there
-            self._part_set(target, node.value if whole else node, node)
 
     def _part_set(self, target: ast.expr, value: Any, line: ast.AST) -> None:
         owner = inner = getattr(target, "value", target)
@@ -176,11 +179,8 @@ class Script:
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
-        changes = [change for changed in self.parts.values() for change in changed]
-        found = [
-            line for key, value, line in changes if key == "requires_grad" and value and ast.unparse(value) == "False"
-        ]
-        return found + [call for call in self.calls if ast.unparse(call).endswith(".requires_grad_(False)")]
+        lines = [*self.calls, *(line for changed in self.parts.values() for _, _, line in changed)]
+        return [line for line in lines if re.search(r"\.requires_grad( = |_\()False\)?$", ast.unparse(line))]
 
     def where(self, node: ast.AST) -> str:
         """NAME:LINE of a node."""
@@ -207,7 +207,8 @@ class Script:
                 certain = None
             elif in_branch and "__name__" not in ast.dump(above.test):
                 try:
-                    if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
+                    in_first = node is above.body or (isinstance(above, ast.If) and node in above.body)
+                    if bool(self.value(above.test)) != in_first:
                         return False
                 except UNREADABLE:
                     certain = None
@@ -247,10 +248,11 @@ class Script:
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Dict):
-            parts = [{self.value(k): self._part(v)} if k else self.value(v) for k, v in _entries(node)]
-            return {key: value for each in parts for key, value in each.items()}
+            entries = zip(node.keys, node.values, strict=True)
+            parts = [{self.value(k): self.value(v)} if k else self.value(v) for k, v in entries]
+            return _bounded({key: value for each in parts for key, value in each.items()})
         if isinstance(node, ast.List | ast.Tuple):
-            return [self._part(part) for part in node.elts]
+            return _bounded([self.value(part) for part in node.elts])
         return ast.literal_eval(node)
 
     def _scope(self, name: str, node: ast.AST) -> Any:
@@ -283,6 +285,8 @@ class Script:
         """The value of a name, with what is set on it afterwards if it is a dictionary."""
         if id(node) in self._values:
             return self._values[id(node)]
+        if node.id == "__file__":
+            return str(self.path)
         line, given = self._binding(node)
         value = self._argument(line, node.id) if given is None else self.value(given)
         if isinstance(value, dict | list):
@@ -313,22 +317,19 @@ class Script:
         for call in [self._calling[id(function)]] if id(function) in self._calling else calls:
             if any(isinstance(arg, ast.Starred) for arg in call.args):
                 raise ValueError("a list of arguments")
+            given: dict[Any, Any]
             given = dict(zip([each for each in names if each not in ("self", "cls")], call.args, strict=False))
-            given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            said = [each for keyword in call.keywords for each in self.named(keyword.arg, keyword.value)]
+            given |= {key: value if certain else None for key, value, certain in said}
             if function.args.kwarg and function.args.kwarg.arg == name:  # what has no parameter of its own
-                more = {key: self.value(value) for key, value in given.items()} | self._merged(call)
-                values.append({key: value for key, value in more.items() if key not in names})
-            elif name in given or name not in (more := self._merged(call)):
-                values.append(self.value(given.get(name, names[name])))
+                values.append({key: self.value(value) for key, value in given.items() if key not in names})
+            elif name not in given and None in given:
+                raise ValueError("it may be anything")
             else:
-                values.append(more[name])
+                values.append(self.value(given.get(name, names[name])))
         if not values or any(value != values[0] for value in values):
             raise ValueError("a parameter with several values")
         return values[0]
-
-    def _merged(self, call: ast.Call) -> dict[str, Any]:
-        """What the `**mappings` of a call have."""
-        return dict(pair for each in call.keywords if each.arg is None for pair in self.value(each.value).items())
 
     def _yaml(self, path: str) -> dict[str, Any]:
         """What a file says that is named by a plain path, or lies in the script's folder or the working directory."""
@@ -351,7 +352,8 @@ class Script:
         if owner in self._classes and not set_on:
             lines = [line for line in self._classes[owner].body if node.attr in map(name_of, _targets(line))]
             return self.value(lines[-1].value)  # type: ignore[attr-defined]
-        return self.value(node.value)[node.attr]
+        value = self.value(node.value)
+        return posixpath.dirname(value) or "." if node.attr == "parent" and isinstance(value, str) else value[node.attr]
 
     def _called(self, node: ast.Call) -> Any:
         """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
@@ -360,15 +362,16 @@ class Script:
             keys: list[ast.expr | None] = [None for _ in node.args]  # as {**first, "key": value}
             keys += [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
             return self.value(ast.Dict(keys, [*node.args, *(each.value for each in node.keywords)]))
-        if name in _FUNCTIONS and node.args and not node.keywords:
-            return _FUNCTIONS[name](*map(self.value, node.args))
-        if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
-            return self._path(node)
+        called = ast.unparse(node.func)
+        if called in _FUNCTIONS and node.args and not node.keywords:
+            return _FUNCTIONS[called](*map(self.value, node.args))
+        if name in _OF_PATHS and isinstance(node.func, ast.Attribute):
+            return str(self.value(node.func.value))
         if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:
             mapping, key = self.value(node.func.value), self.value(node.args[0])
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
-        if ast.unparse(node.func) in _LOADS and node.args:
-            return self._yaml(self._path(node.args[0]))
+        if called in _LOADS and node.args:
+            return self._yaml(self._opened(node.args[0]))
         if not self._follows(node) or id(function := self.functions[name]) in self._calling:
             raise ValueError("a call")
         self._calling[id(function)] = node
@@ -392,33 +395,12 @@ class Script:
         found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
         return [node for node in found if self._function(node) is function]
 
-    def _path(self, node: ast.expr) -> str:
-        """The path of a file that is opened, read or named."""
-        if isinstance(node, ast.Name):
-            opened = node.id != "__file__" and self._binding(node)
-            return str(self.path) if not opened else self._path(opened[1]) if opened[1] else str(self.value(node))
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            return f"{self._path(node.left)}/{self._path(node.right)}"
-        if isinstance(node, ast.Attribute) and node.attr == "parent":
-            return str(Path(self._path(node.value)).parent)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name_of(node) in _OF_PATHS:
-            return self._path(node.func.value)
-        if isinstance(node, ast.Call) and name_of(node) == "join":
-            return "/".join(map(self._path, node.args))
-        if isinstance(node, ast.Call) and name_of(node) == "dirname":
-            return str(Path(self._path(node.args[0])).parent)
-        if isinstance(node, ast.Call) and name_of(node) in ("open", "Path", "str", "abspath", "realpath") and node.args:
-            return self._path(node.args[0])
-        return str(self.value(node))
-
-    def _part(self, node: ast.expr) -> Any:
-        """Evaluate an element. Names of lists are not resolved, since they could double without end."""
-        value = self.value(node)
-        if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                return value
-            raise ValueError("a list of lists by name")
-        return value
+    def _opened(self, node: ast.expr | None) -> str:
+        """The path of a file that an expression opens or reads."""
+        node = self.resolved(node)
+        if isinstance(node, ast.Call) and name_of(node) in _OPENS:
+            return self._opened(node.func.value if isinstance(node.func, ast.Attribute) else node.args[0])
+        return str(self.value(node)) if node else ""
 
     def resolved(self, node: ast.expr | None) -> ast.expr | None:
         """The expression assigned to a name, if one is; any other node unchanged."""
@@ -561,19 +543,17 @@ class Script:
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
     """Keys and values of `{...}` and `dict(...)`."""
     if isinstance(node, ast.Dict):
-        return [("**" if key is None else constant(key), value) for key, value in _entries(node)]
+        return [("**" if k is None else constant(k), value) for k, value in zip(node.keys, node.values, strict=True)]
     if isinstance(node, ast.Call) and name_of(node) == "dict":
-        said = [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
-        return [(name, value) for name, value in said]
+        return [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
     return []
 
 
-def _entries(node: ast.Dict) -> list[tuple[ast.expr | None, ast.expr]]:
-    return list(zip(node.keys, node.values, strict=True))
-
-
-def _listed(part: Any) -> list[Any]:
-    return part if isinstance(part, list) else []
+def _bounded(value: Any) -> Any:
+    """A list or dictionary, unless its parts refer to others so often that it has no end."""
+    if len(str(value)) > _LONGEST:
+        raise ValueError("too long")
+    return value
 
 
 def _parameters(function: Any) -> dict[str, Any]:
