@@ -105,61 +105,50 @@ class Script:
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
-        imports = [
-            (node, each) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for each in node.names
-        ]
-        modules = {each.asname or each.name: str(getattr(node, "module", each.name)) for node, each in imports}
-        self.originals = {each.asname: each.name for _, each in imports if each.asname}  # imported by another name
+        lines = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [(alias.asname or alias.name, alias.name, line) for line in lines for alias in line.names]
+        self.originals = {name: original for name, original, _ in imports}
+        modules = {name: str(getattr(line, "module", original)) for name, original, line in imports}
         self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules.values())
         own = {**{function.name: function for function in functions}, **classes}
         self.defined = {name: self.where(node) for name, node in own.items()} | modules
+        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
+        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        # by name: the expressions that it may stand for, or be a part of
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
+        # by name and function: the lines that set it, and to what (None: a part of something, or of a loop)
+        self._set_by: dict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
         # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value (None: removed) and the statement
         self.parts: dict[str, list[tuple[str | None, Any, Any]]] = defaultdict(list)
-        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
+        self._uses: dict[str, list[ast.Name]] = defaultdict(list)
+        whole = {id(target): value for node in nodes for target, value in _assigned(node)}
         for node in nodes:
-            targets = [node.target] if isinstance(node, ast.AugAssign) else _targets(node)
-            for target in [part for each in targets for part in (each.elts if isinstance(each, ast.Tuple) else [each])]:
-                value: Any = node.value  # type: ignore[attr-defined]
-                if isinstance(target, ast.Name):
-                    self.values[target.id].append(value)
-                else:  # of several, or with what was there
-                    self._part_set(target, value if target in _targets(node) else node, node)
-            for target in node.targets if isinstance(node, ast.Delete) else ():
-                self._part_set(target, None, node)
+            line, is_used = self._line(node), isinstance(getattr(node, "ctx", None), ast.Load)
             if isinstance(node, ast.Call):
                 self._change(node)
-        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        self._uses: dict[str, list[ast.Name]] = defaultdict(list)
-        for use in [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]:
-            self._uses[use.id].append(use)
-        of_classes = {id(line) for each in classes.values() for line in each.body}
-        stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        stores = [node for node in stores if id(self._up(node)) not in of_classes]
-        self.stored = Counter((node.id, id(self._function(node))) for node in stores)
-        # by name and function: the lines that set it, and what to
-        self._set_by: dict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
-        lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
-        for line in lines:
-            pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
-            opened = line.items if isinstance(line, ast.With) else []
-            pairs += [(each.optional_vars, each.context_expr) for each in opened]
-            for target, value in pairs:
-                self._set_by[name_of(target), id(self._function(line))].append((line, value))
+            elif isinstance(node, ast.Name) and is_used:
+                self._uses[node.id].append(node)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                value = whole.get(id(node))
+                self.values[node.id] += filter(None, [value or getattr(line, "value", None)])
+                if not isinstance(self._up(line), ast.ClassDef):
+                    self._set_by[node.id, id(self._function(node))].append((line, value))
+            elif isinstance(node, ast.Attribute | ast.Subscript) and not is_used:
+                removed = isinstance(node.ctx, ast.Del)
+                self._part_set(node, None if removed else whole.get(id(node), line), line)
         self._calling: dict[int, ast.Call] = {}  # by function: its call that is evaluated
         self._values: dict[int, Any] = {}  # of names, outside of such calls
         self._steps = 50_000  # values that are computed at most: names may refer to each other twice, and so on
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
-    def _part_set(self, target: ast.expr, value: Any, line: ast.AST) -> None:
-        owner = inner = getattr(target, "value", target)
+    def _part_set(self, target: ast.Attribute | ast.Subscript, value: Any, line: ast.AST) -> None:
+        owner = inner = target.value
         while isinstance(inner, ast.Subscript | ast.Attribute):
             inner = inner.value
-        at = target.attr if isinstance(target, ast.Attribute) else getattr(target, "slice", None)
+        at = target.attr if isinstance(target, ast.Attribute) else target.slice
         key = at if isinstance(at, str) else str(at.value) if isinstance(at, ast.Constant) else None
-        if owner is not target:
-            self.parts[name_of(owner)].append((key, value, line))
+        self.parts[name_of(owner)].append((key, value, line))
         if inner is not owner and name_of(inner) != "self":  # a part of a part
             self.parts[name_of(inner)].append((None, line, line))
 
@@ -188,6 +177,12 @@ class Script:
 
     def _up(self, node: ast.AST) -> Any:
         return self._parents.get(id(node))
+
+    def _line(self, node: Any) -> Any:
+        """The statement that a node is in."""
+        while node is not None and not isinstance(node, ast.stmt):
+            node = self._up(node)
+        return node
 
     def _function(self, node: ast.AST) -> Any:
         """The innermost function in whose body a node is; None: outside of functions."""
@@ -258,7 +253,7 @@ class Script:
     def _scope(self, name: str, node: ast.AST) -> Any:
         """The function whose variable a name is at a node; None: of the module."""
         scope = self._function(node)
-        while scope and not self.stored[name, id(scope)] and name not in _parameters(scope):
+        while scope and (name, id(scope)) not in self._set_by and name not in _parameters(scope):
             scope = self._function(scope)
         return scope
 
@@ -266,7 +261,7 @@ class Script:
         """The line that gives a name its value, and the expression; a function's arguments and None for a parameter."""
         here, scope = self._function(node), self._scope(node.id, node)
         found = self._set_by.get((node.id, id(scope)), [])
-        if len(found) != self.stored[node.id, id(scope)] or node.id in self.shared:
+        if any(value is None for _, value in found) or node.id in self.shared:
             raise ValueError("a loop or another statement sets it")
         before = [entry for entry in found if scope is not here or entry[0].lineno < node.lineno]
         ran = [(line, value, certain) for line, value in before if (certain := self.runs(line)) is not False]
@@ -568,6 +563,13 @@ def _parameters(function: Any) -> dict[str, Any]:
 def constant(node: ast.AST | None) -> str | None:
     """The value of a string literal; None for any other node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _assigned(node: ast.AST) -> list[tuple[Any, ast.expr]]:
+    """What a statement sets to an expression, and the expression."""
+    if isinstance(node, ast.With | ast.AsyncWith):
+        return [(item.optional_vars, item.context_expr) for item in node.items]
+    return [(target, node.value) for target in _targets(node)]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:

@@ -259,10 +259,8 @@ class _Run:
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
         own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        made = {n.id for n in nodes if isinstance(n, ast.Name)} & {
-            *self.script.parameters,
-            *(n for n, _ in self.script.stored),
-        }
+        variables = self.script.parameters.keys() | self.script.values.keys()
+        made = {node.id for node in nodes if isinstance(node, ast.Name)} & variables
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
         reason = ""
