@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from cohort_check.findings import Finding, load_table
-from cohort_check.launch import ANY_SETTING, Launch, Settings
+from cohort_check.launch import ANY_SETTING, Launch, Settings, parse_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,12 +252,17 @@ def contradictions(framework: str, settings: Settings, version: Version) -> list
         if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
             continue
         unused = [key for key in entry.get("unused", ()) if _holds(settings, keys, key, "set")]
-        found += [Finding("CHK005", key, f"{key} {entry['why']}") for key in unused]
-        if "says" in entry:
-            key, nearest = entry["key"], tuple(entry.get("nearest", ()))
-            text = "these settings do not go together" if len(when) > 1 else f"{key} cannot have this value"
-            says = entry["says"].format(value=settings.text(key, keys.get(key, {}).get("default")))
-            found.append(Finding(entry.get("code", "CHK008"), key, text, nearest, says=says))
+        usual = "these settings do not go together" if len(when) > 1 else "{key} cannot have this value"
+        for key in unused if "unused" in entry else [entry["key"]]:
+            value = settings.text(key, keys.get(key, {}).get("default"))
+            message, says, *nearest = (
+                text.format(key=key, value=value)
+                for text in (entry.get("why", usual), entry.get("says", ""), *entry.get("nearest", ()))
+            )
+            first = entry.get("later", {}).get(value)
+            message += f"; {FRAMEWORKS[framework]['name']} has it from {first} on" if first else ""
+            code = entry.get("code", "CHK005" if "unused" in entry else "CHK008")
+            found.append(Finding(code, key, message, tuple(nearest), says=says or None))
     return found
 
 
@@ -273,9 +278,12 @@ def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
     values = {str(one).lower() for one in (value if isinstance(value, list) else [value])}
     if isinstance(condition, list):
         return not values.isdisjoint(condition)
-    if "above" in condition:
-        return any(one.isdecimal() and int(one) > condition["above"] for one in values)
-    return values.isdisjoint(condition["not"])
+    if "not" in condition:
+        return values.isdisjoint(condition["not"])
+    numbers = [number for number in map(parse_number, values) if not isinstance(number, str)]
+    return any(
+        number > condition["above"] if "above" in condition else number <= condition["most"] for number in numbers
+    )
 
 
 SAMPLING: Mapping[str, str] = load_table("rules/sampling.yaml")
@@ -335,16 +343,3 @@ def is_server_local(settings: Settings) -> bool:
 def counted(number: int, noun: str = "process") -> str:
     """Return the count with its noun: `1 process`, `8 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
-
-
-def cispo_findings(settings: Settings) -> list[Finding]:
-    """TRL's and ms-swift's `epsilon_high` with the loss CISPO."""
-    key = "epsilon_high" if settings.number("epsilon_high", None) is not None else "epsilon"
-    cap = settings.number(key, 0.2)
-    if cap > 1 or not settings.readable("epsilon_high", "epsilon"):
-        return []
-    message = (
-        f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "
-        f"{cap:g}, and the gradient is {cap:g} times what it should be"
-    )
-    return [Finding("CHK015", key, message, ("epsilon_high=5.0",))]

@@ -68,8 +68,6 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
         *common.gpu_findings(launch, local_server=local),
         *common.server_findings(launch, "vllm_"),
     ]
-    if settings.text("loss_type") == "cispo":
-        findings += common.cispo_findings(settings)
 
     def start(world_size: int, changed: BatchSizes) -> Start:
         sized = batch.changed(changed)

@@ -158,8 +158,6 @@ def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, 
     return _MESSAGES["uneven"].format(name=name, given=given, **numbers)
 
 
-_NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
-_LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
 _OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
@@ -186,7 +184,6 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         *common.contradictions("trl", settings, number),
         *_weights(settings),
         *_quantization(settings, launch, number),
-        *_losses(settings, number),
         *common.gpu_findings(
             launch,
             local_server=mode == "server" and common.is_server_local(settings),
@@ -296,20 +293,6 @@ def _weights(settings: Settings) -> Iterator[Finding]:
         says = f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(rewards)})"
         text = "each reward function needs one weight"
         yield Finding("CHK008", "reward_weights", text, ("without reward_weights",), says=says)
-
-
-def _losses(settings: Settings, version: Version) -> list[Finding]:
-    """Settings that change a loss unintentionally. Before 0.17 loss_type has no effect and has a finding of its own."""
-    default = trl_default("loss_type", version, _keys_of(settings))
-    loss = settings.text("loss_type", default)
-    known = tuple(name for name, first in _LOSSES.items() if version >= first)
-    if default is None:
-        return []
-    if loss not in known:
-        message = "loss_type: fails in the first step, after generation"
-        message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on" if loss in _LOSSES else ""
-        return [Finding("CHK010", "loss_type", message, known, says=f"Unknown loss type: {loss}")]
-    return common.cispo_findings(settings) if loss == "cispo" else []
 
 
 def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:

@@ -32,7 +32,6 @@ _UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword 
 _NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
 # with verl's rules; the recipes' configurations have keys of their own
 _PROGRAMS = (VERL, "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo", "recipe.entropy.main_entropy")
-_GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
 
@@ -164,7 +163,6 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     per_node = settings.whole("trainer.n_gpus_per_node", 8)
     settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
-    notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
     stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
     per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
@@ -182,7 +180,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         usual_field="data.train_batch_size",
         missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
-        findings=(*settings.findings, *notes, *stops, *gpus),
+        findings=(*settings.findings, *common.version_findings("verl", name), *stops, *gpus),
         blocked=next((finding.says for finding in stops if finding.says), None),
         foreign=_foreign(launch, is_release=version is not None or bool(launch.version and not launch.version.added)),
     )
@@ -253,15 +251,3 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     if launch.program == VERL and "required" in table[ENGINE] and ENGINE not in launch.settings and not unknown:
         says = f"Missing mandatory value: {ENGINE}"
         yield Finding("CHK006", ENGINE, "verl has no default engine", (f"{ENGINE}=vllm",), says=says)
-
-
-def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
-    """Old names, and a group of one."""
-    for old in _MICRO_FIELDS.values():
-        if settings.said(old) is not None:
-            text = f"{old} counts all GPUs together and is deprecated; {old}_per_gpu counts one"
-            yield Finding("CHK007", old, text, (f"{old}_per_gpu",))
-    key, estimator = f"{_ROLLOUT}.n", settings.text("algorithm.adv_estimator", "gae")
-    if batch.generations == 1 and estimator in _GROUP_ESTIMATORS and settings.readable(key):
-        text = f"{key} is 1 with algorithm.adv_estimator {estimator}: without peers the reward itself is the advantage"
-        yield Finding("CHK014", key, text, (f"{key}=8",))
