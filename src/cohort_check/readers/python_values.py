@@ -136,8 +136,7 @@ class Script:
             elif isinstance(node, ast.Attribute | ast.Subscript) and not is_used:
                 removed = isinstance(node.ctx, ast.Del)
                 self._part_set(node, None if removed else whole.get(id(node), line), line)
-        self._calling: dict[int, ast.Call] = {}  # by function: its call that is evaluated
-        self._values: dict[int, Any] = {}  # of names, outside of such calls
+        self._values: dict[int, Any] = {}  # of names
         self._steps = 50_000  # values that are computed at most: names may refer to each other twice, and so on
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
@@ -277,31 +276,21 @@ class Script:
         return scope, None
 
     def _name(self, node: ast.Name) -> Any:
-        """The value of a name, with what is set on it afterwards if it is a dictionary."""
+        """The value of a name, unless it is a dictionary or list of which parts are changed afterwards."""
         if id(node) in self._values:
             return self._values[id(node)]
         if node.id == "__file__":
             return str(self.path)
         line, given = self._binding(node)
         value = self._argument(line, node.id) if given is None else self.value(given)
-        if isinstance(value, dict | list):
-            value = value.copy()
-            for key, changed, certain in self.changes(node):
-                if not certain or key is None or isinstance(value, list):
-                    raise ValueError("any of its parts may be another")
-                value.pop(key, None)
-                value |= {} if changed is None else {key: self.value(changed)}
-        if not self._calling and id(node) in self._parents:
+        if isinstance(value, dict | list) and any(True for _ in self.changes(node)):
+            raise ValueError("any of its parts may be another")
+        if id(node) in self._parents:
             self._values[id(node)] = value
         return value
 
     def _argument(self, function: Any, name: str) -> Any:
-        """The argument that all calls of a function, or the one that is evaluated, give it, or its default."""
-        for decorator in function.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "hydra.main":
-                keys = ("config_path", "config_name")
-                folder, file = (self.value(keyword_of(decorator, key) or ast.Constant("")) for key in keys)
-                return self._yaml(f"{folder}/{file.removesuffix('.yaml')}.yaml")
+        """The argument that all calls of a function give it, or its default."""
         names, owner = _parameters(function), self._up(function)
         called = owner.name if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function.name
         calls = [call for call in self.calls if name_of(call) == called and self._function(call) is not function]
@@ -309,7 +298,7 @@ class Script:
         if uses or function.decorator_list or (called not in self.functions and called not in self._classes):
             raise ValueError("others may call it")
         values = []
-        for call in [self._calling[id(function)]] if id(function) in self._calling else calls:
+        for call in calls:
             if any(isinstance(arg, ast.Starred) for arg in call.args):
                 raise ValueError("a list of arguments")
             given: dict[Any, Any]
@@ -367,18 +356,14 @@ class Script:
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
         if called in _LOADS and node.args:
             return self._yaml(self._opened(node.args[0]))
-        if not self._follows(node) or id(function := self.functions[name]) in self._calling:
+        if not self._follows(node):
             raise ValueError("a call")
-        self._calling[id(function)] = node
-        try:
-            for returned in self._returns(function):
-                if (runs := self.runs(returned)) is None:
-                    raise ValueError("a branch decides")
-                if runs:
-                    return self.value(returned.value or ast.Constant(None))
-            raise ValueError("no value")
-        finally:
-            del self._calling[id(function)]
+        for returned in self._returns(self.functions[name]):
+            if (runs := self.runs(returned)) is None:
+                raise ValueError("a branch decides")
+            if runs:
+                return self.value(returned.value or ast.Constant(None))
+        raise ValueError("no value")
 
     def _follows(self, call: ast.Call) -> bool:
         """Whether it is a call of a function of the script, which no other statement defines."""
@@ -398,24 +383,23 @@ class Script:
         return str(self.value(node)) if node else ""
 
     def resolved(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression assigned to a name, if one is; any other node unchanged."""
+        """What a name is assigned, or a function of the script returns in one place; any other node unchanged."""
         with contextlib.suppress(*UNREADABLE):
-            return self._binding(node)[1] or node if isinstance(node, ast.Name) else node
+            if isinstance(node, ast.Name):
+                return self._binding(node)[1] or node
+            if isinstance(node, ast.Call) and self._follows(node):
+                (returned,) = self._returns(self.functions[name_of(node)])
+                return returned.value
         return node
 
     def inlined(self, node: ast.expr | None) -> ast.expr | None:
-        """What a name or a function of the script stands for, if it returns in one place."""
+        """What a name or a function of the script stands for in the end."""
         return self._way(node)[-1]
 
     def _way(self, node: Any) -> list[Any]:
         """Return a name or call, what it resolves to, and so on until an expression that is neither."""
         way = [node]
-        while len(way) < 9:
-            follows = isinstance(node, ast.Call) and self._follows(node)
-            returned = self._returns(self.functions[name_of(node)]) if follows else []
-            node = returned[0].value if len(returned) == 1 else self.resolved(node)
-            if node is way[-1]:
-                break
+        while len(way) < 9 and (node := self.resolved(node)) is not way[-1]:
             way.append(node)
         return way
 
