@@ -118,13 +118,11 @@ def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version
 
 def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:
     """Check one run of a file."""
-    if launch.not_checked is not None:
-        told = f"not checked: {launch.not_checked}"
-        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, findings=launch.findings)
-    rules = run_rules(launch, framework_version=version)
-    if rules.foreign:
-        told = f"not checked: {rules.foreign}"
-        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, rules=rules)
+    rules = run_rules(launch, framework_version=version) if launch.not_checked is None else None
+    if rules is None or rules.foreign:
+        report = FileReport(file=str(path), outcome="not checked", verdict="", launch=launch, rules=rules)
+        told = f"not checked: {rules.foreign if rules else launch.not_checked}"
+        return replace(report, verdict=told, findings=launch.findings)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)

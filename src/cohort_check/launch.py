@@ -69,6 +69,15 @@ class Launch:
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 
 
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a nested mapping, unless a value stands in the place of a section."""
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        tree = inner if isinstance(inner, dict) else {}
+    tree[name] = value
+
+
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 

@@ -9,7 +9,7 @@ from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
 from cohort_check.findings import Finding
-from cohort_check.launch import Launch, Settings
+from cohort_check.launch import Launch, Settings, put
 from cohort_check.rules.common import RunRules, Start, refused
 
 
@@ -55,13 +55,8 @@ def _installed() -> str:
 
 
 def nested(launch: Launch) -> dict[str, Any]:
-    """Return the settings of a launch as a nested mapping."""
+    """Return the settings of a launch as a nested mapping. A value in the place of a section has its own finding."""
     tree: dict[str, Any] = {}
     for key, said in launch.settings.items():
-        *parents, last = key.split(".")
-        node = tree
-        for part in parents:
-            inner = node.setdefault(part, {})
-            node = inner if isinstance(inner, dict) else {}  # a value in place of a section has its own finding
-        node[last] = said.value
+        put(tree, key, said.value)
     return tree

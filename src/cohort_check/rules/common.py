@@ -110,6 +110,11 @@ def known_keys(framework: str, version: Version) -> Keys:
     return tables[max((known for known in tables if known[:2] <= version[:2]), default=min(tables))]
 
 
+def keys_of(framework: str) -> str:
+    """The table of keys that a framework's configuration has; Open-R1's own are those of its script besides."""
+    return "trl" if framework == "open-r1" else framework
+
+
 def launcher_keys(framework: str) -> frozenset[str]:
     """Options of the command that starts the processes, which the framework's own files may have too."""
     return frozenset(load_table(f"keys/{framework}.json")["launcher"])

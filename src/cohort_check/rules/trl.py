@@ -168,7 +168,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    known, mode = common.known_keys(_keys_of(launch), number), sampling_mode(settings, number)
+    known, mode = common.known_keys(common.keys_of(launch.framework), number), sampling_mode(settings, number)
     defaults = {name: known[key]["default"] for key, name in _FIELDS.items() if key in known}
     batch = read_batch(
         settings,
@@ -212,22 +212,12 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     )
 
 
-def _keys_of(launch: Launch | Settings) -> str:
-    """The table of keys and defaults that GRPOConfig has."""
-    return "unsloth" if launch.framework == "unsloth" else "trl"
-
-
 def _raised(batch: TrlBatch, processes: int, known: common.Keys) -> TrlBatch:
     """Return the batch size to which Unsloth raises one that does not hold whole groups."""
     if batch.steps_per_generation or batch.generation_batch_size:
         return batch
     size = batch.per_device * (batch.accumulation * processes if "steps_per_generation" in known else 1)
     return replace(batch, per_device=batch.generations) if size % batch.generations else batch
-
-
-def trl_default(key: str, version: Version, framework: str = "trl") -> Any:
-    """The default of a key of this version; None if it has none, or is not there."""
-    return common.known_keys(framework, version).get(key, {}).get("default")
 
 
 def sampling_mode(settings: Settings, version: Version) -> str:
@@ -238,13 +228,17 @@ def sampling_mode(settings: Settings, version: Version) -> str:
         return "colocate"
     if version < (0, 16):
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
-    mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
+    mode = (
+        settings.text("vllm_mode", common.known_keys("trl", version)["vllm_mode"]["default"])
+        if version >= (0, 18)
+        else "server"
+    )
     return "colocate" if mode == "colocate" else "server"
 
 
 def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
     """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
-    known = dict(common.known_keys(_keys_of(launch), version))
+    known = dict(common.known_keys(common.keys_of(launch.framework), version))
     known |= common.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
     for key, said in launch.settings.items():
         if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
@@ -313,7 +307,8 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
 
 def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
     """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
-    loss = settings.text("loss_type", trl_default("loss_type", version, _keys_of(launch)))
+    known = common.known_keys(common.keys_of(launch.framework), version)
+    loss = settings.text("loss_type", known.get("loss_type", {}).get("default"))
     processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
     name = ".".join(map(str, version))
