@@ -326,6 +326,8 @@ class Script:
     def _attribute(self, node: ast.Attribute) -> Any:
         """An option of the script, a constant of a class, what a class sets on itself, or an entry of a mapping."""
         owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
+        if owner == "torch":  # a dtype
+            return node.attr
         set_on = [(value, line) for key, value, line in self.parts.get(owner, ()) if key in (node.attr, None)]
         if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]) and node.attr not in self.parts:
             return self.value(set_on[0][0])

@@ -23,7 +23,7 @@ _DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
     "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
 )
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # of GRPOTrainer
-_OF_LOADS = "pretrained_model_name_or_path model_name dtype torch_dtype load_in_4bit load_in_8bit quantization_config"
+_OF_LOADS = "pretrained_model_name_or_path model_name load_in_4bit load_in_8bit quantization_config"
 _HARMLESS = {"log", "evaluate", "save_model", "create_model_card"}  # methods that change no training
 _CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
 
@@ -102,12 +102,12 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
             yield replace(run.launch(launch), framework="ms-swift")
     for call in [] if made else parsers:
         own = any(not script.defined.get(name, "trl").startswith("trl") for name in _classes(call))
-        run = _Run(script, call)
+        run = _Run(script, call, parsed=True)
         run.settings |= {key: replace(said, added=own) for key, said in launch.settings.items()}
         if not by_command:
             reason = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
             run.unread.append(Unread("(recipe)", script.where(call), reason))
-        yield with_recipe(run.launch(launch, parsed=True), script.path.parent)
+        yield with_recipe(run.launch(launch), script.path.parent)
     trainers = [call for call in script.calls if name_of(call).endswith("GRPOTrainer")]
     for call in [] if made or parsers else (trainers or script.calls)[:1]:
         run = _Run(script, call)
@@ -130,16 +130,20 @@ def _loaded(call: ast.Call) -> ast.expr | None:
     return next(filter(None, (*call.args[:1], *names)), None)
 
 
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
 def _classes(call: ast.Call) -> set[str]:
     """Names in the arguments of a call."""
     return {name_of(node) for part in (*call.args, *call.keywords) for node in ast.walk(part)}
 
 
 class _Run:
-    """Collects the settings of one configuration and its trainer."""
+    """Collects the settings of one configuration and its trainer. `parsed`: a parser makes the configuration."""
 
-    def __init__(self, script: Script, config: ast.Call) -> None:
-        self.script, self.config = script, config
+    def __init__(self, script: Script, config: ast.Call, *, parsed: bool = False) -> None:
+        self.script, self.config, self.parsed = script, config, parsed
         self.settings: dict[str, Setting] = {}
         if "RLOOConfig" in (name_of(config), *_classes(config)):
             self.settings["num_generations"] = Setting(2, script.where(config))  # its default; GRPOConfig's is 8
@@ -147,65 +151,44 @@ class _Run:
         self.todo: list[Setting] = []
         self.findings: list[Finding] = []
 
-    def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
+    def add(
+        self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "", added: bool = False
+    ) -> None:
         """Add the value of a key. It is unread if it cannot be evaluated or is not `certain` to be set."""
+        where = self.script.where(node)
         try:
             if key is None or not certain:
                 raise ValueError("it may be anything")
-            self._set(prefix + key, self.script.value(node), node)
+            self.settings[prefix + key] = Setting(self.script.value(node), where, added)
         except UNREADABLE:
             reason = f"{'set in a branch' if key and not certain else 'computed'}: {self.script.why(node):.80}"
             name = prefix.removeprefix("trainer.") + key if key else "(**arguments)"
-            self.unread.append(Unread(name, self.script.where(node), reason))
+            self.unread.append(Unread(name, where, reason, added))
             self.settings.pop(prefix + (key or ""), None)
 
     def arguments(self, call: ast.Call, prefix: str = "") -> None:
         """Add the arguments of a call. The only positional one is `output_dir`."""
         for value in call.args[:1] if not prefix else ():
             self.add(None if ast.unparse(value) == "..." else "output_dir", value)
-        entries = (entry for keyword in call.keywords for entry in self.script.named(keyword.arg, keyword.value))
-        for key, node, certain in entries:
-            self.add(key, node, certain=certain, prefix=prefix)
-        twice = [key for key, count in Counter(k.arg for k in call.keywords if k.arg).items() if count > 1]
-        for key in twice:
+        for keyword in call.keywords:
+            # those that GRPOConfig has, of which the script chooses
+            chosen = keyword.arg is None and isinstance(self.script.inlined(keyword.value), ast.DictComp)
+            for key, node, certain in self.script.named(keyword.arg, keyword.value):
+                self.add(key, node, certain=certain, prefix=prefix, added=chosen)
+        for key in [key for key, count in Counter(k.arg for k in call.keywords if k.arg).items() if count > 1]:
             says, text = f"SyntaxError: keyword argument repeated: {key}", f"{key} is given twice"
             self.findings.append(Finding("CHK008", None, text, (), self.script.where(call), says))
-        for keyword in call.keywords:  # of which the script takes what GRPOConfig has
-            if keyword.arg is None and isinstance(self.script.inlined(keyword.value), ast.DictComp):
-                self.settings = {key: replace(said, added=True) for key, said in self.settings.items()}
-                self.unread = [replace(entry, added=True) for entry in self.unread]
 
-    def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
-        """Build the launch, including the trainer's arguments. `parsed`: a parser makes the configuration."""
+    def launch(self, started: Launch) -> Launch:
+        """Build the launch, including the trainer's arguments."""
         trainers = [call for call in self.script.calls if self._trains(call)]
-        mine = [call for call in trainers if self.script.inlined(_part(call, "args")) is self.config]
+        trainers = [call for call in trainers if self.script.inlined(_part(call, "args")) is self.config] or trainers
         names = [name for name, values in self.script.values.items() if any(value is self.config for value in values)]
-        names += [name_of(_part(trainer, "args")) for trainer in (mine or trainers)[:1]]
+        names += [name_of(_part(trainer, "args")) for trainer in trainers[:1]]
         for key, node, certain in (c for name in dict.fromkeys(names) for c in self.script.changes(ast.Name(name))):
-            self.add(key, node, certain=certain)
-            if key is not None and key in self.settings:  # an attribute is never refused
-                self.settings[key] = replace(self.settings[key], added=True)
-            else:
-                self.unread[-1] = replace(self.unread[-1], added=True)
-        for trainer in (mine or trainers)[:1]:
-            changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
-            other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
-            if other:
-                self._leave(f"trainer: {other}", trainer)
-            self._model(trainer, parsed=parsed)
-            self._rewards(trainer, parsed=parsed)
-            for which in ("train_dataset", "eval_dataset"):
-                self._dataset(trainer, which)
-            of_trl = name_of(trainer) == "GRPOTrainer" and not other
-            if of_trl and len(trainers) == 1 and keyword_of(trainer, "tokenizer") and not self.script.unsloth:
-                says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
-                text, where = "tokenizer is called processing_class", self.script.where(trainer)
-                self.findings.append(Finding("CHK006", None, text, ("processing_class=tokenizer",), where, says))
-            for keyword in trainer.keywords:
-                if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
-                    self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
-                elif keyword.arg not in _CONVERTED:
-                    self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
+            self.add(key, node, certain=certain, added=True)  # an attribute is never refused
+        for trainer in trainers[:1]:
+            self._trainer(trainer, alone=len(trainers) == 1)
         for keyword in (k for call in self.script.calls if name_of(call) == "train" for k in call.keywords):
             if keyword.arg not in ("resume_from_checkpoint", "mode"):
                 self._leave(f"train({ast.unparse(keyword)})", keyword.value)
@@ -217,6 +200,27 @@ class _Run:
             todo=tuple(dict.fromkeys(self.todo)),
             findings=tuple(self.findings),
         )
+
+    def _trainer(self, trainer: ast.Call, *, alone: bool) -> None:
+        """Add what a trainer is given."""
+        changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
+        other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
+        if other:
+            self._leave(f"trainer: {other}", trainer)
+        self._model(trainer)
+        self._rewards(trainer)
+        for which in ("train_dataset", "eval_dataset"):
+            self._dataset(trainer, which)
+        of_trl = name_of(trainer) == "GRPOTrainer" and not (other or self.script.unsloth)
+        if of_trl and alone and keyword_of(trainer, "tokenizer"):
+            says = "GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'"
+            text, where = "tokenizer is called processing_class", self.script.where(trainer)
+            self.findings.append(Finding("CHK006", None, text, ("processing_class=tokenizer",), where, says))
+        for keyword in trainer.keywords:
+            if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
+                self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
+            elif keyword.arg not in _CONVERTED:
+                self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
 
     def _trains(self, call: ast.Call) -> bool:
         name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
@@ -247,7 +251,7 @@ class _Run:
         made = [name_of(call) for call in self.script.reached(tokenizer)]
         return "from_pretrained" in made and "chat_template" not in changed
 
-    def _rewards(self, trainer: ast.Call, *, parsed: bool) -> None:
+    def _rewards(self, trainer: ast.Call) -> None:
         """Add the names of the reward functions, and where they are defined."""
         said = _part(trainer, "reward_funcs")
         given = first = self.script.resolved(said)
@@ -258,7 +262,7 @@ class _Run:
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         nodes = [self.script.resolved(node) for node in listed]
         names = [constant(node) or name_of(node) for node in nodes]
-        own = parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
+        own = self.parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
         variables = self.script.parameters.keys() | self.script.values.keys()
         made = {node.id for node in nodes if isinstance(node, ast.Name)} & variables
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
@@ -315,14 +319,12 @@ class _Run:
         if not loads and len(self.todo) == before:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
-    def _model(self, trainer: ast.Call, *, parsed: bool) -> None:
+    def _model(self, trainer: ast.Call) -> None:
         """Add the trainer's model, its quantization and its adapter, whichever call of its making has them."""
         given = _part(trainer, "model")
-        adapter = keyword_of(trainer, "peft_config")
         parts = (keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs"))
         calls = list(self.script.reached(given, *parts))
-        named = [(ast.unparse(call.func), call) for call in calls if name_of(call) == "from_pretrained"]
-        loads = [call for name, call in named if not _IS_OTHER.search(name)]
+        loads = [call for call in calls if name_of(call) == "from_pretrained" and not _IS_OTHER.search(_called(call))]
         models = {ast.unparse(_loaded(load) or load) for load in loads}
         given = _loaded(loads[0]) if loads else given
         if len(models) > 1:
@@ -330,52 +332,45 @@ class _Run:
             self.unread.append(Unread("model", self.script.where(loads[0]), text))
         elif given is not None:
             self.add("model", given, prefix="trainer.")
-        types = [(key, keyword_of(load, key)) for load in loads for key in ("dtype", "torch_dtype")]
-        dtypes = {ast.unparse(node) for _, node in types if node is not None and not self._is_none(node)}
-        if len(dtypes) == 1:
-            self._set("trainer.dtype", min(dtypes).strip("'\"").removeprefix("torch."), loads[0])
-        elif dtypes:
-            self._leave(f"dtype: {' or '.join(sorted(dtypes))}", loads[0])
         for load in loads:
-            if _SEES.search(ast.unparse(load.func)):
-                self._leave(f"images: {ast.unparse(load.func)} loads a model that reads images", load)
+            if _SEES.search(_called(load)):
+                self._leave(f"images: {_called(load)} loads a model that reads images", load)
             more = [each for keyword in load.keywords for each in self.script.named(keyword.arg, keyword.value)]
-            for key, value, certain in more if len(models) == 1 else ():
-                if key not in _OF_LOADS.split():
+            for key, value, certain in more:
+                if key in ("dtype", "torch_dtype"):
+                    self.add("dtype", value, certain=certain, prefix="trainer.")
+                elif len(models) == 1 and key not in _OF_LOADS.split():
                     self.add(f"model.{key}" if key else "model", value, certain=certain, prefix="trainer.")
         for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
             if (flag := keyword_of(call, key)) is not None:
                 self.add(key, flag, certain=self.script.runs(call) is True, prefix="trainer.")
-        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in ast.unparse(call.func)]
-        for call in wraps:
-            self._wrapped(call, alone=len(wraps) == 1)
-        node = self.script.resolved(adapter)
-        if adapter is None or self._is_none(adapter):
-            pass
-        elif isinstance(node, ast.Call) and name_of(node) == "LoraConfig":
-            self._lora(node, adapter)
-        elif not (parsed and name_of(node) == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
-            self._unclear(f"computed: {ast.unparse(adapter):.60}", adapter)
+        self._adapters(calls, keyword_of(trainer, "peft_config"))
         for place in self.script.frozen():
             self._leave("frozen: some parameters do not require gradients", place)
 
-    def _wrapped(self, call: ast.Call, *, alone: bool) -> None:
-        """Add the adapter of `get_peft_model(...)`: peft's, with a LoraConfig, or Unsloth's, with its arguments."""
-        config = self.script.resolved(keyword_of(call, "peft_config") or (call.args[1] if len(call.args) > 1 else None))
-        branched = not self.script.runs(call)
-        if branched or not alone:
-            where = "in a branch" if branched else "one of several"
-            self._unclear(f"adapter, {where}: {ast.unparse(call):.60}", call)
-        elif isinstance(config, ast.Call) and name_of(config) == "LoraConfig":
-            self._lora(config, call)
-        elif name_of(call) == "get_peft_model" and config is None and call.keywords:
-            self._lora(call, call)
+    def _adapters(self, calls: list[ast.Call], given: ast.expr | None) -> None:
+        """Add the adapter of the trainer's `peft_config`, or of `get_peft_model(...)`: peft's or Unsloth's."""
+        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in _called(call)]
+        for call in wraps:
+            config = self.script.resolved(keyword_of(call, "peft_config") or next(iter(call.args[1:]), None))
+            branched = not self.script.runs(call)
+            if branched or len(wraps) > 1:
+                self._unclear(f"adapter, {'in a branch' if branched else 'one of several'}: {ast.unparse(call)}", call)
+            elif config is None and name_of(call) == "get_peft_model" and call.keywords:
+                self._lora(call, call)
+            else:
+                self._lora(config, call)
+        parsed = self.parsed and name_of(self.script.resolved(given)) == "get_peft_config"  # of use_peft and lora_r
+        if given is not None and not self._is_none(given) and not parsed:
+            self._lora(self.script.resolved(given), given)
+
+    def _lora(self, config: ast.expr | None, place: ast.AST) -> None:
+        """Add the arguments of an adapter's configuration, which is Unsloth's call itself."""
+        if isinstance(config, ast.Call) and (name_of(config) == "LoraConfig" or config is place):
+            self._set("trainer.peft_config", "LoraConfig", place)
+            self.arguments(config, "trainer.peft_config.")
         else:
-            self._unclear(f"adapter: {ast.unparse(call):.60}", call)
+            self._unclear(f"adapter: {ast.unparse(place)}", place)
 
     def _unclear(self, text: str, node: ast.AST) -> None:
-        self.unread.append(Unread("peft_config", self.script.where(node), text))
-
-    def _lora(self, config: ast.Call, place: ast.AST) -> None:
-        self._set("trainer.peft_config", "LoraConfig", place)
-        self.arguments(config, "trainer.peft_config.")
+        self.unread.append(Unread("peft_config", self.script.where(node), f"{text:.80}"))
