@@ -7,9 +7,10 @@ from itertools import islice
 from pathlib import Path
 
 from cohort.errors import UserError
+from cohort_check.findings import load_table
 from cohort_check.launch import Launch
-from cohort_check.readers import others, swift, trl, trl_python, verl
-from cohort_check.readers.files import count_of, notebook_code, read_text, read_yaml_tree
+from cohort_check.readers import trl, trl_python, verl
+from cohort_check.readers.files import YamlTree, count_of, notebook_code, read_text, read_yaml_tree
 from cohort_check.readers.launcher import find_server, read_command, slurm_variables
 from cohort_check.readers.pins import pinned_version
 from cohort_check.readers.shell import Arms, Command, parse_shell, variants
@@ -20,8 +21,6 @@ FORMATS = (
     "Cohort, TRL, Open-R1, ms-swift (rlhf_type grpo) and verl (actor_rollout_ref), as YAML or the script that starts "
     "them; Python with GRPOConfig(...); prime-rl and OpenRLHF are recognized"
 )
-_YAML = (others.read_cohort, verl.read_yaml, swift.read_yaml, trl.read_yaml)
-_SHELL = (verl.read_shell, swift.read_shell, trl.read_shell)
 
 
 def read_launch(path: Path, *, launched_with: str | None = None, arms: Arms = ()) -> Launch:
@@ -87,16 +86,26 @@ def _read(path: Path, text: str, command: Command | None, arms: Arms) -> Iterato
     if suffix in (".py", ".ipynb"):
         yield from trl_python.read(path, text, command)
     elif suffix == ".toml":
-        yield from filter(None, [others.recognize(path, text)])
+        yield from filter(None, [_recognize(path, text)])
     elif suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
         commands = parse_shell(text, path.name, known=slurm_variables(text), arms=arms)
         server = find_server(commands)
-        found = (islice(filter(None, (read(path, text, one, server) for read in _SHELL)), 1) for one in commands)
+        found = (
+            islice(
+                filter(
+                    None,
+                    (read(path, text, one, server) for read in (verl.read_shell, trl.read_swift_shell, trl.read_shell)),
+                ),
+                1,
+            )
+            for one in commands
+        )
         runs = [run for first in found for run in first]
         sure = [run for run in runs if run.framework not in ("trl", "open-r1") or trl.SIGNS & run.settings.keys()]
-        yield from sure or runs or filter(None, [others.recognize(path, text)])
+        yield from sure or runs or filter(None, [_recognize(path, text)])
     elif tree := read_yaml_tree(text, path.name):
-        yield from islice(filter(None, (read(path, text, tree) for read in _YAML)), 1)
+        formats = (_read_cohort, verl.read_yaml, trl.read_swift_yaml, trl.read_yaml)
+        yield from islice(filter(None, (read(path, text, tree) for read in formats)), 1)
 
 
 def _launched(launch: Launch, command: Command) -> Launch:
@@ -113,3 +122,21 @@ def _launched(launch: Launch, command: Command) -> Launch:
         training_gpus=launched.training_gpus or launch.training_gpus,
         unread=(*launch.unread, *launched.unread),
     )
+
+
+def _read_cohort(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """Read a configuration of Cohort; None for any other file."""
+    if not {"model", "data", "rewards"} <= tree.top.keys() or "model" in tree.values:
+        return None
+    processes = count_of(tree.values, "hardware.processes")
+    return tree.launch("cohort", "YAML with the sections model, data and rewards", tree.values, processes=processes)
+
+
+def _recognize(path: Path, text: str) -> Launch | None:
+    """Recognize a TOML file or a script of prime-rl or OpenRLHF; None for any other file."""
+    for framework, entry in load_table("recognized.toml").items():
+        if found := re.search(entry["pattern"], text):
+            reason, told = f"it has {found[0]!r}", entry["not_checked"]
+            launch = Launch(framework=framework, form="shell", reason=reason, settings={}, not_checked=told)
+            return replace(launch, form="toml") if path.suffix == ".toml" else launch
+    return None

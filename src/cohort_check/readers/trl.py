@@ -1,4 +1,4 @@
-"""TRL and Open-R1: YAML recipes, and the shell commands that start them."""
+"""TRL, Open-R1 and ms-swift: YAML recipes, and the shell commands that start them."""
 
 import contextlib
 import re
@@ -21,6 +21,8 @@ SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for othe
 _SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
 OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
 _OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
+_RAY = "ms-swift on Ray, which trains with Megatron"
+_ELSEWHERE = Unread("(recipe)", "", "the command names no rlhf_type; check the configuration file that it names")
 _STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 
 
@@ -79,3 +81,33 @@ def _with_script(launch: Launch, script: Word, place: Path, text: str, command: 
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)
     return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
+
+
+def read_swift_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
+    """Read a command that trains with ms-swift's GRPO; None for any other command."""
+    on_megatron = command.has("megatron", "rlhf") or command.has("swift.cli._megatron.rlhf")
+    module = {"rlhf.py", "swift.cli.rlhf", "--rlhf_type", "--rlhf_type=grpo"} & {word.name for word in command.words}
+    if not (on_megatron or command.has("swift", "rlhf") or module):
+        return None
+    launch = with_recipe(read_command(command, "ms-swift", path.parent, server), path.parent)
+    kind = launch.settings.get("rlhf_type")
+    if kind is None:
+        launch = replace(launch, unread=(*launch.unread, replace(_ELSEWHERE, where=command.where)))
+    elif kind.value != "grpo":
+        return None
+    return replace(launch, not_checked="Megatron") if on_megatron else launch
+
+
+def read_swift_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """Read a YAML file with ms-swift's keys; None for any other file."""
+    if "rlhf_type" not in tree.values or tree.values["rlhf_type"].value != "grpo":
+        return None
+    gpus = tree.values.get("ENV.CUDA_VISIBLE_DEVICES")
+    return tree.launch(
+        "ms-swift",
+        "YAML with rlhf_type: grpo",
+        {key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")},
+        not_checked=_RAY if "train.gpus" in tree.values else None,
+        processes=count_of(tree.values, "ENV.NPROC_PER_NODE"),
+        training_gpus=tuple(str(gpus.value).split(",")) if gpus else None,
+    )

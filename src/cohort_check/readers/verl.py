@@ -13,7 +13,6 @@ from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers.files import YamlTree
 from cohort_check.readers.launcher import gpus_of, unknown_word
 from cohort_check.readers.shell import Command, Word
-from cohort_check.readers.swift import MEGATRON
 from cohort_check.rules.common import VERL, key_tables
 
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
@@ -88,7 +87,7 @@ def _not_checked(settings: Mapping[str, Setting], config: str = "") -> str | Non
     keys = ("model_engine", "actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.strategy")
     engines = [str(settings[key].value) for key in keys if key in settings]
     if "megatron" in " ".join([config, *engines]):
-        return MEGATRON
+        return "Megatron"
     other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
     return other[0] if other else None
 
