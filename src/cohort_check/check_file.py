@@ -206,15 +206,13 @@ def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
 
 
 def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
-    """Report a refusal with `size` processes, with fixes: keys that must be set, nearest numbers, or both."""
+    """Report a refusal with `size` processes, with the nearest numbers that start."""
     start = rules.start(size, rules.sizes)
     if start.message == rules.blocked:
         return []  # has its own finding
     proposals = common.nearest_starts(rules.start, size, rules.sizes)
-    missing = rules.missing(size, rules.sizes)
-    nearest = missing or tuple(f"{name}={value}" for name, value in proposals)
-    field = missing[0].partition("=")[0] if missing else start.field or rules.usual_field
-    return [Finding(code, field, text, nearest, says=start.message)]
+    nearest = tuple(f"{name}={value}" for name, value in proposals)
+    return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
 
 
 def _gpus(sizes: Sequence[int]) -> str:

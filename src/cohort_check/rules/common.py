@@ -50,8 +50,6 @@ class RunRules:
     decides: frozenset[str]  # every key that the verdict depends on, said or not
     start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
     usual_field: str | None = "num_generations"  # the key that a refusal is about
-    # unset keys, with values that make it start
-    missing: Callable[[int, BatchSizes], tuple[str, ...]] = lambda world_size, sizes: ()
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
@@ -327,22 +325,6 @@ def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool
         text = f"GPU {', '.join(both)} is given to training and to the sampling server"
         found.append(Finding("CHK012", _VISIBLE, text, (f"{_VISIBLE}={free} for training",) if free else ()))
     return found
-
-
-def server_findings(launch: Launch, prefix: str) -> list[Finding]:
-    """Whether the sampling server's parallel sizes fit the GPUs that it is given (`prefix` is that of its options)."""
-    gpus = launch.server_gpus
-    keys = (f"{prefix}tensor_parallel_size", f"{prefix}data_parallel_size")
-    sizes = [str(launch.server[key].value) if key in launch.server else "1" for key in keys]
-    if gpus is None or not all(size.isdecimal() and int(size) for size in sizes):
-        return []
-    tensor, data = map(int, sizes)
-    shape = f"the server's tensor parallel {tensor} x data parallel {data}"
-    fits = (f"{keys[1]}={len(gpus) // tensor}",) if tensor <= len(gpus) else (f"{keys[0]}={len(gpus)}",)
-    if tensor * data > len(gpus):
-        return [Finding("CHK012", keys[0], f"{shape} needs {tensor * data} GPUs and sees {len(gpus)}", fits)]
-    idle = ", ".join(gpus[tensor * data :])
-    return [Finding("CHK011", keys[1], f"{shape} leaves GPU {idle} without work", fits)] if idle else []
 
 
 def is_server_local(settings: Settings) -> bool:

@@ -66,7 +66,6 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
         *common.version_findings("ms-swift", name),
         *_key_findings(launch, number),
         *common.gpu_findings(launch, local_server=local),
-        *common.server_findings(launch, "vllm_"),
     ]
 
     def start(world_size: int, changed: BatchSizes) -> Start:

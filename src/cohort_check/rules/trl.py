@@ -189,7 +189,6 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
             local_server=mode == "server" and common.is_server_local(settings),
             takes_one_for_vllm=mode == "a GPU of its own",
         ),
-        *common.server_findings(launch, ""),
     ]
 
     def of_unsloth(batch: TrlBatch, processes: int) -> TrlBatch:

@@ -26,7 +26,6 @@ _MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they c
     "rollout_micro": f"{_ROLLOUT}.log_prob_micro_batch_size",
     "reference_micro": f"{_REFERENCE}.log_prob_micro_batch_size",
 }
-_USUAL_MICRO_BATCHES = (8, 4, 2, 1)
 _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
 _UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
 _NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
@@ -141,19 +140,6 @@ def _old_workers(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
         yield f"only support equal chunk. Got size of DataProto {completions} and chunk {ranks}."
 
 
-def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
-    """Return values for unset micro-batch sizes (the actor's or a usual size) with which the run starts."""
-    wanted = [name for name in _MICRO_FIELDS if name != "reference_micro" or batch.uses_reference]
-    missing = [name for name in wanted if getattr(batch, name) == (None, None)]
-    whole, size = batch.micro
-    given = [size] if size else [max(1, whole // num_gpus)] if whole else _USUAL_MICRO_BATCHES
-    for size in given if missing else ():
-        sizes: dict[str, Any] = dict.fromkeys(missing, (None, size))
-        if verl_start(replace(batch, **sizes), num_gpus).starts:
-            return (" and ".join(f"{_MICRO_FIELDS[name]}_per_gpu={size}" for name in missing),)
-    return ()
-
-
 def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply verl's rules to a launch. `version` overrides the file's own and the default."""
     name, reason = common.choose_version(launch, version)
@@ -167,18 +153,17 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
-    def changed_batch(changed: BatchSizes) -> VerlBatch:
+    def start(num_gpus: int, changed: BatchSizes) -> Start:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
-        return replace(batch, **fields)
+        return verl_start(replace(batch, **fields), num_gpus)
 
     return RunRules(
         version=name,
         version_reason=reason,
         sizes={key: getattr(batch, name) for key, name in _FIELDS.items()},
         decides=decides,
-        start=lambda num_gpus, changed: verl_start(changed_batch(changed), num_gpus),
+        start=start,
         usual_field="data.train_batch_size",
-        missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
         findings=(*settings.findings, *common.version_findings("verl", name), *stops, *gpus),
         blocked=next((finding.says for finding in stops if finding.says), None),
