@@ -213,14 +213,11 @@ class Draft:
         use = _TABLES[self._source(name)].get(short_name(name))
         if use is None:
             return None
-        if self.launch.form == "python":
-            prefix = f"trainer.reward_funcs.{name}."
-            keys = [key for key in self.launch.settings if key.startswith(prefix)]
-            args = {key.removeprefix(prefix): self.settings.said(key) for key in keys}
-        elif use in _TABLES["settings"]:
+        args: dict[str, Any] = {}
+        if use in _TABLES["settings"] and self.launch.form != "python":
             known = known_keys("open-r1", ())
             args = {argument: self._read(key, known[key]) for argument, key in _TABLES["settings"][use].items()}
-        else:
+        elif self.launch.form != "python":
             args = dict(_TABLES["script"].get(use if "." in use else short_name(name), {}))
         return {"use": use, "args": args} if args else {"use": use}
 

@@ -152,10 +152,9 @@ def _data(draft: TrlDraft) -> list[dict[str, Any]]:
 
 
 def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
-    """Set the data of a section from the arguments of each `load_dataset` that it is made of, if they are known."""
+    """Set the data of a section from the arguments of its `load_dataset`, if they are known."""
     one = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
-    loads = draft.settings.said(f"{source}.datasets") or ([one] if any(one.values()) else [])
-    put = [entry for loaded in loads for entry in _loaded(draft, section, loaded)]
+    put = _loaded(draft, section, one) if any(one.values()) else []
     if put:
         put_sources(draft, put, section=section)
     return bool(put)

@@ -1,21 +1,18 @@
 """Options of command lines, their recipes, and the processes that accelerate, torchrun, deepspeed or Slurm start."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from cohort_check.findings import load_table
 from cohort_check.launch import Framework, Launch, Setting, Unread
 from cohort_check.readers.files import find_yaml
 from cohort_check.readers.shell import Command, Word
 
-_DECIDING = {"num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus", "num_nodes", "config_file"}
-_SERVERS = (("trl", "vllm-serve"), ("vllm", "serve"), ("swift", "rollout"))
-_SLURM = {  # variables of a job, with the option of `#SBATCH` that they come from
-    "SLURM_NNODES SLURM_JOB_NUM_NODES": r"(?:--nodes[= ]|-N ?)(\d+)\b",
-    "SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE": r"(?:--gres=gpu:|--gpus-per-node[= ])(?:\w+:)?(\d+)\b",
-}
+NAMES: Mapping[str, Any] = load_table("readers/names.yaml")["commands"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
 
 def is_of_launcher(entry: Unread) -> bool:
     """Whether an option or variable that could not be read says which processes start."""
-    return entry.key in _DECIDING or entry.key.isupper()
+    return entry.key in NAMES["deciding"] or entry.key.isupper()
 
 
 def with_recipe(launch: Launch, folder: Path) -> Launch:
@@ -135,7 +132,7 @@ def with_recipe(launch: Launch, folder: Path) -> Launch:
 
 def find_server(commands: Sequence[Command]) -> Command | None:
     """The first command that starts a sampling server."""
-    return next((command for command in commands for name in _SERVERS if command.has(*name)), None)
+    return next((command for command in commands for name in NAMES["servers"] if command.has(*name)), None)
 
 
 def _script_at(words: Sequence[Word]) -> int:
@@ -158,5 +155,8 @@ def gpus_of(command: Command) -> tuple[str, ...] | None:
 
 def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:
     """Environment variables that Slurm sets for the nodes and GPUs that a script asks for."""
-    found = ((names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in _SLURM.items())
+    found = (
+        (names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE))
+        for names, option in NAMES["slurm"].items()
+    )
     return tuple((name, match[1]) for names, match in found if match for name in names.split())

@@ -6,11 +6,12 @@ import operator
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cohort.errors import UserError
+from cohort_check.findings import load_table
 from cohort_check.launch import Launch, parse_number
 from cohort_check.readers.files import find_text, find_yaml
 
@@ -39,16 +40,10 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
+NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["python"]
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_READS = "get items keys values copy update pop"  # methods; of the last two it is noted what they change
-# functions that leave a dictionary as it is
-_READERS = "dict len list str print isinstance sorted set deepcopy dump dumps info debug update GRPOConfig GRPOTrainer"
-_LOADS = ("yaml.safe_load", "yaml.load", "safe_load", "json.load", "OmegaConf.load")
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _LONGEST = 50_000  # text of a value
-_OPENS = ("open", "read_text", "read")
-_OF_PATHS = ("resolve", "absolute", "expanduser")  # methods that name the same file
 _BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
 _FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
 # a path is its text
@@ -102,7 +97,11 @@ class Script:
         self._classes = classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
-        trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
+        trainers = {
+            name: node
+            for name, node in classes.items()
+            if any(b.endswith(tuple(NAMES["trainers"])) for b in bases[name])
+        }
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
         lines = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -351,12 +350,12 @@ class Script:
         called = ast.unparse(node.func)
         if called in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[called](*map(self.value, node.args))
-        if name in _OF_PATHS and isinstance(node.func, ast.Attribute):
+        if name in NAMES["same_path"] and isinstance(node.func, ast.Attribute):
             return str(self.value(node.func.value))
         if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:
             mapping, key = self.value(node.func.value), self.value(node.args[0])
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
-        if called in _LOADS and node.args:
+        if called in NAMES["loads"] and node.args:
             return self._yaml(self._opened(node.args[0]))
         if not self._follows(node):
             raise ValueError("a call")
@@ -380,7 +379,7 @@ class Script:
     def _opened(self, node: ast.expr | None) -> str:
         """The path of a file that an expression opens or reads."""
         node = self.resolved(node)
-        if isinstance(node, ast.Call) and name_of(node) in _OPENS:
+        if isinstance(node, ast.Call) and name_of(node) in NAMES["opens"]:
             return self._opened(node.func.value if isinstance(node.func, ast.Attribute) else node.args[0])
         return str(self.value(node)) if node else ""
 
@@ -513,11 +512,11 @@ class Script:
         """Whether a use of a dictionary certainly leaves it as it is."""
         above = self._up(use)
         if isinstance(above, ast.Attribute):
-            return above.attr in _READS.split() or getattr(self._up(above), "func", None) is not above
+            return above.attr in NAMES["reads"] or getattr(self._up(above), "func", None) is not above
         if isinstance(above, ast.keyword) and above.arg:
             above = self._up(above)
         if isinstance(above, ast.Call):
-            return name_of(above) in _READERS.split()
+            return name_of(above) in NAMES["readers"]
         return not isinstance(above, ast.Assign | ast.List | ast.Dict | ast.Tuple)
 
 

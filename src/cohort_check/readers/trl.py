@@ -2,28 +2,24 @@
 
 import contextlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cohort.errors import UserError
+from cohort_check.findings import load_table
 from cohort_check.launch import Framework, Launch, Unread
 from cohort_check.readers import trl_python
 from cohort_check.readers.files import YamlTree, count_of, find_text
-from cohort_check.readers.launcher import read_command, with_recipe
+from cohort_check.readers.launcher import NAMES, read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
 from cohort_check.rules.common import known_keys
 
-_SIGNS = (
-    "num_generations reward_funcs max_completion_length generation_batch_size steps_per_generation reward_weights "
-    "scale_rewards epsilon_high num_iterations vllm_mode"
-)
-SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for other ways of training
-_SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
-OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
-_OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
+_NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["trl"]
+SIGNS = frozenset(_NAMES["signs"])
+OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _NAMES["not_only_of_open_r1"]  # keys that others do not have
 _RAY = "ms-swift on Ray, which trains with Megatron"
 _ELSEWHERE = Unread("(recipe)", "", "the command names no rlhf_type; check the configuration file that it names")
-_STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
@@ -40,7 +36,7 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
     """Read a command that trains with TRL or Open-R1, and its recipe; None for any other command."""
     texts = [word.name for word in command.words]
-    launched = bool({*_STARTERS} & {*texts}) and texts[0] not in ("echo", "pip")
+    launched = bool({*NAMES["starters"]} & {*texts}) and texts[0] not in ("echo", "pip")
     launched &= not any(name.startswith("openrlhf.") for name in texts)
     options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
     script = any(re.search(r"g[rs]po\w*\.py$", name) for name in texts) or "trl.scripts.grpo" in texts
@@ -52,7 +48,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     with contextlib.suppress(UserError, ValueError):
         place, found = find_text(scripts[0].text, path.parent) if launched and scripts else (path, "")
     beside = "GRPOTrainer" in found or "GRPOConfig" in found
-    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
+    of_trl = own or any(word.text.endswith(tuple(_NAMES["scripts"])) for word in command.words)
     if found and not beside and not of_trl:  # a program of its own
         return None
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
@@ -62,9 +58,6 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
     if scripts and not of_trl and (beside or not launch.settings):
         launch = _with_script(launch, scripts[0], place, found, command)
-    if outside:  # such as Open-R1's slurm/train.slurm
-        reason = "the script's arguments name it; check the recipe with --launch 'accelerate launch --num_processes 8'"
-        launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
     launch = with_recipe(launch, path.parent)
     processes = launch.processes or (count_of(launch.settings, "num_processes") if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)

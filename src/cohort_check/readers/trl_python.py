@@ -14,18 +14,10 @@ from cohort_check.findings import Finding, load_table
 from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
-from cohort_check.readers.python_values import TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
+from cohort_check.readers.python_values import NAMES, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command, parse_shell
 
-_CONFIGS = ("GRPOConfig", "RLOOConfig", "RLHFArguments")  # classes of settings; the last one is ms-swift's
-_DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
-    "map filter select shuffle train_test_split remove_columns rename_column rename_columns cast_column from_list "
-    "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
-)
-_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # of GRPOTrainer
-_OF_LOADS = "pretrained_model_name_or_path model_name load_in_4bit load_in_8bit quantization_config"
-_HARMLESS = {"log", "evaluate", "save_model", "create_model_card"}  # methods that change no training
-_CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
+_CONFIGS = tuple(NAMES["configs"])
 
 _IS_OTHER = re.compile(r"Tokenizer|Processor|Config|Peft")  # loads something else than the model
 _SEES = re.compile(r"ImageText|Vision|VL|Multimodal|Llava|PaliGemma|Idefics|Pixtral")
@@ -119,9 +111,7 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
 
 def _part(trainer: ast.Call, name: str) -> ast.expr | None:
     """The argument of a trainer, by name or by position."""
-    if name in _POSITIONS and _POSITIONS.index(name) < len(trainer.args):
-        return trainer.args[_POSITIONS.index(name)]
-    return keyword_of(trainer, name)
+    return dict(zip(NAMES["positions"], trainer.args, strict=False)).get(name, keyword_of(trainer, name))
 
 
 def _loaded(call: ast.Call) -> ast.expr | None:
@@ -182,12 +172,12 @@ class _Run:
     def launch(self, started: Launch) -> Launch:
         """Build the launch, including the trainer's arguments."""
         trainers = [call for call in self.script.calls if self._trains(call)]
-        trainers = [call for call in trainers if self.script.inlined(_part(call, "args")) is self.config] or trainers
+        mine = [call for call in trainers if self.script.inlined(_part(call, "args")) is self.config] or trainers
         names = [name for name, values in self.script.values.items() if any(value is self.config for value in values)]
-        names += [name_of(_part(trainer, "args")) for trainer in trainers[:1]]
+        names += [name_of(_part(trainer, "args")) for trainer in mine[:1]]
         for key, node, certain in (c for name in dict.fromkeys(names) for c in self.script.changes(ast.Name(name))):
             self.add(key, node, certain=certain, added=True)  # an attribute is never refused
-        for trainer in trainers[:1]:
+        for trainer in mine[:1]:
             self._trainer(trainer, alone=len(trainers) == 1)
         for keyword in (k for call in self.script.calls if name_of(call) == "train" for k in call.keywords):
             if keyword.arg not in ("resume_from_checkpoint", "mode"):
@@ -203,7 +193,7 @@ class _Run:
 
     def _trainer(self, trainer: ast.Call, *, alone: bool) -> None:
         """Add what a trainer is given."""
-        changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in _HARMLESS]
+        changed = [name for name in self.script.trainers.get(name_of(trainer), ()) if name not in NAMES["harmless"]]
         other = f"{name_of(trainer)} changes {', '.join(changed)}" if changed else self.foreign(trainer)
         if other:
             self._leave(f"trainer: {other}", trainer)
@@ -219,13 +209,13 @@ class _Run:
         for keyword in trainer.keywords:
             if keyword.arg in ("processing_class", "tokenizer") and self._is_loaded(keyword.value):
                 self._set("trainer.processing_class", ast.unparse(keyword.value), keyword.value)
-            elif keyword.arg not in _CONVERTED:
+            elif keyword.arg not in NAMES["converted"]:
                 self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
 
     def _trains(self, call: ast.Call) -> bool:
         name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
         own = name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
-        return name.endswith(TRAINERS) or name in self.script.trainers or own
+        return name.endswith(tuple(NAMES["trainers"])) or name in self.script.trainers or own
 
     def foreign(self, trainer: ast.Call) -> str | None:
         """Whose trainer it is, if it is neither TRL's nor the script's own."""
@@ -254,25 +244,20 @@ class _Run:
     def _rewards(self, trainer: ast.Call) -> None:
         """Add the names of the reward functions, and where they are defined."""
         said = _part(trainer, "reward_funcs")
-        given = first = self.script.resolved(said)
+        given = self.script.inlined(said)
         if given is None:
             return
-        if isinstance(given, ast.Call) and name_of(given) in ("list", "tuple") and len(given.args) == 1:
-            given = self.script.resolved(given.args[0]) or given
-        listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
-        nodes = [self.script.resolved(node) for node in listed]
-        names = [constant(node) or name_of(node) for node in nodes]
         own = self.parsed and name_of(given) == "get_reward_funcs"  # of the names that the same parser reads
-        variables = self.script.parameters.keys() | self.script.values.keys()
-        made = {node.id for node in nodes if isinstance(node, ast.Name)} & variables
+        nodes = [*map(self.script.resolved, given.elts if isinstance(given, ast.List | ast.Tuple) else [given])]
+        names = [constant(node) or name_of(node) for node in nodes]
+        variables = (self.script.parameters.keys() | self.script.values.keys()) - self.script.defined.keys()
+        computed = not variables.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name)) or not all(names)
         methods = [call.func for call in self.script.calls if isinstance(call.func, ast.Attribute)]
         grown = isinstance(said, ast.Name) and said.id in {name_of(method.value) for method in methods}
         reason = ""
         if any(isinstance(node, ast.Lambda) for node in nodes):
             reason = "a lambda; write it as `def reward(completions, **kwargs)` in rewards.py"
-        elif isinstance(given, ast.Call) and not own:
-            reason = "made by a call"
-        elif made - self.script.defined.keys() or grown or not all(names) or (given is not first and given in listed):
+        elif computed or grown or (isinstance(given, ast.Call) and not own):
             reason = "a list that the script puts together"
         if reason:
             self.unread.append(Unread("reward_funcs", self.script.where(given), f"{reason}: {ast.unparse(given):.60}"))
@@ -281,42 +266,31 @@ class _Run:
         for name, node in zip(names, nodes, strict=True):
             if name in self.script.defined:
                 self._set(f"trainer.reward_funcs.{name}", self.script.defined[name], given)
-            if not isinstance(node, ast.Call):
-                continue
-            if not own and (node.args or not node.keywords):
+            if isinstance(node, ast.Call) and not own:
                 self._leave(f"rewards: {ast.unparse(node)} returns one", node)
-            for keyword in node.keywords:
-                with contextlib.suppress(*UNREADABLE):
-                    self._set(f"trainer.reward_funcs.{name}.{keyword.arg}", self.script.value(keyword.value), node)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
-        """Add the arguments of each `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
+        """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
         given = self.script.resolved(_part(trainer, which))
-        if given is None or (isinstance(given, ast.Constant) and given.value is None):
+        if given is None or self._is_none(given):
             return
-        before, calls = len(self.todo), list(self.script.reached(given))
-        loads = sorted((call for call in calls if name_of(call) == "load_dataset"), key=lambda call: call.lineno)
-        joined = len(loads) > 1 and any(name_of(call) == "concatenate_datasets" for call in calls)
-        sets: list[dict[str, Any]] = [{} for _ in loads]
-        for load, known in zip(loads, sets, strict=True):
+        calls = sorted(self.script.reached(given), key=lambda call: call.lineno)
+        loads = [call for call in calls if name_of(call) == "load_dataset"]
+        for load in loads[:1]:
             keywords = [(keyword.arg or "**", keyword.value) for keyword in load.keywords]
             for key, value in [*zip(("path", "name"), load.args, strict=False), *keywords]:
                 try:
-                    known[key] = self.script.value(value)
+                    self._set(f"trainer.{which}.{key}", self.script.value(value), load)
                 except UNREADABLE:
                     self._leave(f"{key}={ast.unparse(value)}", load)
-        if joined:
-            self._set(f"trainer.{which}.datasets", sets, given)
-        for key, value in sets[0].items() if not joined and sets else ():
-            self._set(f"trainer.{which}.{key}", value, loads[0])
-        for load in [] if joined else loads[1:]:
+        for load in loads[1:]:
             self._leave(f"{which}: or {ast.unparse(load)}", load)
-        for call in calls:
-            if name_of(call) in _DATASET_CODE.split() and not (joined and name_of(call) == "concatenate_datasets"):
-                self._leave(f"{which} goes through {name_of(call)}(...): write it as data.map, or save its rows", call)
+        changes = [call for call in calls if name_of(call) in NAMES["dataset_code"]]
+        for call in changes:
+            self._leave(f"{which} goes through {name_of(call)}(...): write it as data.map, or save its rows", call)
         if isinstance(given, ast.Subscript) and (split := constant(given.slice)):
             self.settings.setdefault(f"trainer.{which}.split", Setting(split, self.script.where(given)))
-        if not loads and len(self.todo) == before:
+        if not loads and not changes:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
     def _model(self, trainer: ast.Call) -> None:
@@ -339,7 +313,7 @@ class _Run:
             for key, value, certain in more:
                 if key in ("dtype", "torch_dtype"):
                     self.add("dtype", value, certain=certain, prefix="trainer.")
-                elif len(models) == 1 and key not in _OF_LOADS.split():
+                elif len(models) == 1 and key not in NAMES["of_loads"]:
                     self.add(f"model.{key}" if key else "model", value, certain=certain, prefix="trainer.")
         for call, key in [(call, key) for call in calls for key in ("load_in_4bit", "load_in_8bit")]:
             if (flag := keyword_of(call, key)) is not None:
@@ -365,8 +339,8 @@ class _Run:
             self._lora(self.script.resolved(given), given)
 
     def _lora(self, config: ast.expr | None, place: ast.AST) -> None:
-        """Add the arguments of an adapter's configuration, which is Unsloth's call itself."""
-        if isinstance(config, ast.Call) and (name_of(config) == "LoraConfig" or config is place):
+        """Add the arguments of an adapter's configuration, or of Unsloth's call, which has them itself."""
+        if isinstance(config, ast.Call) and name_of(config) in ("LoraConfig", "get_peft_model"):
             self._set("trainer.peft_config", "LoraConfig", place)
             self.arguments(config, "trainer.peft_config.")
         else:

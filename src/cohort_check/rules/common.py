@@ -128,14 +128,8 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
     return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
 
 
-OF_THE_TRAINER = (
-    "model",
-    "dtype",
-    "reward_funcs",
-    "peft_config",
-    "load_in_4bit",
-    "load_in_8bit",
-)  # that could not be read
+_OF_THE_TRAINER = "model dtype reward_funcs peft_config load_in_4bit load_in_8bit"
+OF_THE_TRAINER = frozenset(_OF_THE_TRAINER.split())  # that could not be read
 FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", "unsloth": "Unsloth, TRL"}
 WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
