@@ -302,21 +302,20 @@ def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool
     """
     gpus, per_node, of_server = launch.training_gpus or (), launch.processes_per_node, launch.server_gpus or ()
     found: list[Finding] = []
-    if gpus and per_node is not None:
-        used, fitting = per_node + takes_one_for_vllm, len(gpus) - takes_one_for_vllm
-        nearest = (f"{fitting} processes",) if fitting else ()
-        idle = [gpu for gpu in gpus[used:] if gpu not in of_server]
-        if used > len(gpus):
-            what = f"{per_node} processes" + (" and one GPU for vLLM" if takes_one_for_vllm else "")
-            text = f"{what} need {used} GPUs, and {_VISIBLE} names {len(gpus)} ({', '.join(gpus)})"
-            found.append(Finding("CHK012", _VISIBLE, text, nearest))
-        elif idle and (of_server or not local_server):
-            text = f"{per_node} processes leave GPU {', '.join(idle)} of {len(gpus)} visible ones without work"
-            found.append(Finding("CHK011", _VISIBLE, text, nearest))
-    both = [gpu for gpu in gpus if gpu in of_server and local_server]
-    if both:
-        free = ",".join(gpu for gpu in gpus if gpu not in both)
+    used = per_node + takes_one_for_vllm if gpus and per_node is not None else len(gpus)
+    what = f"{per_node} processes" + (" and one GPU for vLLM" if takes_one_for_vllm else "")
+    fitting = len(gpus) - takes_one_for_vllm
+    nearest = (f"{fitting} processes",) if fitting else ()
+    idle = [gpu for gpu in gpus[used:] if gpu not in of_server]
+    if used > len(gpus):
+        text = f"{what} need {used} GPUs, and {_VISIBLE} names {len(gpus)} ({', '.join(gpus)})"
+        found.append(Finding("CHK012", _VISIBLE, text, nearest))
+    elif idle and (of_server or not local_server):
+        text = f"{what} leave GPU {', '.join(idle)} of {len(gpus)} visible ones without work"
+        found.append(Finding("CHK011", _VISIBLE, text, nearest))
+    if both := [gpu for gpu in gpus if gpu in of_server and local_server]:
         text = f"GPU {', '.join(both)} is given to training and to the sampling server"
+        free = ",".join(gpu for gpu in gpus if gpu not in both)
         found.append(Finding("CHK012", _VISIBLE, text, (f"{_VISIBLE}={free} for training",) if free else ()))
     return found
 

@@ -19,15 +19,7 @@ Refusal = tuple[str, str | None]  # the framework's message, and the key that it
 EVAL_BATCH = "per_device_eval_batch_size"
 _PER_DEVICE = "per_device_train_batch_size"
 _MESSAGES: dict[str, str] = load_table("rules/trl-messages.yaml")
-_FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
-    _PER_DEVICE: "per_device",
-    EVAL_BATCH: "per_device_eval",
-    "gradient_accumulation_steps": "accumulation",
-    "num_generations": "generations",
-    "num_generations_eval": "generations_eval",
-    "generation_batch_size": "generation_batch_size",
-    "steps_per_generation": "steps_per_generation",
-}
+_FIELDS: dict[str, str] = common.FRAMEWORKS["trl"]["sizes"]  # by TRL's and ms-swift's key: the field of TrlBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,9 @@ from cohort_check.rules import common
 from cohort_check.rules.common import ENGINE, VERL, BatchSizes, Keys, RunRules, Start, Version, parse_version, refused
 
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
-_FIELDS = {
-    "data.train_batch_size": "train_batch_size",
-    f"{_ROLLOUT}.n": "generations",
-    f"{_ACTOR}.ppo_mini_batch_size": "mini_batch_size",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
-}
+_FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["sizes"]  # by key: the field of VerlBatch
 BATCH_KEYS = tuple(_FIELDS)[:3]  # prompts that are sampled, completions of each, prompts of one optimizer step
-_MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they count one
-    "micro": f"{_ACTOR}.ppo_micro_batch_size",
-    "rollout_micro": f"{_ROLLOUT}.log_prob_micro_batch_size",
-    "reference_micro": f"{_REFERENCE}.log_prob_micro_batch_size",
-}
+_MICRO_FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["micro_sizes"]
 _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
 _UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
 _NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
@@ -187,7 +178,7 @@ def _foreign(launch: Launch, *, is_release: bool) -> str | None:
 
 def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     sizes = {name: settings.whole(key, table[key]["default"]) for key, name in _FIELDS.items()}
-    keys = {name: (key, f"{key}_per_gpu") for name, key in _MICRO_FIELDS.items()}
+    keys = {name: (key, f"{key}_per_gpu") for key, name in _MICRO_FIELDS.items()}
     micro: dict[str, Any] = {name: tuple(settings.whole(key, None) for key in both) for name, both in keys.items()}
     parallel = [settings.whole(f"{_ROLLOUT}.{name}_parallel_size", 1) for name in ("data", "pipeline_model")]
     dynamic = settings.flag(f"{_ACTOR}.use_dynamic_bsz")
