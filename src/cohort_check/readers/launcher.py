@@ -22,11 +22,11 @@ class Options:
     settings: dict[str, Setting] = field(default_factory=dict)
     unread: tuple[Unread, ...] = ()
 
-    def whole(self, key: str, default: int | None = None) -> int | None:
+    def whole(self, key: str | None, default: int | None = None) -> int | None:
         """A whole number; None if it could not be read."""
         if any(entry.key == key for entry in self.unread):
             return None
-        value = self.text(key)
+        value = self.text(key or "")
         return default if not value else int(value) if value.isdecimal() and len(value) < 7 else None
 
     def text(self, key: str) -> str:
@@ -82,22 +82,16 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
             said = Options({**find_yaml(configured, folder).values, **own.settings}, own.unread)
         except ValueError as error:
             problems.append(Unread("config_file", command.where, str(error)))
-    nodes: int | None = 1
-    per_node: int | None = None
-    processes: int | None = None
-    if names & {"accelerate", "trl"}:
-        visible = len(gpus) if gpus and "multi_gpu" in said.settings else None
-        processes, nodes = said.whole("num_processes", visible), said.whole("num_machines", 1)
-    elif names & {"torchrun", "torch.distributed.run", "torch.distributed.launch"}:
-        per_node, nodes = said.whole("nproc_per_node", 1), said.whole("nnodes", 1)
-    elif "deepspeed" in names:
-        per_node, nodes = said.whole("num_gpus", len(gpus) if gpus else None), said.whole("num_nodes", 1)
-    elif not names & {"srun", "sbatch", "mpirun", "ray"}:
-        counts = {key: word for key, word in command.env.items() if key in ("NPROC_PER_NODE", "NNODES")}
-        said = parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
-        per_node, nodes = said.whole("NPROC_PER_NODE", 1), said.whole("NNODES", 1)
-    if per_node is not None and nodes is not None:
-        processes = per_node * nodes
+    launcher = next((entry for entry in NAMES["launchers"] if names & {*entry["names"]}), None)
+    if launcher is None:  # one of the framework's own
+        launcher = NAMES["variables"]
+        counts = [(key, command.env[key]) for key in launcher.values() if key in command.env]
+        said = parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts])
+    count, nodes = launcher.get("processes"), said.whole(launcher.get("nodes"), 1)
+    visible = len(gpus) if gpus and (count == "num_gpus" or "multi_gpu" in said.settings) else None
+    processes = said.whole(count, launcher.get("usual", visible))
+    if processes is not None and count != "num_processes":  # which are those of all nodes
+        processes = processes * nodes if nodes is not None else None
     return Launch(
         framework=framework,
         form="shell",
