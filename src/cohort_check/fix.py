@@ -1,12 +1,13 @@
 """`cohort check --fix`: write the nearest valid values into a file, where its text has the old ones literally."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cohort_check.findings import Finding
 from cohort_check.rules.common import GPUS
 
+_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*")
 _VALUE = r"""(?P<quote>["']?)(?P<value>\$?\{?[\w.+-]+\}?)(?P=quote)"""
 
 
@@ -49,7 +50,8 @@ def _place(text: str, key: str) -> tuple[int, int] | None:
     """Where a key's only value is: `--key VALUE`, `key=VALUE`, `key: VALUE`, or the variable that it is read from."""
     name = re.escape(key).replace("_", "[_-]")
     option, assignment = rf"--{name}(?:=|\s+){_VALUE}", rf"(?<![\w.-]){name}\s*[:=]\s*{_VALUE}"
-    found = list(_matches(option, text)) or list(_matches(assignment, text))
+    code = _COMMENT.sub(lambda comment: " " * len(comment[0]), text)
+    found = list(re.finditer(option, code)) or list(re.finditer(assignment, code))
     if len(found) != 1:
         return None
     value = found[0]["value"]
@@ -57,11 +59,3 @@ def _place(text: str, key: str) -> tuple[int, int] | None:
         return found[0].span("value")
     variable = value.strip("${}")
     return _place(text, variable) if variable != key else None
-
-
-def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
-    """Matches outside of comments."""
-    for match in re.finditer(pattern, text):
-        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        if not re.search(r"(^|\s)#", before):
-            yield match

@@ -28,7 +28,6 @@ _ENDS_HERE = "a backslash before a blank is an argument of its own, and the comm
 _DIRNAME = r"\$\(dirname (?:-- )?\"?\$(?:0|BASH_SOURCE|\{(?:0|BASH_SOURCE(?:\[0\])?)\})\"?\)"
 _OWN_FOLDER = re.compile(rf'{_DIRNAME}|\$\(cd (?:-- )?"?{_DIRNAME}((?:/\.\.)*)/?"?(?: &?>[^&]*)? && pwd(?: -P)?\)')
 _WHERE_IS = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)")
-_SET_IF_UNSET = re.compile(r'^: +"?\$\{(\w+):?=([^${}"]*)\}"?$')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
 
@@ -175,8 +174,6 @@ class _Walker:
                 self.decided[name][node.start_byte] = len(ends)
 
     def _command(self, node: tree_sitter.Node) -> None:
-        for name, default in _SET_IF_UNSET.findall(_text(node)):  # : "${NAME:=default}"
-            self.variables.setdefault(name, [Word(default)])
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
         env = {key: self.variables[key] for key in exported}
         words: list[Word] = []
@@ -272,6 +269,8 @@ class _Walker:
                 default = self._default(node, operator)[0].text  # stands in the place of nothing
                 return [_chosen(name, (choice or default for choice in value[0].choices))]
             return value
+        if operator.endswith("="):  # : "${NAME:=default}"
+            self.variables[name] = self._default(node, operator)
         if operator.endswith(("-", "=")):
             return self._default(node, operator)
         shown = "$@" if name in "@*" else f"${name}"
@@ -285,13 +284,15 @@ class _Walker:
     def _arithmetic(self, text: str) -> Word:
         """Evaluate `$((a * b))` of whole numbers."""
 
-        def number(name: re.Match[str]) -> str:
-            value = self.variables.get(name[1]) or [Word("")]
-            return value[0].text if re.fullmatch(r"\d{1,12}", value[0].text) and not value[0].missing else name[0]
+        def value(node: ast.expr) -> int:
+            if not isinstance(node, ast.Name):
+                return int(ast.literal_eval(node))
+            (word,) = self.variables[node.id]
+            return int("".join((word.text, *word.missing)))
 
-        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text[3:-2].replace("/", "//"))
+        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", r"\1", text[3:-2].replace("/", "//"))
         try:
-            return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body))))
+            return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body, value))))
         except UNREADABLE:
             used = [word for name in re.findall(r"[A-Za-z_]\w*", text) for word in self.variables.get(name, [])]
             return Word("", missing=_joined(used).missing or (f"{text:.80} is not worked out",))

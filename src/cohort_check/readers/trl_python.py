@@ -15,7 +15,7 @@ from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
 from cohort_check.readers.python_values import NAMES, UNREADABLE, Script, constant, keyword_of, name_of
-from cohort_check.readers.shell import Command, parse_shell
+from cohort_check.readers.shell import Command
 
 _CONFIGS = tuple(NAMES["configs"])
 
@@ -26,7 +26,7 @@ _IMPORTS_TRL = r"^\s*(from|import) (trl|swift|cohort\.trl)\b"
 
 
 def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
-    """Yield every GRPO run of a file, launched by `command` or else by the commands in its docstring.
+    """Yield every GRPO run of a file that `command` launches.
 
     Raises:
         ValueError: not valid Python.
@@ -41,15 +41,12 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     if not re.search(_IMPORTS_TRL, text, re.MULTILINE) and {*_CONFIGS} & classes:
         return  # a class that only has the name of TRL's
-    commands = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
-    started = [read_command(found, "trl", path.parent) for found in commands[:100]]
     tree.body[:0] = python_values.imported_constants(tree, path.parent)
-    for launch in started or [python_values.UNSTARTED]:
-        script = Script(tree, path, launch)
-        launch = replace(launch, form="python")
-        for run in _runs(script, launch, by_command=bool(started)):
-            own = {*load_table("keys/unsloth.yaml")["adds"]} & {*run.settings, *(entry.key for entry in run.unread)}
-            yield _of_unsloth(run) if (script.unsloth or own) and run.framework == "trl" else run
+    launch = replace(read_command(command, "trl", path.parent) if command else python_values.UNSTARTED, form="python")
+    script = Script(tree, path, launch)
+    for run in _runs(script, launch, by_command=command is not None):
+        own = {*load_table("keys/unsloth.yaml")["adds"]} & {*run.settings, *(entry.key for entry in run.unread)}
+        yield _of_unsloth(run) if (script.unsloth or own) and run.framework == "trl" else run
 
 
 def _of_unsloth(run: Launch) -> Launch:
@@ -61,13 +58,6 @@ def _of_unsloth(run: Launch) -> Launch:
     if loss := settings.get("loss_type"):
         settings |= {key: Setting(v, loss.where) for key, v in table["sets"].get(str(loss.value).lower(), {}).items()}
     return replace(run, framework="unsloth", settings=settings)
-
-
-def _commands_in(docstring: str, path: Path) -> list[Command]:
-    """Return the commands in a docstring that launch this file."""
-    lines = [line.strip(" `$") for line in docstring.replace("\\\n", " ").splitlines() if path.name in line]
-    commands = [command for line in lines for command in parse_shell(line, path.name)]
-    return [found for found in commands if any(word.name == path.name for word in found.words[1:])]
 
 
 def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:

@@ -7,7 +7,7 @@ processes.
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cohort_check.findings import Finding, load_table
@@ -18,7 +18,7 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
 _PER_DEVICE = "per_device_train_batch_size"
-_MESSAGES: dict[str, str] = load_table("rules/trl-messages.yaml")
+_MESSAGES: dict[str, str] = load_table("rules/messages.yaml")["trl"]
 _FIELDS: dict[str, str] = common.FRAMEWORKS["trl"]["sizes"]  # by TRL's and ms-swift's key: the field of TrlBatch
 
 
@@ -187,10 +187,11 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         return _raised(batch, processes, known) if launch.framework == "unsloth" else batch
 
     if settings.readable(*decides - EVALUATION):
-        new = of_unsloth(batch, max(int(launch.processes.value), 1) if launch.processes else 1).per_device
+        processes = max(int(launch.processes.value), 1) if launch.processes else 1
+        new = of_unsloth(batch, processes).per_device
         text = f"{_PER_DEVICE}: {batch.per_device} as written, which Unsloth raises to num_generations {new}"
         findings += [Finding("CHK005", _PER_DEVICE, text)] if new != batch.per_device else []
-        findings += _steps_findings(settings, batch, number, launch)
+        findings += _steps_findings(settings, batch, processes, number, known)
     return RunRules(
         version=name,
         version_reason=reason,
@@ -296,27 +297,21 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
     return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_MESSAGES["purely_quantized"])]
 
 
-def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
+def _steps_findings(
+    settings: Settings, batch: TrlBatch, processes: int, version: Version, known: common.Keys
+) -> list[Finding]:
     """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
-    known = common.known_keys(common.keys_of(launch.framework), version)
     loss = settings.text("loss_type", known.get("loss_type", {}).get("default"))
-    processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
     name = ".".join(map(str, version))
     if steps == 0:
-        message = (
-            f"generation_batch_size {batch.generation_batch_size} passes TRL {name}'s check and is less than one "
-            f"micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
-        )
+        message = _MESSAGES["no_steps"].format(version=name, processes=processes, **asdict(batch))
         right = (f"generation_batch_size={batch.per_device * processes}",)
         return [Finding("CHK017", "generation_batch_size", message, right)]
     scaled = loss in ("dapo", "cispo", "vespo") and (0, 22) <= version < (1, 16)
     if not scaled or steps is None or steps == batch.accumulation:
         return []
-    message = (
-        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {name} "
-        f"divides by the tokens of the whole generation batch, so the gradient is about "
-        f"{batch.accumulation / steps:g} times what it should be (right again in 1.16)"
-    )
+    numbers = {"steps": steps, "times": batch.accumulation / steps, "accumulation": batch.accumulation}
+    message = _MESSAGES["scaled"].format(loss=loss, version=name, **numbers)
     equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
     return [Finding("CHK016", "steps_per_generation", message, equal)]

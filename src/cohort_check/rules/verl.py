@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort_check.findings import Finding
+from cohort_check.findings import Finding, load_table
 from cohort_check.launch import ANY_SETTING, Launch, Settings
 from cohort_check.rules import common
 from cohort_check.rules.common import ENGINE, VERL, BatchSizes, Keys, RunRules, Start, Version, parse_version, refused
@@ -17,9 +17,7 @@ _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor"
 _FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["sizes"]  # by key: the field of VerlBatch
 BATCH_KEYS = tuple(_FIELDS)[:3]  # prompts that are sampled, completions of each, prompts of one optimizer step
 _MICRO_FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["micro_sizes"]
-_IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
-_UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
-_NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
+_MESSAGES: dict[str, str] = load_table("rules/messages.yaml")["verl"]
 # with verl's rules; the recipes' configurations have keys of their own
 _PROGRAMS = (VERL, "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo", "recipe.entropy.main_entropy")
 
@@ -72,7 +70,7 @@ def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
     else:
         kind = "AssertionError: " if batch.micro == (None, None) else "ValueError: "
         texts = _exclusive(batch.micro, "actor", "ppo_micro_batch_size", " if use_dynamic_bsz is not enabled")
-        yield from (_IN_CLASS.format("FSDPActorConfig", kind + text) for text in texts)
+        yield from (_MESSAGES["in_class"].format(name="FSDPActorConfig", error=kind + text) for text in texts)
     mini, (micro, _) = batch.mini_batch_size, batch.micro
     if batch.train_batch_size < mini:
         yield f"train_batch_size ({batch.train_batch_size}) must be >= actor.ppo_mini_batch_size ({mini})"
@@ -88,13 +86,9 @@ def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
 
 def _exclusive(micro: Micro, section: str, key: str, needed: str = "") -> Iterator[str]:
     """One of a micro-batch over all GPUs and one of each GPU must be set."""
-    if micro == (None, None):
-        yield f"[{section}] Please set at least one of '{section}.{key}' or '{section}.{key}_per_gpu'{needed}."
-    elif None not in micro:
-        yield (
-            f"[{section}] You have set both '{section}.{key}' AND '{section}.{key}_per_gpu'. Please remove "
-            f"'{section}.{key}' because only '*_{key}_per_gpu' is supported (the former is deprecated)."
-        )
+    if micro == (None, None) or None not in micro:
+        message = _MESSAGES["none_set" if None in micro else "both_set"]
+        yield message.format(section=section, key=key, needed=needed)
 
 
 def _engines(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
@@ -213,7 +207,9 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
         known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
-            yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
+            yield Finding(
+                "CHK006", key, f"its policy loss has no {field}", says=_MESSAGES["no_field"].format(field=field)
+            )
         elif launch.program != VERL or has_own or not _is_plain(key):
             continue
         elif said.added == "+" and not is_copy and table.get(key, {}).get("default") is not None:
