@@ -44,8 +44,8 @@ NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["python"]
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _LONGEST = 50_000  # text of a value
-_BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
-_FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
+_BUILT_IN: list[Any] = [int, float, str, bool, len, max, min]
+_FUNCTIONS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _BUILT_IN}
 # a path is its text
 _FUNCTIONS |= {f"os.path.{name}": str for name in ("abspath", "realpath")}
 _FUNCTIONS |= {"os.path.join": posixpath.join, "os.path.dirname": posixpath.dirname, "Path": posixpath.join}
@@ -111,7 +111,6 @@ class Script:
         self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules.values())
         own = {**{function.name: function for function in functions}, **classes}
         self.defined = {name: self.where(node) for name, node in own.items()} | modules
-        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         # by name: the expressions that it may stand for, or be a part of
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
@@ -323,13 +322,11 @@ class Script:
         return {key: said.value for key, said in find_yaml(path, folder).top.items()}
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        """An option of the script, a constant of a class, what a class sets on itself, or an entry of a mapping."""
+        """An option of the script, a constant of a class, or an entry of a mapping."""
         owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
         if owner == "torch":  # a dtype
             return node.attr
-        set_on = [(value, line) for key, value, line in self.parts.get(owner, ()) if key in (node.attr, None)]
-        if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]) and node.attr not in self.parts:
-            return self.value(set_on[0][0])
+        set_on = any(key in (node.attr, None) for key, _, _ in self.parts.get(owner, ()))
         if owner and node.attr in self._options:
             if set_on:
                 raise ValueError("an option that is set anew")

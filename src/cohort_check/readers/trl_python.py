@@ -64,7 +64,7 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
     kinds = {id(call): script.originals.get(name_of(call), name_of(call)) for call in script.calls}
     made = [call for call in script.calls if name_of(call) in script.derived or kinds[id(call)].endswith(_CONFIGS)]
-    made = [call for call in made if id(call) not in script.fallbacks] or made
+    made = [call for call in made if script.runs(call) is not False] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     if made:  # what the command line says are options of the script's own, whose values `script` knows
         unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))

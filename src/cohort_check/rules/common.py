@@ -34,9 +34,9 @@ def refused(message: str, **numbers: Any) -> Start:
     return Start(starts=False, message=message, **numbers)
 
 
+FRAMEWORKS: Mapping[str, Mapping[str, Any]] = load_table("rules/frameworks.yaml")
 # keys that only evaluation depends on: training is checked without them
-_EVALUATION = "per_device_eval_batch_size num_generations_eval eval_strategy evaluation_strategy save_strategy"
-EVALUATION = frozenset((*_EVALUATION.split(), "split_dataset_ratio"))
+EVALUATION = frozenset(FRAMEWORKS["trl"]["evaluation"])
 BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 
@@ -113,11 +113,6 @@ def keys_of(framework: str) -> str:
     return "trl" if framework == "open-r1" else framework
 
 
-def launcher_keys(framework: str) -> frozenset[str]:
-    """Options of the command that starts the processes, which the framework's own files may have too."""
-    return frozenset(load_table(f"keys/{framework}.json")["launcher"])
-
-
 def unknown_key(framework: str, version: Version, key: str, known: Keys, new: str = "") -> tuple[str, tuple[str, ...]]:
     """Describe a key that a version lacks, and return the known one that it should be (`new`, if that is known)."""
     text = f"{'TRL' if framework == 'trl' else framework} {'.'.join(map(str, version))} does not know {key}"
@@ -128,13 +123,11 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
     return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
 
 
-_OF_THE_TRAINER = "model dtype reward_funcs peft_config load_in_4bit load_in_8bit"
-OF_THE_TRAINER = frozenset(_OF_THE_TRAINER.split())  # that could not be read
+OF_THE_TRAINER = frozenset(FRAMEWORKS["trl"]["read_of_trainer"])  # that could not be read
 FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", "unsloth": "Unsloth, TRL"}
 WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
 _WHY_DEFAULT = {"open-r1": "what Open-R1 pins", "unsloth": "the newest that Unsloth installs"}
-FRAMEWORKS: Mapping[str, Mapping[str, Any]] = load_table("rules/frameworks.yaml")
 
 
 def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
@@ -151,8 +144,7 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     default = DEFAULTS[launch.framework]
     tables = key_tables(framework)
     reason = _WHY_DEFAULT.get(launch.framework, "the default; --framework-version chooses another one")
-    own = set().union(*key_tables(launch.framework).values()) - set().union(*tables.values())
-    keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
+    keys = {key for key, said in launch.settings.items() if not said.added}
     if framework == "verl":
         keys |= _signs(launch)
     elif launch.form == "python":  # whatever their values are

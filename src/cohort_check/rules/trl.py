@@ -151,7 +151,7 @@ def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, 
 
 
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
-_OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
+_OF_THE_COMMAND = {*load_table("keys/trl.json")["launcher"], "accelerate_config", "config", "env"}  # of `trl grpo`
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
 
