@@ -18,7 +18,7 @@ _NUMBER = r"v?(\d+(?:\.\d+)+)"
 def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     """The version that a file installs itself, else that of the files beside it or in the folders above it."""
     framework = WRAPS.get(framework, framework)
-    if framework not in FRAMEWORKS:
+    if "package" not in FRAMEWORKS.get(framework, ()):
         return None
     package, copies = FRAMEWORKS[framework]["package"], FRAMEWORKS[framework]["copies"]
     if found := _pin(text, framework, package, path.name):

@@ -111,6 +111,7 @@ class Script:
         self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules.values())
         own = {**{function.name: function for function in functions}, **classes}
         self.defined = {name: self.where(node) for name, node in own.items()} | modules
+        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
         self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         # by name: the expressions that it may stand for, or be a part of
         self.values: dict[str, list[ast.expr]] = defaultdict(list)

@@ -18,7 +18,6 @@ from cohort_check.rules.common import known_keys
 _NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["trl"]
 SIGNS = frozenset(_NAMES["signs"])
 OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _NAMES["not_only_of_open_r1"]  # keys that others do not have
-_RAY = "ms-swift on Ray, which trains with Megatron"
 _ELSEWHERE = Unread("(recipe)", "", "the command names no rlhf_type; check the configuration file that it names")
 
 
@@ -100,7 +99,7 @@ def read_swift_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
         "ms-swift",
         "YAML with rlhf_type: grpo",
         {key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")},
-        not_checked=_RAY if "train.gpus" in tree.values else None,
+        not_checked="ms-swift on Ray, which trains with Megatron" if "train.gpus" in tree.values else None,
         processes=count_of(tree.values, "ENV.NPROC_PER_NODE"),
         training_gpus=tuple(str(gpus.value).split(",")) if gpus else None,
     )

@@ -64,7 +64,7 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
     kinds = {id(call): script.originals.get(name_of(call), name_of(call)) for call in script.calls}
     made = [call for call in script.calls if name_of(call) in script.derived or kinds[id(call)].endswith(_CONFIGS)]
-    made = [call for call in made if script.runs(call) is not False] or made
+    made = [call for call in made if id(call) not in script.fallbacks] or made
     parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
     if made:  # what the command line says are options of the script's own, whose values `script` knows
         unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))
@@ -317,11 +317,10 @@ class _Run:
         wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in _called(call)]
         for call in wraps:
             config = self.script.resolved(keyword_of(call, "peft_config") or next(iter(call.args[1:]), None))
+            config = config or (call if call.keywords else None)
             branched = not self.script.runs(call)
             if branched or len(wraps) > 1:
                 self._unclear(f"adapter, {'in a branch' if branched else 'one of several'}: {ast.unparse(call)}", call)
-            elif config is None and name_of(call) == "get_peft_model" and call.keywords:
-                self._lora(call, call)
             else:
                 self._lora(config, call)
         parsed = self.parsed and name_of(self.script.resolved(given)) == "get_peft_config"  # of use_peft and lora_r

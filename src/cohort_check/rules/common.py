@@ -124,10 +124,9 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
 
 
 OF_THE_TRAINER = frozenset(FRAMEWORKS["trl"]["read_of_trainer"])  # that could not be read
-FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", "unsloth": "Unsloth, TRL"}
-WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
-DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
-_WHY_DEFAULT = {"open-r1": "what Open-R1 pins", "unsloth": "the newest that Unsloth installs"}
+FRAMEWORK_NAMES: dict[str, str] = {key: entry["name"] for key, entry in FRAMEWORKS.items()}
+# the framework whose versions and rules count
+WRAPS: dict[str, str] = {key: entry["wraps"] for key, entry in FRAMEWORKS.items() if "wraps" in entry}
 
 
 def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
@@ -141,9 +140,9 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
         return _newest_release(framework, version), "--framework-version"
     if launch.version is not None:
         return _newest_release(framework, str(launch.version.value)), launch.version.where
-    default = DEFAULTS[launch.framework]
+    default = FRAMEWORKS[launch.framework]["default"]
     tables = key_tables(framework)
-    reason = _WHY_DEFAULT.get(launch.framework, "the default; --framework-version chooses another one")
+    reason = FRAMEWORKS[launch.framework].get("why", "the default; --framework-version chooses another one")
     keys = {key for key, said in launch.settings.items() if not said.added}
     if framework == "verl":
         keys |= _signs(launch)

@@ -150,7 +150,6 @@ def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, 
     return _MESSAGES["uneven"].format(name=name, given=given, **numbers)
 
 
-_SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
 _OF_THE_COMMAND = {*load_table("keys/trl.json")["launcher"], "accelerate_config", "config", "env"}  # of `trl grpo`
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
@@ -191,7 +190,8 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         new = of_unsloth(batch, processes).per_device
         text = f"{_PER_DEVICE}: {batch.per_device} as written, which Unsloth raises to num_generations {new}"
         findings += [Finding("CHK005", _PER_DEVICE, text)] if new != batch.per_device else []
-        findings += _steps_findings(settings, batch, processes, number, known)
+        loss = settings.text("loss_type", known.get("loss_type", {}).get("default"))
+        findings += _steps_findings(loss, batch, processes, number)
     return RunRules(
         version=name,
         version_reason=reason,
@@ -282,26 +282,21 @@ def _weights(settings: Settings) -> Iterator[Finding]:
 
 
 def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
-    """Quantized weights that nothing trains, or that nobody hands to the model."""
+    """Quantized weights that nothing trains."""
     flags = ("load_in_4bit", "load_in_8bit")
     key = next((name for name in flags if settings.flag(name) or settings.flag(f"trainer.{name}")), None)
-    if key is None or not settings.readable("peft_config"):
+    # TRL's script hands it to the model from 0.26 on, and Unsloth loads a saved adapter by the name of its folder
+    of_script = launch.framework == "trl" and launch.form != "python"
+    has_adapter = settings.said("trainer.peft_config") or settings.flag("use_peft") or launch.framework == "unsloth"
+    if key is None or has_adapter or (of_script and version < (0, 26)) or not settings.readable("peft_config"):
         return []
-    if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
-        message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
-        return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
-    if settings.said("trainer.peft_config") or settings.flag("use_peft") or launch.framework == "unsloth":
-        return []  # Unsloth loads a saved adapter by the name of its folder
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
     text = "a quantized model trains only with an adapter"
     return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_MESSAGES["purely_quantized"])]
 
 
-def _steps_findings(
-    settings: Settings, batch: TrlBatch, processes: int, version: Version, known: common.Keys
-) -> list[Finding]:
+def _steps_findings(loss: str | None, batch: TrlBatch, processes: int, version: Version) -> list[Finding]:
     """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
-    loss = settings.text("loss_type", known.get("loss_type", {}).get("default"))
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
     name = ".".join(map(str, version))
     if steps == 0:
