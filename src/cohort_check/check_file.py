@@ -10,6 +10,7 @@ from cohort_check.findings import Finding
 from cohort_check.launch import ANY_SETTING, Launch, Setting, Unread
 from cohort_check.readers import read_launch, read_variants
 from cohort_check.readers.files import read_text
+from cohort_check.readers.launcher import is_of_launcher
 from cohort_check.readers.pins import pinned_version
 from cohort_check.rules import common, run_rules
 from cohort_check.rules.cohort import missing_file_findings
@@ -167,6 +168,8 @@ def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple
     failing = [size for size in starts if size not in working]
     if not failing:
         return "starts", f" with {_gpus(working)}", []
+    if not working and any(map(is_of_launcher, launch.unread)):  # and the number of processes may be any
+        working = [size for size in range(1, max(WORLD_SIZES)) if rules.start(size, rules.sizes).starts]
     size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
     if not working:
         text = f"does not start with {_gpus(failing)}; with {size}"

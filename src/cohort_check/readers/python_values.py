@@ -41,6 +41,7 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
 
 
 NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["python"]
+TRAINERS = tuple(NAMES["trainers"])
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
 _LONGEST = 50_000  # text of a value
@@ -97,11 +98,7 @@ class Script:
         self._classes = classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
-        trainers = {
-            name: node
-            for name, node in classes.items()
-            if any(b.endswith(tuple(NAMES["trainers"])) for b in bases[name])
-        }
+        trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
         lines = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]

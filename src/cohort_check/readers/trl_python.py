@@ -14,7 +14,7 @@ from cohort_check.findings import Finding, load_table
 from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers import python_values
 from cohort_check.readers.launcher import is_of_launcher, read_command, with_recipe
-from cohort_check.readers.python_values import NAMES, UNREADABLE, Script, constant, keyword_of, name_of
+from cohort_check.readers.python_values import NAMES, TRAINERS, UNREADABLE, Script, constant, keyword_of, name_of
 from cohort_check.readers.shell import Command
 
 _CONFIGS = tuple(NAMES["configs"])
@@ -205,7 +205,7 @@ class _Run:
     def _trains(self, call: ast.Call) -> bool:
         name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
         own = name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
-        return name.endswith(tuple(NAMES["trainers"])) or name in self.script.trainers or own
+        return name.endswith(TRAINERS) or name in self.script.trainers or own
 
     def foreign(self, trainer: ast.Call) -> str | None:
         """Whose trainer it is, if it is neither TRL's nor the script's own."""
