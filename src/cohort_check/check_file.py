@@ -101,7 +101,7 @@ def check_file(
 
 def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version: str | None) -> FileReport:
     """Judge a run with each of the values that branches of its script give to what decides, if they are known."""
-    if report.outcome != "not checked" or report.launch is None or report.rules is None:
+    if report.outcome not in ("not checked", "depends") or report.launch is None or report.rules is None:
         return report
     runs = read_variants(path, report.launch, report.rules.decides | ANY_SETTING)
     tried = {said: _report(path, run, sizes, version) for said, run in runs}

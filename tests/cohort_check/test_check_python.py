@@ -45,6 +45,7 @@ def test_python_is_read_and_not_run(tmp_path: Path):
         "per_device_train_batch_size": 8,
         "beta": -0.5,
         "epsilon": 0.3,
+        "max_steps": 10,
         "logging_steps": 5,
         "temperature": 0.7,
         "trainer.model": "org/model",
@@ -53,7 +54,6 @@ def test_python_is_read_and_not_run(tmp_path: Path):
     assert launch.settings["beta"].where == "train.py:9"
     assert unread(launch) == [
         ("num_generations", "computed: int(os.environ['G'])"),
-        ("max_steps", "computed: int(os.environ.get('STEPS', 10))"),
         ("top_p", "set in a branch: 0.9"),
     ]
     assert launch.version and launch.version.value == "0.24.0"

@@ -242,12 +242,10 @@ class Draft:
             self.differs(f"{machines}: see `cohort launch slurm --nodes`")
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
-        size = start.global_batch_size
-        if size != start.generation_batch_size:
-            self.differs(
-                f"{start.generation_batch_size} completions are sampled together there, and {size} are trained in one "
-                f"optimizer step; here a step trains what it samples"
-            )
+        size, together = start.global_batch_size, start.generation_batch_size
+        if size != together:
+            text = f"{together} completions are sampled together there, and {size} are trained in one optimizer step"
+            self.differs(f"{text}; here a step trains what it samples")
         if size % generations:
             self.differs(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))

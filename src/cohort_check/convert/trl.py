@@ -75,9 +75,8 @@ class TrlDraft(Draft):
         levels = {"sequence": "gspo", "sequence_token": "gspo_token"}
         if given["policy_loss"] == "clipped" and level in levels:
             given["policy_loss"] = levels[level]
-            if given["policy_loss"] == "gspo" and (
-                given.get("kl_in") == "reward" or given.get("top_entropy_quantile", 1) < 1
-            ):
+            weighted = given.get("kl_in") == "reward" or given.get("top_entropy_quantile", 1) < 1
+            if weighted and given["policy_loss"] == "gspo":
                 given["policy_loss"] = "gspo_token"
                 self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
         elif level != "token" and loss != "vespo":  # which is of whole completions anyway

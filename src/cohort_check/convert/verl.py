@@ -49,10 +49,8 @@ def _data(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    settings = draft.settings
-    names, paths = (
-        [settings.said(f"{section}.{key}") for section in _PLACES["custom_rewards"]] for key in ("name", "path")
-    )
+    settings, custom = draft.settings, _PLACES["custom_rewards"]
+    names, paths = ([settings.said(f"{section}.{key}") for section in custom] for key in ("name", "path"))
     draft.rewards(names[0] or names[1], None)
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
     manager = [name for name in map(settings.text, _PLACES["reward_managers"]) if name]

@@ -149,8 +149,6 @@ def gpus_of(command: Command) -> tuple[str, ...] | None:
 
 def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:
     """Environment variables that Slurm sets for the nodes and GPUs that a script asks for."""
-    found = (
-        (names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE))
-        for names, option in NAMES["slurm"].items()
-    )
+    options = NAMES["slurm"].items()
+    found = [(names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in options]
     return tuple((name, match[1]) for names, match in found if match for name in names.split())

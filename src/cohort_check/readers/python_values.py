@@ -15,9 +15,8 @@ from cohort_check.findings import load_table
 from cohort_check.launch import Launch, parse_number
 from cohort_check.readers.files import find_text, find_yaml
 
-_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
-_RESULTS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod)
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = dict(zip(_ARITHMETIC, _RESULTS, strict=True))
+NAMES: Mapping[str, Any] = load_table("readers/names.yaml")["python"]
+_OPERATORS: dict[Any, Any] = {getattr(ast, name): getattr(operator, of) for name, of in NAMES["operators"].items()}
 _OF_CODE = (SyntaxError, RecursionError, MemoryError)
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, *_OF_CODE)
 
@@ -40,7 +39,6 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     return _OPERATORS[type(node.op)](left, right)
 
 
-NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["python"]
 TRAINERS = tuple(NAMES["trainers"])
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
@@ -50,10 +48,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {function.__name__: function for fun
 # a path is its text
 _FUNCTIONS |= {f"os.path.{name}": str for name in ("abspath", "realpath")}
 _FUNCTIONS |= {"os.path.join": posixpath.join, "os.path.dirname": posixpath.dirname, "Path": posixpath.join}
-_TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
-_TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
-_CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
-_COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = dict(zip(_TESTS, (*_TRUTHS, *_CONTAINS), strict=True))
+_OPERATORS |= {ast.In: lambda value, among: value in among, ast.NotIn: lambda value, among: value not in among}
 
 
 def name_of(node: ast.AST | None) -> str:
@@ -233,8 +228,8 @@ class Script:
                 if bool(value := self.value(part)) == isinstance(node.op, ast.Or):
                     break
             return value
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
-            return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+            return _OPERATORS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Dict):
@@ -324,7 +319,8 @@ class Script:
         owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
         if owner == "torch":  # a dtype
             return node.attr
-        set_on = any(key in (node.attr, None) for key, _, _ in self.parts.get(owner, ()))
+        changes = self.parts.get(owner, ())
+        set_on = any(key in (node.attr, None) and self.runs(at) is not False for key, _, at in changes)
         if owner and node.attr in self._options:
             if set_on:
                 raise ValueError("an option that is set anew")
@@ -345,6 +341,8 @@ class Script:
         called = ast.unparse(node.func)
         if called in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[called](*map(self.value, node.args))
+        if called in ("os.environ.get", "os.getenv") and len(node.args) == 2:  # as ${NAME:-default} in a shell
+            return self.value(node.args[1])
         if name in NAMES["same_path"] and isinstance(node.func, ast.Attribute):
             return str(self.value(node.func.value))
         if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:

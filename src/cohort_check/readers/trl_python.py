@@ -64,8 +64,10 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
     """Yield the run of every `GRPOConfig(...)`, else of every parser that makes one, else of the trainer."""
     kinds = {id(call): script.originals.get(name_of(call), name_of(call)) for call in script.calls}
     made = [call for call in script.calls if name_of(call) in script.derived or kinds[id(call)].endswith(_CONFIGS)]
+    made = [call for call in made if not ast.unparse(call).endswith("{model_name}-GRPO')")]  # of a trainer's module
     made = [call for call in made if id(call) not in script.fallbacks] or made
-    parsers = [call for call in script.calls if name_of(call).endswith("Parser") and set(_CONFIGS) & _classes(call)]
+    classes = {id(call): _classes(script, call) for call in script.calls if name_of(call).endswith("Parser")}
+    parsers = [call for call in script.calls if {*_CONFIGS} & classes.get(id(call), set())]
     if made:  # what the command line says are options of the script's own, whose values `script` knows
         unread = tuple(entry for entry in launch.unread if is_of_launcher(entry) or entry.key.startswith("("))
         launch = replace(launch, unread=unread)
@@ -75,21 +77,21 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         run = _Run(script, call)
         run.arguments(call)
         if kind != "RLHFArguments":
-            module = script.defined.get(name_of(call), "trl")
-            other = None if kind in _CONFIGS else f"{kind}, whose defaults are not known here"  # AsyncGRPOConfig
-            if kind in _CONFIGS and ":" not in module and not _MODULES.match(module):
-                other = f"{kind} of {module}, which is not TRL's"
+            unknown = f"{kind}, whose defaults are not known here"
+            other = _of_others(script, name_of(call)) if kind in _CONFIGS else unknown
             yield replace(run.launch(launch), not_checked=other)
         elif "rlhf_type" in run.settings and run.settings["rlhf_type"].value == "grpo":
             yield replace(run.launch(launch), framework="ms-swift")
     for call in [] if made else parsers:
-        own = any(not script.defined.get(name, "trl").startswith("trl") for name in _classes(call))
+        own = any(not script.defined.get(name, "trl").startswith("trl") for name in classes[id(call)])
         run = _Run(script, call, parsed=True)
         run.settings |= {key: replace(said, added=own) for key, said in launch.settings.items()}
         if not by_command:
             reason = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
             run.unread.append(Unread("(recipe)", script.where(call), reason))
-        yield with_recipe(run.launch(launch), script.path.parent)
+        others = filter(None, (_of_others(script, name) for name in _CONFIGS if name in classes[id(call)]))
+        found = with_recipe(run.launch(launch), script.path.parent)
+        yield replace(found, not_checked=next(others, found.not_checked))
     trainers = [call for call in script.calls if name_of(call).endswith("GRPOTrainer")]
     for call in [] if made or parsers else (trainers or script.calls)[:1]:
         run = _Run(script, call)
@@ -97,6 +99,13 @@ def _runs(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launc
         found = run.launch(launch)
         foreign = call in trainers and run.foreign(call)
         yield replace(found, settings={}, unread=(), not_checked=foreign) if foreign else found
+
+
+def _of_others(script: Script, name: str) -> str | None:
+    """Whose class of arguments it is, if it is neither TRL's nor the script's own."""
+    module = script.defined.get(name, "trl")
+    other = f"{script.originals.get(name, name)} of {module}, which is not TRL's"
+    return None if ":" in module or _MODULES.match(module) else other
 
 
 def _part(trainer: ast.Call, name: str) -> ast.expr | None:
@@ -110,13 +119,10 @@ def _loaded(call: ast.Call) -> ast.expr | None:
     return next(filter(None, (*call.args[:1], *names)), None)
 
 
-def _called(call: ast.Call) -> str:
-    return ast.unparse(call.func)
-
-
-def _classes(call: ast.Call) -> set[str]:
+def _classes(script: Script, call: ast.Call) -> set[str]:
     """Names in the arguments of a call."""
-    return {name_of(node) for part in (*call.args, *call.keywords) for node in ast.walk(part)}
+    parts = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return {name_of(node) for part in parts for node in ast.walk(script.inlined(part) or part)}
 
 
 class _Run:
@@ -125,7 +131,7 @@ class _Run:
     def __init__(self, script: Script, config: ast.Call, *, parsed: bool = False) -> None:
         self.script, self.config, self.parsed = script, config, parsed
         self.settings: dict[str, Setting] = {}
-        if "RLOOConfig" in (name_of(config), *_classes(config)):
+        if "RLOOConfig" in (name_of(config), *_classes(script, config)):
             self.settings["num_generations"] = Setting(2, script.where(config))  # its default; GRPOConfig's is 8
         self.unread: list[Unread] = []
         self.todo: list[Setting] = []
@@ -179,6 +185,7 @@ class _Run:
             unread=(*self.unread, *(entry for entry in started.unread if entry.key not in self.settings)),
             todo=tuple(dict.fromkeys(self.todo)),
             findings=tuple(self.findings),
+            not_checked=next((self.foreign(trainer) for trainer in mine[:1] if self.parsed), None),
         )
 
     def _trainer(self, trainer: ast.Call, *, alone: bool) -> None:
@@ -203,15 +210,17 @@ class _Run:
                 self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
 
     def _trains(self, call: ast.Call) -> bool:
-        name = name_of(call)  # a class with reward functions is a trainer of another module, or by another name
+        name = name_of(self.script.inlined(call.func))
+        # a class with reward functions is a trainer of another module, or by another name
         own = name[:1].isupper() and keyword_of(call, "reward_funcs") is not None
         return name.endswith(TRAINERS) or name in self.script.trainers or own
 
     def foreign(self, trainer: ast.Call) -> str | None:
         """Whose trainer it is, if it is neither TRL's nor the script's own."""
-        name, of = name_of(trainer), getattr(trainer.func, "value", None)
+        name, of = name_of(self.script.inlined(trainer.func)), getattr(trainer.func, "value", None)
         module = self.script.defined.get(name_of(of) or name, ast.unparse(of) if of else "trl")
-        known = name in self.script.trainers or _MODULES.match(module)
+        of_trl = _MODULES.match(module) and not (module.startswith("open_r1") and name != "GRPOTrainer")
+        known = name in self.script.trainers or of_trl
         return None if known else f"{name} of {module}, which is not TRL's"
 
     def _set(self, key: str, value: Any, node: ast.AST) -> None:
@@ -288,7 +297,11 @@ class _Run:
         given = _part(trainer, "model")
         parts = (keyword_of(trainer, "quantization_config"), keyword_of(self.config, "model_init_kwargs"))
         calls = list(self.script.reached(given, *parts))
-        loads = [call for call in calls if name_of(call) == "from_pretrained" and not _IS_OTHER.search(_called(call))]
+        loads = [
+            call
+            for call in calls
+            if name_of(call) == "from_pretrained" and not _IS_OTHER.search(ast.unparse(call.func))
+        ]
         models = {ast.unparse(_loaded(load) or load) for load in loads}
         given = _loaded(loads[0]) if loads else given
         if len(models) > 1:
@@ -297,8 +310,8 @@ class _Run:
         elif given is not None:
             self.add("model", given, prefix="trainer.")
         for load in loads:
-            if _SEES.search(_called(load)):
-                self._leave(f"images: {_called(load)} loads a model that reads images", load)
+            if _SEES.search(ast.unparse(load.func)):
+                self._leave(f"images: {ast.unparse(load.func)} loads a model that reads images", load)
             more = [each for keyword in load.keywords for each in self.script.named(keyword.arg, keyword.value)]
             for key, value, certain in more:
                 if key in ("dtype", "torch_dtype"):
@@ -314,7 +327,7 @@ class _Run:
 
     def _adapters(self, calls: list[ast.Call], given: ast.expr | None) -> None:
         """Add the adapter of the trainer's `peft_config`, or of `get_peft_model(...)`: peft's or Unsloth's."""
-        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in _called(call)]
+        wraps = [call for call in calls if name_of(call) == "get_peft_model" or "PeftModel" in ast.unparse(call.func)]
         for call in wraps:
             config = self.script.resolved(keyword_of(call, "peft_config") or next(iter(call.args[1:]), None))
             config = config or (call if call.keywords else None)

@@ -72,14 +72,9 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     reason = "refers to another place; `--cfg job --resolve` makes a file without that"
     places = {key: said for key, said in tree.values.items() if "${" in str(said.value)}
     settings = {key: said for key, said in tree.values.items() if key not in places}
-    return tree.launch(
-        "verl",
-        "YAML with actor_rollout_ref",
-        settings,
-        unread=tuple(Unread(key, said.where, reason) for key, said in places.items()),
-        not_checked=_not_checked(settings),
-        processes=_processes(settings, places, ""),
-    )
+    unread = tuple(Unread(key, said.where, reason) for key, said in places.items())
+    kind, processes = "YAML with actor_rollout_ref", _processes(settings, places, "")
+    return tree.launch("verl", kind, settings, unread=unread, not_checked=_not_checked(settings), processes=processes)
 
 
 def _not_checked(settings: Mapping[str, Setting], config: str = "") -> str | None:

@@ -1,10 +1,10 @@
 """A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
 
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cohort import __version__
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
@@ -29,7 +29,7 @@ def cohort_rules(launch: Launch) -> RunRules:
             starts=True, generation_batch_size=size, steps_per_generation=1, global_batch_size=size, prompts=prompts
         )
     return RunRules(
-        version=_installed(),
+        version=__version__,
         version_reason="installed",
         sizes={},
         decides=frozenset(),
@@ -44,14 +44,6 @@ def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:
     """The files of a configuration in `base_dir` that are not there."""
     config = config_from_dict(nested(launch), base_dir=base_dir)
     return [Finding("CHK021", field, message) for field, message in missing_files(config, base_dir)]
-
-
-def _installed() -> str:
-    # `cohort.__version__` would pull in the whole package
-    try:
-        return metadata.version("cohort-rl")
-    except metadata.PackageNotFoundError:
-        return "from source"
 
 
 def nested(launch: Launch) -> dict[str, Any]:

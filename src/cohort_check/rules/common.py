@@ -86,9 +86,7 @@ def key_tables(framework: str) -> Mapping[Version, Keys]:
     if framework == "unsloth":  # TRL with fields and defaults of its own
         own = load_table("keys/unsloth.yaml")
         for version, keys in key_tables("trl").items():
-            changed = {
-                key: {**keys[key], "default": default} for key, default in own["defaults"].items() if key in keys
-            }
+            changed = {key: {**keys[key], "default": new} for key, new in own["defaults"].items() if key in keys}
             tables[version] = {**keys, **changed, **{key: {"default": None, "of": "Unsloth"} for key in own["adds"]}}
         return tables
     keys = {}
@@ -138,11 +136,15 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     framework = WRAPS.get(launch.framework, launch.framework)
     if version is not None:
         return _newest_release(framework, version), "--framework-version"
-    if launch.version is not None:
-        return _newest_release(framework, str(launch.version.value)), launch.version.where
+    pinned = launch.version
+    if pinned is not None and pinned.added != "<":
+        return _newest_release(framework, str(pinned.value)), pinned.where
     default = FRAMEWORKS[launch.framework]["default"]
     tables = key_tables(framework)
     reason = FRAMEWORKS[launch.framework].get("why", "the default; --framework-version chooses another one")
+    if pinned is not None:  # as the newest one that may be
+        tables = {number: table for number, table in tables.items() if number <= parse_version(pinned.value)}
+        default, reason = min((default, reason), (pinned.value, pinned.where), key=lambda one: parse_version(one[0]))
     keys = {key for key, said in launch.settings.items() if not said.added}
     if framework == "verl":
         keys |= _signs(launch)
@@ -239,7 +241,7 @@ def nearest_starts(
 
 def contradictions(framework: str, settings: Settings, version: Version) -> list[Finding]:
     """What of the framework's table holds for these settings. What depends on an unreadable value is left out."""
-    keys = known_keys(framework, version)
+    keys = known_keys(keys_of(settings.framework), version)
     found = []
     for entry in load_table(f"rules/{framework}.yaml") if settings.readable(*ANY_SETTING) else ():
         when = entry["when"]
@@ -250,10 +252,8 @@ def contradictions(framework: str, settings: Settings, version: Version) -> list
         usual = "these settings do not go together" if len(when) > 1 else "{key} cannot have this value"
         for key in unused if "unused" in entry else [entry["key"]]:
             value = settings.text(key, keys.get(key, {}).get("default"))
-            message, says, *nearest = (
-                text.format(key=key, value=value)
-                for text in (entry.get("why", usual), entry.get("says", ""), *entry.get("nearest", ()))
-            )
+            texts = (entry.get("why", usual), entry.get("says", ""), *entry.get("nearest", ()))
+            message, says, *nearest = (text.format(key=key, value=value) for text in texts)
             first = entry.get("later", {}).get(value)
             message += f"; {FRAMEWORKS[framework]['name']} has it from {first} on" if first else ""
             code = entry.get("code", "CHK005" if "unused" in entry else "CHK008")
@@ -276,9 +276,8 @@ def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
     if "not" in condition:
         return values.isdisjoint(condition["not"])
     numbers = [number for number in map(parse_number, values) if not isinstance(number, str)]
-    return any(
-        number > condition["above"] if "above" in condition else number <= condition["most"] for number in numbers
-    )
+    least, most = condition.get("above", -math.inf), condition.get("most", math.inf)
+    return any(least < number <= most for number in numbers)
 
 
 SAMPLING: Mapping[str, str] = load_table("rules/sampling.yaml")

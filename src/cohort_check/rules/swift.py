@@ -65,7 +65,7 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
         *_device_findings(settings, launch, number),
         *common.version_findings("ms-swift", name),
         *_key_findings(launch, number),
-        *common.gpu_findings(launch, local_server=local),
+        *common.gpu_findings(launch, local_server=local or bool(settings.said("vllm_device"))),
     ]
 
     def start(world_size: int, changed: BatchSizes) -> Start:

@@ -169,17 +169,14 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
+    local = mode == "server" and common.is_server_local(settings)
     findings = [
         *common.version_findings("trl", name),
         *_key_findings(launch, number),
         *common.contradictions("trl", settings, number),
         *_weights(settings),
         *_quantization(settings, launch, number),
-        *common.gpu_findings(
-            launch,
-            local_server=mode == "server" and common.is_server_local(settings),
-            takes_one_for_vllm=mode == "a GPU of its own",
-        ),
+        *common.gpu_findings(launch, local_server=local, takes_one_for_vllm=mode == "a GPU of its own"),
     ]
 
     def of_unsloth(batch: TrlBatch, processes: int) -> TrlBatch:
@@ -220,11 +217,8 @@ def sampling_mode(settings: Settings, version: Version) -> str:
         return "colocate"
     if version < (0, 16):
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
-    mode = (
-        settings.text("vllm_mode", common.known_keys("trl", version)["vllm_mode"]["default"])
-        if version >= (0, 18)
-        else "server"
-    )
+    keys = common.known_keys("trl", version)
+    mode = settings.text("vllm_mode", keys["vllm_mode"]["default"]) if version >= (0, 18) else "server"
     return "colocate" if mode == "colocate" else "server"
 
 
@@ -232,26 +226,29 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
     """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
     known = dict(common.known_keys(common.keys_of(launch.framework), version))
     known |= common.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
-    for key, said in launch.settings.items():
-        if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
+    unread = (entry for entry in launch.unread if launch.form == "python" and entry.key.isidentifier())
+    computed = [(entry.key, Setting(None, entry.where, entry.added)) for entry in unread]
+    for key, said in [*launch.settings.items(), *computed]:
+        of_trainer = key.startswith("trainer.") or (said.value is None and key in common.OF_THE_TRAINER)
+        if of_trainer or said.added:  # by the script's own classes
             continue
         deprecated = known.get(key, {}).get("deprecated")
-        if key not in known and key not in _OF_THE_COMMAND:
+        short = launch.form == "shell" and sum(name.startswith(key) for name in known) == 1  # which argparse completes
+        if key not in known and key not in _OF_THE_COMMAND and not short:
             yield _unknown(key, said, launch, known, version)
         elif isinstance(deprecated, str):
             yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
         elif deprecated and key.startswith("vllm_") and said.value is not None:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
-    every = {*common.OF_THE_TRAINER, *_OF_THE_COMMAND, *known}
-    for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
-        if unread.key.isidentifier() and unread.key not in every and not unread.added:
-            yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
     own = any(str(entry.value).startswith("trainer:") for entry in launch.todo)  # one that may have other arguments
     for entry in () if own else launch.todo:  # arguments of GRPOTrainer(...) that it does not have
         key = str(entry.value).partition("=")[0]
+        says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
+        since = common.FRAMEWORKS["trl"]["trainer"].get(key, "0")
         if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
-            says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
             yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
+        elif version < parse_version(since):
+            yield Finding("CHK006", key, f"GRPOTrainer has {key} from TRL {since} on", (), entry.where, says)
 
 
 def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, version: Version) -> Finding:

@@ -131,11 +131,10 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     number, settings = parse_version(name), Settings(launch)
     table = common.known_keys("verl", number)
     batch = _batch(settings, number, table)
-    per_node = settings.whole("trainer.n_gpus_per_node", 8)
-    settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
+    # else a configuration of its own says how many
+    per_node = settings.whole("trainer.n_gpus_per_node", 8) if launch.processes else None
     stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
-    per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def start(num_gpus: int, changed: BatchSizes) -> Start:
@@ -152,7 +151,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
         findings=(*settings.findings, *common.version_findings("verl", name), *stops, *gpus),
         blocked=next((finding.says for finding in stops if finding.says), None),
-        foreign=_foreign(launch, is_release=version is not None or bool(launch.version and not launch.version.added)),
+        foreign=_foreign(launch, is_release=bool(version or (launch.version and launch.version.added is not True))),
     )
 
 
@@ -202,14 +201,13 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
     loss = f"{_ACTOR}.policy_loss."
     has_own = any(unread.key == "(config)" for unread in launch.unread)  # configuration, whose keys are not known
-    is_copy = launch.version is not None and launch.version.added  # of verl, which may lack keys
+    is_copy = launch.version is not None and launch.version.added is True  # of verl, which may lack keys
     for key, said in launch.settings.items():
         known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
-            yield Finding(
-                "CHK006", key, f"its policy loss has no {field}", says=_MESSAGES["no_field"].format(field=field)
-            )
+            says = _MESSAGES["no_field"].format(field=field)
+            yield Finding("CHK006", key, f"its policy loss has no {field}", says=says)
         elif launch.program != VERL or has_own or not _is_plain(key):
             continue
         elif said.added == "+" and not is_copy and table.get(key, {}).get("default") is not None:
