@@ -341,7 +341,8 @@ class Script:
         called = ast.unparse(node.func)
         if called in _FUNCTIONS and node.args and not node.keywords:
             return _FUNCTIONS[called](*map(self.value, node.args))
-        if called in ("os.environ.get", "os.getenv") and len(node.args) == 2:  # as ${NAME:-default} in a shell
+        of_user = called in ("os.environ.get", "os.getenv") and not re.search("RANK|WORLD|SLURM", ast.unparse(node))
+        if of_user and len(node.args) == 2:  # as ${NAME:-default} in a shell
             return self.value(node.args[1])
         if name in NAMES["same_path"] and isinstance(node.func, ast.Attribute):
             return str(self.value(node.func.value))
@@ -366,8 +367,7 @@ class Script:
         return not other and not isinstance(self._up(function), ast.ClassDef)  # type: ignore[arg-type]
 
     def _returns(self, function: ast.AST) -> list[ast.Return]:
-        found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
-        return [node for node in found if self._function(node) is function]
+        return [n for n in ast.walk(function) if isinstance(n, ast.Return) and self._function(n) is function]
 
     def _opened(self, node: ast.expr | None) -> str:
         """The path of a file that an expression opens or reads."""
