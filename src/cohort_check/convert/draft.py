@@ -201,7 +201,8 @@ class Draft:
                 self.todo.append(f"rewards.py: reward {name!r} as the function {function} (TRL's signature){origin}")
         if not entries:
             entries = [{"use": "math"}]
-            self.decide.append("rewards: fill them in; math stands in their place")
+            said = f", with reward_weights {weights}" if weights else ""
+            self.decide.append(f"rewards: fill them in{said}; math stands in their place")
         if any(entry["use"] == "math" for entry in entries):
             self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
         unread = [entry["use"] for entry in entries if entry["use"] in NEEDS_ARGUMENTS and "args" not in entry]

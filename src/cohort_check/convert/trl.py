@@ -106,8 +106,7 @@ _BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
 def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of TRL."""
     settings = draft.settings
-    model = settings.text("model_name_or_path") or settings.said("trainer.model")
-    draft.model(model)
+    draft.model(settings.text("model_name_or_path") or settings.said("trainer.model"))
     if not _dataset(draft, "data", "trainer.train_dataset"):
         put_sources(draft, _data(draft))
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")

@@ -135,8 +135,8 @@ def _script_at(words: Sequence[Word]) -> int:
         is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
         if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
             return at
-    unknown = (at for at, word in enumerate(words) if word.missing and not word.text and words[at - 1].text[:2] != "--")
-    return next(unknown, len(words) - 1) + 1  # after a script whose name is not known
+    gaps = (i for i, w in enumerate(words) if w.missing and not w.text and not re.match("--[^=]*$", words[i - 1].text))
+    return next(gaps, len(words) - 1) + 1  # after a script whose name is not known
 
 
 def gpus_of(command: Command) -> tuple[str, ...] | None:

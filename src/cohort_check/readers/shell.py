@@ -84,8 +84,8 @@ def parse_shell(text: str, name: str, *, known: Known = (), arms: Arms = ()) -> 
 def exported(text: str, name: str) -> Known:
     """The variables that a script hands to those that it starts, as far as their values are known."""
     walker = _walked(text, name, (), ())
-    words = {key: _joined(walker.variables.get(key, [])) for key in walker.exported}
-    return tuple((key, word.text) for key, word in words.items() if not word.missing)
+    given = {key: _joined(walker.variables.get(key, [])) for key in walker.exported}
+    return tuple((key, word.text) for key, word in given.items() if not word.missing)
 
 
 def variants(text: str, name: str, variables: Iterable[str], *, known: Known = ()) -> Iterator[Arms]:

@@ -60,7 +60,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     keys = [key for key in launch.settings if not of_trl or (found and not get_close_matches(key, _KNOWN, 1, 0.85))]
     more = {key: replace(launch.settings[key], added=True) for key in keys}
     launch = replace(launch, settings={**launch.settings, **more})
-    if scripts and not own and (beside or not launch.settings):
+    if scripts and not own and (beside or not {*SIGNS, "config"} & options):
         read = _with_script(launch, scripts[0], place, found, command)
         launch = launch if of_trl and read.not_checked is None else read
     launch = with_recipe(launch, path.parent)
