@@ -1,10 +1,10 @@
 """A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cohort import __version__
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
@@ -29,7 +29,7 @@ def cohort_rules(launch: Launch) -> RunRules:
             starts=True, generation_batch_size=size, steps_per_generation=1, global_batch_size=size, prompts=prompts
         )
     return RunRules(
-        version=__version__,
+        version=next((found.version for found in metadata.distributions(name="cohort-rl")), "from source"),
         version_reason="installed",
         sizes={},
         decides=frozenset(),
