@@ -101,7 +101,7 @@ def check_file(
 
 def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version: str | None) -> FileReport:
     """Judge a run with each of the values that branches of its script give to what decides, if they are known."""
-    if report.outcome != "not checked" or report.launch is None or report.rules is None:
+    if report.outcome not in ("not checked", "depends") or report.launch is None or report.rules is None:
         return report
     runs = read_variants(path, report.launch, report.rules.decides | ANY_SETTING)
     tried = {said: _report(path, run, sizes, version) for said, run in runs}
@@ -118,13 +118,11 @@ def _with_branches(path: Path, report: FileReport, sizes: Sequence[int], version
 
 def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:
     """Check one run of a file."""
-    if launch.not_checked is not None:
-        told = f"not checked: {launch.not_checked}"
-        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, findings=launch.findings)
-    rules = run_rules(launch, framework_version=version)
-    if rules.foreign:
-        told = f"not checked: {rules.foreign}"
-        return FileReport(file=str(path), outcome="not checked", verdict=told, launch=launch, rules=rules)
+    rules = run_rules(launch, framework_version=version) if launch.not_checked is None else None
+    if rules is None or rules.foreign:
+        report = FileReport(file=str(path), outcome="not checked", verdict="", launch=launch, rules=rules)
+        told = f"not checked: {rules.foreign if rules else launch.not_checked}"
+        return replace(report, verdict=told, findings=launch.findings)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)
@@ -208,15 +206,13 @@ def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
 
 
 def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
-    """Report a refusal with `size` processes, with fixes: keys that must be set, nearest numbers, or both."""
+    """Report a refusal with `size` processes, with the nearest numbers that start."""
     start = rules.start(size, rules.sizes)
     if start.message == rules.blocked:
         return []  # has its own finding
     proposals = common.nearest_starts(rules.start, size, rules.sizes)
-    missing = rules.missing(size, rules.sizes)
-    nearest = missing or tuple(f"{name}={value}" for name, value in proposals)
-    field = missing[0].partition("=")[0] if missing else start.field or rules.usual_field
-    return [Finding(code, field, text, nearest, says=start.message)]
+    nearest = tuple(f"{name}={value}" for name, value in proposals)
+    return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
 
 
 def _gpus(sizes: Sequence[int]) -> str:

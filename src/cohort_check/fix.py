@@ -1,15 +1,13 @@
 """`cohort check --fix`: write the nearest valid values into a file, where its text has the old ones literally."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from cohort.config.load import compose
 from cohort_check.findings import Finding
 from cohort_check.rules.common import GPUS
 
+_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*")
 _VALUE = r"""(?P<quote>["']?)(?P<value>\$?\{?[\w.+-]+\}?)(?P=quote)"""
 
 
@@ -39,7 +37,7 @@ def _apply(text: str, suffix: str, proposal: str) -> tuple[str, list[str]] | Non
         key, _, value = part.partition("=")
         if key == GPUS or not (re.fullmatch(r"[\w.]+", key) and re.fullmatch(r"[\w.+-]+", value)):
             return None
-        place = _yaml_place(text, key) if suffix in (".yaml", ".yml") else _place(text, key)
+        place = _place(text, key.rpartition(".")[2] if suffix in (".yaml", ".yml") else key)
         if place is None:
             return None
         start, end = place
@@ -48,20 +46,12 @@ def _apply(text: str, suffix: str, proposal: str) -> tuple[str, list[str]] | Non
     return text, changes
 
 
-def _yaml_place(text: str, key: str) -> tuple[int, int] | None:
-    """Where the value of a dotted key is."""
-    node = compose(text)
-    for part in key.split("."):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        node = next((value for name, value in pairs if name.value == part), None)
-    return (node.start_mark.index, node.end_mark.index) if isinstance(node, yaml.ScalarNode) else None
-
-
 def _place(text: str, key: str) -> tuple[int, int] | None:
-    """Where a key's only value is in a script: `--key VALUE`, `key=VALUE`, or the variable that it is read from."""
+    """Where a key's only value is: `--key VALUE`, `key=VALUE`, `key: VALUE`, or the variable that it is read from."""
     name = re.escape(key).replace("_", "[_-]")
-    option, assignment = rf"--{name}(?:=|\s+){_VALUE}", rf"(?<![\w.-]){name}\s*=\s*{_VALUE}"
-    found = list(_matches(option, text)) or list(_matches(assignment, text))
+    option, assignment = rf"--{name}(?:=|\s+){_VALUE}", rf"(?<![\w.-]){name}\s*[:=]\s*{_VALUE}"
+    code = _COMMENT.sub(lambda comment: " " * len(comment[0]), text)
+    found = list(re.finditer(option, code)) or list(re.finditer(assignment, code))
     if len(found) != 1:
         return None
     value = found[0]["value"]
@@ -69,11 +59,3 @@ def _place(text: str, key: str) -> tuple[int, int] | None:
         return found[0].span("value")
     variable = value.strip("${}")
     return _place(text, variable) if variable != key else None
-
-
-def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
-    """Matches outside of comments."""
-    for match in re.finditer(pattern, text):
-        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        if not re.search(r"(^|\s)#", before):
-            yield match

@@ -69,6 +69,15 @@ class Launch:
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 
 
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a nested mapping, unless a value stands in the place of a section."""
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        tree = inner if isinstance(inner, dict) else {}
+    tree[name] = value
+
+
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -96,31 +105,22 @@ class Settings:
 
     def whole(self, key: str, default: Any, *, minimum: int = 1, maximum: int = 100_000) -> Any:
         """A whole number in these bounds, or the default (which may be None)."""
-        value = self._given(key)
-        if value is None:
-            return default
-        number = _as_number(value)
+        number = _as_number(self._given(key))
         if number is not None and number == int(number) and minimum <= number <= maximum:
             return int(number)
         near = (default,) if number is None else (math.floor(number), math.ceil(number))
         bounded = dict.fromkeys(one if one is None else min(max(one, minimum), maximum) for one in near)
-        return self._wrong(key, f"a whole number from {minimum} to {maximum:,}", tuple(bounded), default)
+        return self._default(key, f"a whole number from {minimum} to {maximum:,}", tuple(bounded), default)
 
     def number(self, key: str, default: Any) -> Any:
         """A number, or the default (which may be None)."""
-        value = self._given(key)
-        if value is None:
-            return default
-        number = _as_number(value)
-        return self._wrong(key, "a number", (default,), default) if number is None else number
+        number = _as_number(self._given(key))
+        return self._default(key, "a number", (default,), default) if number is None else number
 
     def flag(self, key: str, default: Any = False) -> Any:
         """True or false, or the default (which may be None)."""
-        value = self._given(key)
-        if value is None:
-            return default
-        truth = _TRUTHS.get(str(value).lower())
-        return self._wrong(key, "true or false", ("true", "false"), default) if truth is None else truth
+        truth = _TRUTHS.get(str(self._given(key)).lower())
+        return self._default(key, "true or false", ("true", "false"), default) if truth is None else truth
 
     def text(self, key: str, default: Any = None) -> Any:
         """Text, or the default (which may be None)."""
@@ -134,8 +134,10 @@ class Settings:
         value = self.said(key)
         return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
-    def _wrong(self, key: str, rule: str, near: tuple[Any, ...], default: Any) -> Any:
-        """Add a finding with the nearest valid values (None: remove the key), and return the default."""
+    def _default(self, key: str, rule: str, near: tuple[Any, ...], default: Any) -> Any:
+        """Return the default. A value that is there is wrong: report it with the nearest valid ones (None: no key)."""
+        if self._given(key) is None:
+            return default
         said = self._launch.settings[key]
         nearest = tuple(f"without {key}" if one is None else f"{key}={one}" for one in near)
         finding = Finding("CHK010", key, f"{key}: {said.value!r:.60} ({said.where}): must be {rule}", nearest)

@@ -11,7 +11,7 @@ from cohort_check.findings import RULES, Finding
 from cohort_check.rules.common import counted
 
 _COLORS = {"error": "red", "warning": "yellow"}
-_SCREEN = 24  # lines of one report
+_FINDINGS = 6  # of one report, so that it fits on a screen
 _TABLE_ROWS = 6
 _FIXES = 3  # of one finding; --json lists all
 
@@ -28,25 +28,14 @@ def print_reports(reports: Sequence[FileReport], console: Console) -> None:
 
 
 def _print_report(report: FileReport, console: Console) -> None:
-    shown = [Text.from_markup(f"[bold]{escape(report.file)}[/bold]: {escape(report.verdict)}")]
-    end = [Text(f"  {line}") for line in _details(report)]
-    room = _SCREEN - sum(_height(line, console) for line in (*shown, *end)) - 1
-    for i, finding in enumerate(report.findings):
-        lines = [Text.from_markup(line) for line in _finding(finding)]
-        needed = sum(_height(line, console) for line in lines)
-        if needed > room and i > 0:
-            rest = len(report.findings) - i
-            shown.append(Text(f"  and {counted(rest, 'more finding')}; --json lists all"))
-            break
-        room -= needed
-        shown += lines
-    for line in (*shown, *end):
-        console.print(line, highlight=False, soft_wrap=True)
+    lines = [f"[bold]{escape(report.file)}[/bold]: {escape(report.verdict)}"]
+    lines += [line for finding in report.findings[:_FINDINGS] for line in _finding(finding)]
+    if (rest := len(report.findings) - _FINDINGS) > 0:
+        lines.append(f"  and {counted(rest, 'more finding')}; --json lists all")
+    lines += [f"  {escape(line)}" for line in _details(report)]
+    for line in lines:
+        console.print(Text.from_markup(line), highlight=False, soft_wrap=True)
     console.print()
-
-
-def _height(line: Text, console: Console) -> int:
-    return -(-max(line.cell_len, 1) // console.width)
 
 
 def _finding(finding: Finding) -> Iterator[str]:

@@ -43,9 +43,8 @@ def messages(found: FileReport, code: str) -> list[str]:
 def test_a_script_whose_arguments_name_the_recipe_is_not_checked(tmp_path: Path) -> None:
     found = report(tmp_path, JOB, "train.slurm")
     assert found.launch is not None and found.launch.framework == "open-r1" and not found.failed
-    assert found.starts == {} and found.launch.processes is None  # nodes come with the recipe
-    (told,) = messages(found, "CHK004")
-    assert "recipe: the script's arguments name" in told and "--launch 'accelerate launch" in told
+    assert found.starts == {}
+    assert any(told.startswith("recipe: $MODEL is nothing or $2") for told in messages(found, "CHK004"))
 
 
 # --- frameworks and engines whose rules are not known
@@ -203,13 +202,6 @@ def test_losses_are_known_from_a_version_on(loss: str, first: str, tmp_path: Pat
     assert not messages(report(tmp_path, text, "r.yaml", framework_version=f"{first}.0"), "CHK010")
 
 
-@pytest.mark.parametrize(("version", "ignored"), [("0.25.1", True), ("0.26.0", False)])
-def test_the_script_of_trl_quantizes_from_a_version_on(version: str, ignored: bool, tmp_path: Path) -> None:
-    text = "reward_funcs: [r]\nload_in_4bit: true\nuse_peft: true\n"
-    found = messages(report(tmp_path, text, "r.yaml", framework_version=version), "CHK005")
-    assert any("`trl grpo` hands it to the model" in message for message in found) == ignored
-
-
 def test_the_old_name_of_ms_swifts_tuner_leads_to_the_new_one(tmp_path: Path) -> None:
     found = report(
         tmp_path,
@@ -250,15 +242,14 @@ def test_gpus_of_another_machine_may_have_the_same_numbers(host: str, shared: bo
     assert [finding.nearest for finding in found] == ([("CUDA_VISIBLE_DEVICES=2,3 for training",)] if shared else [])
 
 
-def test_what_verl_needs_and_nobody_set_is_proposed_and_works(tmp_path: Path) -> None:
+def test_what_verl_needs_and_nobody_set_is_named(tmp_path: Path) -> None:
     text = (
         "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=vllm "
         "data.train_batch_size=256 trainer.nnodes=1 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.n_gpus_per_node=8 "
     )
     (found,) = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK002"]
-    assert "ppo_micro_batch_size_per_gpu=8" in found.nearest[0]
-    assert report(tmp_path, text + found.nearest[0].replace(" and ", " ")).starts[8].starts
+    assert "at least one of 'actor.ppo_micro_batch_size' or 'actor.ppo_micro_batch_size_per_gpu'" in str(found.says)
 
 
 # --- commands that only look like one of TRL or verl

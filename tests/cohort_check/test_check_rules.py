@@ -81,9 +81,7 @@ def test_a_server_script_of_ms_swift(tmp_path: Path):
         ("CHK005", "sleep_level"),
         ("CHK005", "vllm_max_model_len"),
         ("CHK011", "CUDA_VISIBLE_DEVICES"),  # GPU 3 idle
-        ("CHK011", "vllm_data_parallel_size"),  # the server uses one of two
     ]
-    assert result.findings[-1].nearest == ("vllm_data_parallel_size=2",)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,6 @@ def test_settings_that_ms_swift_refuses_together(tmp_path: Path, said: str, vers
         ),
         ("CUDA_VISIBLE_DEVICES=0,1,2 NPROC_PER_NODE=2 ", "", "4.6", "n_gpu: 3, local_world_size: 2"),
         ("CUDA_VISIBLE_DEVICES=0,1,2 NPROC_PER_NODE=2 ", "--use_vllm true", "3.3", None),  # one for vLLM
-        ("CUDA_VISIBLE_DEVICES=0,1,2 NPROC_PER_NODE=3 ", "--use_vllm true", "3.3", "Async mode requires total GPUs(3)"),
         (
             "CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 ",
             "--use_vllm true --num_infer_workers 2",
@@ -361,19 +358,3 @@ def test_cispo_is_capped_where_it_is_known(tmp_path: Path, version: str, capped:
         report(tmp_path, SEVEN + "loss_type: cispo\nepsilon_high: 0.28\n", "c.yaml", framework_version=version)
     )
     assert ("CHK015" in found) == capped
-
-
-def test_missing_micro_batches_of_verl_are_proposed_as_large_as_the_actors(tmp_path: Path) -> None:
-    text = (
-        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=1024 trainer.nnodes=1 "
-        "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 "
-        "actor_rollout_ref.rollout.n=5 "
-        "trainer.n_gpus_per_node=8 actor_rollout_ref.actor.use_kl_loss={}\n"
-    )
-    key = "log_prob_micro_batch_size_per_gpu=40"
-    without = by_code(report(tmp_path, text.format(False)))["CHK002"]
-    assert without.nearest == (f"actor_rollout_ref.rollout.{key}",)
-    both = by_code(report(tmp_path, text.format(True)))["CHK002"]
-    assert both.nearest == (f"actor_rollout_ref.rollout.{key} and actor_rollout_ref.ref.{key}",)
-    mended = text.format(False).strip() + " " + without.nearest[0] + "\n"
-    assert "CHK002" not in by_code(report(tmp_path, mended))

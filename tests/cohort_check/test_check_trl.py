@@ -10,7 +10,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from cohort_check import check_file
-from cohort_check.rules.common import DEFAULTS, known_keys, parse_version
+from cohort_check.rules.common import FRAMEWORKS, known_keys, parse_version
 from cohort_check.rules.trl import TrlBatch, trl_start
 from trl_truth import NAMES, Case, Verdict, cases
 
@@ -230,5 +230,5 @@ def test_an_evaluation_batch_is_checked_where_there_is_evaluation(tmp_path: Path
 
 
 def test_the_default_version_is_the_newest_of_the_rules():
-    assert DEFAULTS["trl"] == "1.16"
+    assert FRAMEWORKS["trl"]["default"] == "1.16"
     assert list(TABLE)[-1] == "1.16.0"

@@ -117,6 +117,10 @@ def test_a_model_that_is_wrapped_before_the_trainer(tmp_path: Path, before: str,
             {"before": "d = load_dataset('org/a') if x else load_dataset('org/b')", "data": "d"},
             "train_dataset: or load",
         ),
+        (
+            {"data": "concatenate_datasets([load_dataset('org/a'), load_dataset('org/b')])"},
+            "concatenate_datasets(...)",
+        ),
         ({"data": "interleave_datasets([load_dataset('org/a'), load_dataset('org/b')])"}, "interleave_datasets(...)"),
         ({"data": "load_dataset('json', data_files={'data': path})"}, "data.path: fill it in"),
         ({"data": "load_dataset('org/d', split='train').map(f)"}, " map(...)"),
@@ -127,16 +131,6 @@ def test_what_could_not_be_carried_over_is_to_decide_first(tmp_path: Path, parts
     assert any(said in decision for decision in config["decide_first"]), output
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "a.py")])
     assert result.exit_code == 1 and "cohort train refuses until" in result.stderr
-
-
-def test_data_sets_that_are_concatenated_are_sources(tmp_path: Path) -> None:
-    before = (
-        "a = load_dataset('org/a', split='train')\nb = load_dataset('json', data_files='b.jsonl', split='train')\n"
-        "rows = concatenate_datasets([a, b])"
-    )
-    config, output = converted(tmp_path, script(before=before, data="rows"))
-    assert config["data"] == {"sources": [{"path": "org/a", "split": "train"}, {"path": "b.jsonl"}]}
-    assert "decide_first" not in config, output
 
 
 def test_a_part_of_the_batch_is_told_with_what_is_left_to_fill_in(tmp_path: Path) -> None:

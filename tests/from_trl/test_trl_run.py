@@ -13,7 +13,7 @@ from cohort.trl.config import TRL_VERSION
 from cohort.trl.scripts import as_yaml, run_script
 from cohort_check import check_file
 from cohort_check.readers import read_arguments
-from cohort_check.rules.common import DEFAULTS
+from cohort_check.rules.common import FRAMEWORKS
 from tiny import save_model_folder
 
 SCRIPT = """
@@ -100,7 +100,7 @@ def test_a_script_of_unsloth_is_run_without_unsloth_and_vllm(tmp_path: Path, mon
 
 
 def test_the_defaults_are_those_of_the_version_that_is_told() -> None:
-    assert DEFAULTS["trl"] == TRL_VERSION
+    assert FRAMEWORKS["trl"]["default"] == TRL_VERSION
 
 
 @pytest.mark.slow("test_the_trainer_that_the_script_builds_is_converted_and_judged")

@@ -61,16 +61,15 @@ def convert_launch(
     draft, name = _draft(launch, folder, rules), FRAMEWORK_NAMES.get(launch.framework, launch.framework)
     raised = [f for f in rules.findings if launch.framework == "unsloth" and (f.code, f.field) == ("CHK005", BATCH[0])]
     draft.differences += [finding.message for finding in raised]
-    draft.decide += [f"program: {rules.foreign}"] if rules.foreign else []
+    draft.decide += [f"program: {why}" for why in (launch.not_checked, rules.foreign) if why]
     comments = {"Defaults": [f"those of {name} {rules.version}: {rules.version_reason}"], **draft.comments()}
-    config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
+    config = {key: draft.config[key] for key in ("decide_first", *Config.model_fields) if draft.config.get(key)}
     try:
         config_from_dict(config)
     except UserError as error:
         first = f"change this, which is not valid here: {error}"
-        config = {**config, "decide_first": [first, *config.get("decide_first", ())]}
-    if "decide_first" in config:
-        config = {"decide_first": config["decide_first"], **config}
+        config = {"decide_first": [], **config}
+        config["decide_first"] = [first, *config["decide_first"]]
     return config, comments
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-import yaml
-
 from cohort.config.data import SourceConfig
 from cohort_check.convert.draft import Draft
 
@@ -37,12 +35,7 @@ def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], *, section: 
 
 
 def files_of(said: object) -> list[dict[str, Any]]:
-    """Read one path or a list of them, which may be written as text."""
-    if isinstance(said, str) and said.lstrip().startswith("["):
-        try:
-            said = yaml.safe_load(said)
-        except yaml.YAMLError:
-            return []
+    """Read one path or a list of them."""
     return [{"path": path} for path in (said if isinstance(said, list) else [said]) if path]
 
 

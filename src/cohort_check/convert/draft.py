@@ -14,8 +14,8 @@ from cohort.config.model import Quantization, check_base, check_run
 from cohort.config.other_trainers import equivalents, grpo_config_fields
 from cohort.config.rollout import ENGINES
 from cohort_check.findings import load_table
-from cohort_check.launch import Launch, Settings, parse_number
-from cohort_check.rules.common import WRAPS, Start, Version, key_tables, known_keys
+from cohort_check.launch import Launch, Settings, parse_number, put
+from cohort_check.rules.common import WRAPS, Start, Version, key_tables, keys_of, known_keys
 
 NEEDS_ARGUMENTS = ("trl.cosine", "trl.soft_overlong", "open_r1.soft_overlong", "open_r1.repetition_penalty")
 _TABLES = equivalents()["rewards"]
@@ -24,46 +24,6 @@ _TABLES = equivalents()["rewards"]
 def short_name(name: str) -> str:
     """The name without its module, `get_` and `_reward`."""
     return name.rsplit(".", 1)[-1].removeprefix("get_").removesuffix("_reward").replace("-", "_") or "reward"
-
-
-def built_in(name: str, launch: Launch, settings: Settings) -> dict[str, Any] | None:
-    """The keys `use` and `args` of the built-in reward that is the same; None if there is none."""
-    use = _TABLES[_source(name, launch, settings)].get(short_name(name))
-    if use is None:
-        return None
-    if launch.form == "python":
-        prefix = f"trainer.reward_funcs.{name}."
-        args = {key.removeprefix(prefix): settings.said(key) for key in launch.settings if key.startswith(prefix)}
-    elif use in _TABLES["settings"]:
-        args = _open_r1_settings(_TABLES["settings"][use], settings)
-    else:
-        args = dict(_TABLES["script"].get(use if "." in use else short_name(name), {}))
-    return {"use": use, "args": args} if args else {"use": use}
-
-
-def _source(name: str, launch: Launch, settings: Settings) -> str:
-    """Whose reward it is: `open_r1`, `trl` or `others`; a reward of the user's own is in no table."""
-    if WRAPS.get(launch.framework, launch.framework) != "trl":
-        return "others"
-    module = str(settings.said(f"trainer.reward_funcs.{name}") or (name.rpartition(".")[0]))
-    if module:
-        package = module.partition(".")[0]
-        return package if package in ("open_r1", "trl") else "own"
-    # TRL's script takes the names of its functions, Open-R1's recipes take short ones.
-    is_function = name.startswith("get_") or name.endswith("_reward")
-    return "trl" if launch.framework != "open-r1" and is_function else "open_r1"
-
-
-def _open_r1_settings(names: dict[str, str], settings: Settings) -> dict[str, Any]:
-    known = list(key_tables("open-r1").values())[-1]
-    args: dict[str, Any] = {}
-    for argument, key in names.items():
-        default, kind = known[key]["default"], known[key]["type"]
-        if kind == "int":
-            args[argument] = settings.whole(key, default, maximum=10**9)
-        else:
-            args[argument] = settings.number(key, default) if kind == "float" else settings.text(key, default)
-    return args
 
 
 Rows = Mapping[str, Any]  # of `config/other_trainers.yaml`, by Cohort's key: see `Draft.copy`
@@ -83,7 +43,7 @@ class Draft:
     def __init__(self, launch: Launch, folder: Path, version: Version) -> None:
         self.launch = launch
         self.framework = WRAPS.get(launch.framework, launch.framework)
-        keys = self.framework if launch.framework == "open-r1" else launch.framework
+        keys = keys_of(launch.framework)
         self.known = known_keys(keys, version)
         self._older = {key: entry for table in key_tables(keys).values() for key, entry in table.items()}
         self.folder = folder  # of the file that is converted
@@ -100,11 +60,7 @@ class Draft:
     def put(self, key: str, value: Any) -> None:
         """Set `section.key`, unless the value is None."""
         if value is not None:
-            *path, name = key.split(".")
-            section = self.config
-            for part in path:
-                section = section.setdefault(part, {})
-            section[name] = value
+            put(self.config, key, value)
 
     def get(self, key: str) -> Any:
         """Value of `section.key`; None if it is not set."""
@@ -235,7 +191,7 @@ class Draft:
         weights = weights if isinstance(weights, list) else [weights] if weights is not None else []
         entries: list[dict[str, Any]] = []
         for i, name in enumerate(names):
-            known = built_in(str(name), self.launch, self.settings)
+            known = self._built_in(str(name))
             weight = parse_number(weights[i]) if i < len(weights) else 1.0
             function = re.sub(r"\W", "_", str(name).rpartition(".")[2]) or "reward"
             entries.append({**(known or {"use": f"rewards.py:{function}"}), "weight": weight})
@@ -245,12 +201,38 @@ class Draft:
                 self.todo.append(f"rewards.py: reward {name!r} as the function {function} (TRL's signature){origin}")
         if not entries:
             entries = [{"use": "math"}]
-            self.decide.append("rewards: fill them in; math stands in their place")
+            said = f", with reward_weights {weights}" if weights else ""
+            self.decide.append(f"rewards: fill them in{said}; math stands in their place")
         if any(entry["use"] == "math" for entry in entries):
             self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
         unread = [entry["use"] for entry in entries if entry["use"] in NEEDS_ARGUMENTS and "args" not in entry]
         self.decide += [f"rewards: the arguments of {use} (docs/rewards.md)" for use in unread]
         self.config["rewards"] = entries
+
+    def _built_in(self, name: str) -> dict[str, Any] | None:
+        """The keys `use` and `args` of the built-in reward that is the same; None if there is none."""
+        use = _TABLES[self._source(name)].get(short_name(name))
+        if use is None:
+            return None
+        args: dict[str, Any] = {}
+        if use in _TABLES["settings"] and self.launch.form != "python":
+            known = known_keys("open-r1", ())
+            args = {argument: self._read(key, known[key]) for argument, key in _TABLES["settings"][use].items()}
+        elif self.launch.form != "python":
+            args = dict(_TABLES["script"].get(use if "." in use else short_name(name), {}))
+        return {"use": use, "args": args} if args else {"use": use}
+
+    def _source(self, name: str) -> str:
+        """Whose reward it is: `open_r1`, `trl` or `others`; a reward of the user's own is in no table."""
+        if self.framework != "trl":
+            return "others"
+        module = str(self.settings.said(f"trainer.reward_funcs.{name}") or (name.rpartition(".")[0]))
+        if module:
+            package = module.partition(".")[0]
+            return package if package in ("open_r1", "trl") else "own"
+        # TRL's script takes the names of its functions, Open-R1's recipes take short ones.
+        is_function = name.startswith("get_") or name.endswith("_reward")
+        return "trl" if self.launch.framework != "open-r1" and is_function else "open_r1"
 
     def batch(self, start: Start | None) -> None:
         """Set the prompts per step from the completions of one optimizer step, and the processes of each machine."""
@@ -261,12 +243,10 @@ class Draft:
             self.differs(f"{machines}: see `cohort launch slurm --nodes`")
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
-        size = start.global_batch_size
-        if size != start.generation_batch_size:
-            self.differs(
-                f"{start.generation_batch_size} completions are sampled together there, and {size} are trained in one "
-                f"optimizer step; here a step trains what it samples"
-            )
+        size, together = start.global_batch_size, start.generation_batch_size
+        if size != together:
+            text = f"{together} completions are sampled together there, and {size} are trained in one optimizer step"
+            self.differs(f"{text}; here a step trains what it samples")
         if size % generations:
             self.differs(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))

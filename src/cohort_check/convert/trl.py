@@ -75,9 +75,8 @@ class TrlDraft(Draft):
         levels = {"sequence": "gspo", "sequence_token": "gspo_token"}
         if given["policy_loss"] == "clipped" and level in levels:
             given["policy_loss"] = levels[level]
-            if given["policy_loss"] == "gspo" and (
-                given.get("kl_in") == "reward" or given.get("top_entropy_quantile", 1) < 1
-            ):
+            weighted = given.get("kl_in") == "reward" or given.get("top_entropy_quantile", 1) < 1
+            if weighted and given["policy_loss"] == "gspo":
                 given["policy_loss"] = "gspo_token"
                 self.differs("gspo_token stands in the place of gspo, as tokens have weights of their own")
         elif level != "token" and loss != "vespo":  # which is of whole completions anyway
@@ -107,8 +106,7 @@ _BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
 def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of TRL."""
     settings = draft.settings
-    model = settings.text("model_name_or_path") or settings.said("trainer.model")
-    draft.model(model)
+    draft.model(settings.text("model_name_or_path") or settings.said("trainer.model"))
     if not _dataset(draft, "data", "trainer.train_dataset"):
         put_sources(draft, _data(draft))
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
@@ -152,10 +150,9 @@ def _data(draft: TrlDraft) -> list[dict[str, Any]]:
 
 
 def _dataset(draft: TrlDraft, section: str, source: str) -> bool:
-    """Set the data of a section from the arguments of each `load_dataset` that it is made of, if they are known."""
+    """Set the data of a section from the arguments of its `load_dataset`, if they are known."""
     one = {key: draft.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
-    loads = draft.settings.said(f"{source}.datasets") or ([one] if any(one.values()) else [])
-    put = [entry for loaded in loads for entry in _loaded(draft, section, loaded)]
+    put = _loaded(draft, section, one) if any(one.values()) else []
     if put:
         put_sources(draft, put, section=section)
     return bool(put)

@@ -7,12 +7,9 @@ from cohort_check.rules.common import VERL, Start, Version
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _FILTER = "algorithm.filter_groups"
-_CUSTOM = "custom_reward_function", "reward.custom_reward_function"
-_KWARGS = "reward_kwargs.overlong_buffer_cfg"
-_OVERLONG = "reward_model.overlong_buffer", f"reward_model.{_KWARGS}", f"reward.{_KWARGS}"
-_MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
 _LARGEST_SHARE = 0.5  # of a GPU, for vLLM beside training
 _TABLES: dict[str, Rows] = equivalents()["verl"]
+_PLACES = _TABLES["places"]
 
 
 def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
@@ -52,16 +49,16 @@ def _data(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    settings = draft.settings
-    names, paths = ([settings.said(f"{section}.{key}") for section in _CUSTOM] for key in ("name", "path"))
+    settings, custom = draft.settings, _PLACES["custom_rewards"]
+    names, paths = ([settings.said(f"{section}.{key}") for section in custom] for key in ("name", "path"))
     draft.rewards(names[0] or names[1], None)
     draft.todo += [f"rewards.py: verl's reward is in {path}" for path in paths if path]
-    manager = [name for name in map(settings.text, _MANAGERS) if name]
+    manager = [name for name in map(settings.text, _PLACES["reward_managers"]) if name]
     draft.decide += [f"rewards: those of the reward manager {name}" for name in {*manager} - {"naive", "dapo"}]
     if "dapo" not in manager and (manager or draft.launch.program == VERL):
         draft.skip("the reward manager naive does not read it", "*.overlong_buffer.* *.overlong_buffer_cfg.*")
         return
-    for section in _OVERLONG:
+    for section in _PLACES["overlong"]:
         size = settings.whole(f"{section}.len", None) if settings.flag(f"{section}.enable") else None
         if size:
             penalty = settings.number(f"{section}.penalty_factor", 1.0)

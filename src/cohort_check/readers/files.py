@@ -18,6 +18,10 @@ from cohort_check.launch import Framework, Launch, Setting
 
 MAX_BYTES = 500_000
 MAX_NOTEBOOK_BYTES = 20_000_000  # with the output of its cells; lock files list all packages
+_MAGIC = re.compile(
+    r"(?m)^([ \t]*)(?:[\w, ]+=[ \t]*)?(?:!|%%?\w)(?:.*\\[ \t]*\n)*.*$|^[ \t]*\?{0,2}[\w.]+\?{1,2}[ \t]*$"
+)
+_OTHER_LANGUAGE = re.compile(r"(?:\s*#.*\n)*\s*%%(?!capture|time|prun)")  # or text
 _LEVELS_UP = 2  # from a script to where it is started
 
 
@@ -63,29 +67,15 @@ def notebook_code(text: str) -> str:
     return "\n".join(_as_python("".join(map(str, part))) for part in found)
 
 
-def _checked(cell: str) -> str:
-    """Return the code of a cell; blank lines if it has a syntax error, since the other cells run regardless."""
+def _as_python(cell: str) -> str:
+    """A cell with `pass` in the place of magics and shell commands; nothing else if the rest is not Python."""
+    code = _MAGIC.sub(lambda found: f"{found[1] or ''}pass" + "\n" * found[0].count("\n"), cell)
     try:
         with warnings.catch_warnings(action="ignore"):
-            ast.parse(cell)
-    except (SyntaxError, ValueError):
-        return "pass\n" * (cell.count("\n") + 1)
-    return cell
-
-
-def _as_python(cell: str) -> str:
-    """A cell with `pass` in the place of magics and shell commands, which IPython runs."""
-    cell = re.sub(r"\A((?:\s*#.*\n)*\s*)%%(?:capture|time\w*|prun)\b.*", r"\1pass", cell)  # of Python all the same
-    if re.match(r"(?:\s*#.*\n)*\s*%%", cell):  # another language, or text
-        return "pass\n" * (cell.count("\n") + 1)
-    lines: list[str] = []
-    continues = False
-    for line in cell.splitlines():
-        magic = re.match(r"(\s*)(?:[\w, ]+=\s*)?(?:!|%\w)", line)
-        is_help = re.fullmatch(r"\s*\?{0,2}[\w.]+\?{1,2}", line.rstrip())
-        lines.append("" if continues else f"{magic[1] if magic else ''}pass" if magic or is_help else line)
-        continues = (continues or magic is not None) and line.rstrip().endswith("\\")
-    return _checked("\n".join(lines))
+            ast.parse(code)
+    except (SyntaxError, ValueError):  # which IPython notes and goes on
+        code = ""
+    return code if code and not _OTHER_LANGUAGE.match(cell) else "pass\n" * (cell.count("\n") + 1)
 
 
 def find_text(name: str, folder: Path) -> tuple[Path, str]:

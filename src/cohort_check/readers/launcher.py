@@ -1,21 +1,18 @@
 """Options of command lines, their recipes, and the processes that accelerate, torchrun, deepspeed or Slurm start."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from cohort_check.findings import load_table
 from cohort_check.launch import Framework, Launch, Setting, Unread
 from cohort_check.readers.files import find_yaml
 from cohort_check.readers.shell import Command, Word
 
-_DECIDING = {"num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus", "num_nodes", "config_file"}
-_SERVERS = (("trl", "vllm-serve"), ("vllm", "serve"), ("swift", "rollout"))
-_SLURM = {  # variables of a job, with the option of `#SBATCH` that they come from
-    "SLURM_NNODES SLURM_JOB_NUM_NODES": r"(?:--nodes[= ]|-N ?)(\d+)\b",
-    "SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE": r"(?:--gres=gpu:|--gpus-per-node[= ])(?:\w+:)?(\d+)\b",
-}
+NAMES: Mapping[str, Any] = load_table("readers/names.yaml")["commands"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +22,11 @@ class Options:
     settings: dict[str, Setting] = field(default_factory=dict)
     unread: tuple[Unread, ...] = ()
 
-    def whole(self, key: str, default: int | None = None) -> int | None:
+    def whole(self, key: str | None, default: int | None = None) -> int | None:
         """A whole number; None if it could not be read."""
         if any(entry.key == key for entry in self.unread):
             return None
-        value = self.text(key)
+        value = self.text(key or "")
         return default if not value else int(value) if value.isdecimal() and len(value) < 7 else None
 
     def text(self, key: str) -> str:
@@ -85,22 +82,16 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
             said = Options({**find_yaml(configured, folder).values, **own.settings}, own.unread)
         except ValueError as error:
             problems.append(Unread("config_file", command.where, str(error)))
-    nodes: int | None = 1
-    per_node: int | None = None
-    processes: int | None = None
-    if names & {"accelerate", "trl"}:
-        visible = len(gpus) if gpus and "multi_gpu" in said.settings else None
-        processes, nodes = said.whole("num_processes", visible), said.whole("num_machines", 1)
-    elif names & {"torchrun", "torch.distributed.run", "torch.distributed.launch"}:
-        per_node, nodes = said.whole("nproc_per_node", 1), said.whole("nnodes", 1)
-    elif "deepspeed" in names:
-        per_node, nodes = said.whole("num_gpus", len(gpus) if gpus else None), said.whole("num_nodes", 1)
-    elif not names & {"srun", "sbatch", "mpirun", "ray"}:
-        counts = {key: word for key, word in command.env.items() if key in ("NPROC_PER_NODE", "NNODES")}
-        said = parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
-        per_node, nodes = said.whole("NPROC_PER_NODE", 1), said.whole("NNODES", 1)
-    if per_node is not None and nodes is not None:
-        processes = per_node * nodes
+    launcher = next((entry for entry in NAMES["launchers"] if names & {*entry["names"]}), None)
+    if launcher is None:  # one of the framework's own
+        launcher = NAMES["variables"]
+        counts = [(key, command.env[key]) for key in launcher.values() if key in command.env]
+        said = parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts])
+    count, nodes = launcher.get("processes"), said.whole(launcher.get("nodes"), 1)
+    visible = len(gpus) if gpus and (count == "num_gpus" or "multi_gpu" in said.settings) else None
+    processes = said.whole(count, launcher.get("usual", visible))
+    if processes is not None and count != "num_processes":  # which are those of all nodes
+        processes = processes * nodes if nodes is not None else None
     return Launch(
         framework=framework,
         form="shell",
@@ -117,7 +108,7 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
 
 def is_of_launcher(entry: Unread) -> bool:
     """Whether an option or variable that could not be read says which processes start."""
-    return entry.key in _DECIDING or entry.key.isupper()
+    return entry.key in NAMES["deciding"] or entry.key.isupper()
 
 
 def with_recipe(launch: Launch, folder: Path) -> Launch:
@@ -135,7 +126,7 @@ def with_recipe(launch: Launch, folder: Path) -> Launch:
 
 def find_server(commands: Sequence[Command]) -> Command | None:
     """The first command that starts a sampling server."""
-    return next((command for command in commands for name in _SERVERS if command.has(*name)), None)
+    return next((command for command in commands for name in NAMES["servers"] if command.has(*name)), None)
 
 
 def _script_at(words: Sequence[Word]) -> int:
@@ -144,8 +135,8 @@ def _script_at(words: Sequence[Word]) -> int:
         is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
         if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
             return at
-    unknown = (at for at, word in enumerate(words) if word.missing and not word.text and words[at - 1].text[:2] != "--")
-    return next(unknown, len(words) - 1) + 1  # after a script whose name is not known
+    gaps = (i for i, w in enumerate(words) if w.missing and not w.text and not re.match("--[^=]*$", words[i - 1].text))
+    return next(gaps, len(words) - 1) + 1  # after a script whose name is not known
 
 
 def gpus_of(command: Command) -> tuple[str, ...] | None:
@@ -158,5 +149,6 @@ def gpus_of(command: Command) -> tuple[str, ...] | None:
 
 def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:
     """Environment variables that Slurm sets for the nodes and GPUs that a script asks for."""
-    found = ((names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in _SLURM.items())
+    options = NAMES["slurm"].items()
+    found = [(names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in options]
     return tuple((name, match[1]) for names, match in found if match for name in names.split())

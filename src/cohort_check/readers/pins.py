@@ -18,7 +18,7 @@ _NUMBER = r"v?(\d+(?:\.\d+)+)"
 def pinned_version(framework: str, path: Path, text: str) -> Setting | None:
     """The version that a file installs itself, else that of the files beside it or in the folders above it."""
     framework = WRAPS.get(framework, framework)
-    if framework not in FRAMEWORKS:
+    if "package" not in FRAMEWORKS.get(framework, ()):
         return None
     package, copies = FRAMEWORKS[framework]["package"], FRAMEWORKS[framework]["copies"]
     if found := _pin(text, framework, package, path.name):
@@ -57,7 +57,7 @@ def _pin(text: str, framework: str, package: str, name: str) -> Setting | None:
     comments = "" if name.endswith((".py", ".ipynb")) else "#"  # which install nothing, except in scripts of uv
     start = rf"(?mi)^[^{comments}\n]*?(?<![\w./-]){package}(?![\w-])(?:\[[^\]\n]*\])?[\"']?\s*"
     exact = re.search(rf"{start}(?:={{2,3}}|=|@[^\n]*@)\s*{_NUMBER}(?![.\d]*\*)", text)
-    exact = exact or re.search(rf"(?mi)^name = \"{package}\"\nversion = \"{_NUMBER}\"", text)
+    exact = exact or re.search(rf"(?mi)^name = \"{package}\"\nversion = \"{_NUMBER}", text)
     if exact:
         return Setting(exact[1], _place(text, name, exact))
     bound = re.search(rf"{start}(?:[<>=!]+\s*[\d.]+,\s*)*(~=|<=?|==)\s*{_NUMBER}", text)
@@ -69,7 +69,8 @@ def _pin(text: str, framework: str, package: str, name: str) -> Setting | None:
     else:
         size = len(number) - (bound[1] == "~=")
         below = [table for table in tables if table[:size] <= number[:size]]
-    return Setting(".".join(map(str, below[-1])), _place(text, name, bound)) if below else None
+    added = bound[1][0] == "<" and "<"
+    return Setting(".".join(map(str, below[-1])), _place(text, name, bound), added) if below else None
 
 
 def _place(text: str, name: str, match: re.Match[str]) -> str:

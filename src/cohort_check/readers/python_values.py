@@ -3,18 +3,20 @@
 import ast
 import contextlib
 import operator
+import posixpath
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cohort.errors import UserError
+from cohort_check.findings import load_table
 from cohort_check.launch import Launch, parse_number
 from cohort_check.readers.files import find_text, find_yaml
 
-_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
-_RESULTS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod)
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = dict(zip(_ARITHMETIC, _RESULTS, strict=True))
+NAMES: Mapping[str, Any] = load_table("readers/names.yaml")["python"]
+_OPERATORS: dict[Any, Any] = {getattr(ast, name): getattr(operator, of) for name, of in NAMES["operators"].items()}
 _OF_CODE = (SyntaxError, RecursionError, MemoryError)
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, *_OF_CODE)
 
@@ -30,25 +32,23 @@ def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval)
     if type(node.op) not in _OPERATORS:
         raise ValueError("not arithmetic")
     left, right = compute(node.left, value), compute(node.right, value)
+    if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
+        return f"{left}/{right}"  # paths
     if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
         raise ValueError("not plain numbers")
     return _OPERATORS[type(node.op)](left, right)
 
 
+TRAINERS = tuple(NAMES["trainers"])
 UNSTARTED = Launch(framework="trl", form="python", reason="", settings={})  # a script without a command
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # ends of the names of trainers
-_READS = "get items keys values copy update pop"  # methods; of the last two it is noted what they change
-# functions that leave a dictionary as it is
-_READERS = "dict len list str print isinstance sorted set deepcopy dump dumps info debug update GRPOConfig GRPOTrainer"
-_LOADS = ("yaml.safe_load", "yaml.load", "safe_load", "json.load", "OmegaConf.load")
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.Match, ast.ExceptHandler)  # statements whose body need not run once
-_OF_PATHS = ("read_text", "read", "open", "resolve", "absolute", "expanduser")
-_BUILT_IN: tuple[Callable[..., Any], ...] = (int, float, str, bool, len, max, min)
-_FUNCTIONS = {function.__name__: function for function in _BUILT_IN}
-_TESTS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
-_TRUTHS = (operator.eq, operator.ne, operator.is_, operator.is_not, operator.lt, operator.le, operator.gt, operator.ge)
-_CONTAINS = (lambda value, among: value in among, lambda value, among: value not in among)
-_COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = dict(zip(_TESTS, (*_TRUTHS, *_CONTAINS), strict=True))
+_LONGEST = 50_000  # text of a value
+_BUILT_IN: list[Any] = [int, float, str, bool, len, max, min]
+_FUNCTIONS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _BUILT_IN}
+# a path is its text
+_FUNCTIONS |= {f"os.path.{name}": str for name in ("abspath", "realpath")}
+_FUNCTIONS |= {"os.path.join": posixpath.join, "os.path.dirname": posixpath.dirname, "Path": posixpath.join}
+_OPERATORS |= {ast.In: lambda value, among: value in among, ast.NotIn: lambda value, among: value not in among}
 
 
 def name_of(node: ast.AST | None) -> str:
@@ -85,78 +85,60 @@ class Script:
         self.path = path
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         times = Counter(function.name for function in functions)
         self.functions = {function.name: function for function in functions if times[function.name] == 1}
         self.parameters = {arg.arg: f.name for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
-        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        self._classes = classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         bases = {name: {name_of(base) for base in node.bases} for name, node in classes.items()}
         self.derived = {name for name, of in bases.items() if of & {"GRPOConfig", "RLOOConfig"}}
         trainers = {name: node for name, node in classes.items() if any(b.endswith(TRAINERS) for b in bases[name])}
         # by class derived from TRL's trainer: what it defines anew
         self.trainers = {name: [f.name for f in node.body if f in functions] for name, node in trainers.items()}
-        modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        modules += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-        self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules)
-        self.defined = {name: self.where(node) for name, node in {**{f.name: f for f in functions}, **classes}.items()}
-        self.originals: dict[str, str] = {}  # of what is imported by another name
+        lines = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [(alias.asname or alias.name, alias.name, line) for line in lines for alias in line.names]
+        self.originals = {name: original for name, original, _ in imports}
+        modules = {name: str(getattr(line, "module", original)) for name, original, line in imports}
+        self.unsloth = any(module.partition(".")[0] in ("unsloth", "unsloth_zoo") for module in modules.values())
+        own = {**{function.name: function for function in functions}, **classes}
+        self.defined = {name: self.where(node) for name, node in own.items()} | modules
+        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
+        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        # by name: the expressions that it may stand for, or be a part of
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
+        # by name and function: the lines that set it, and to what (None: a part of something, or of a loop)
+        self._set_by: dict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
         # by NAME, of `NAME.key = x` and `NAME["key"] = x`: key (None: any), value (None: removed) and the statement
         self.parts: dict[str, list[tuple[str | None, Any, Any]]] = defaultdict(list)
-        self.fallbacks = {id(n) for node in nodes if isinstance(node, ast.ExceptHandler) for n in ast.walk(node)}
+        self._uses: dict[str, list[ast.Name]] = defaultdict(list)
+        whole = {id(target): value for node in nodes for target, value in _assigned(node)}
         for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.defined |= {a.asname or a.name: str(getattr(node, "module", a.name)) for a in node.names}
-                self.originals |= {a.asname: a.name for a in node.names if a.asname}
-            for target in [node.target] if isinstance(node, ast.AugAssign) else _targets(node):
-                self._assign(target, node)
-            for target in node.targets if isinstance(node, ast.Delete) else ():
-                self._part_set(target, None, node)
+            line, is_used = self._line(node), isinstance(getattr(node, "ctx", None), ast.Load)
             if isinstance(node, ast.Call):
                 self._change(node)
-        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        self._uses: dict[str, list[ast.Name]] = defaultdict(list)
-        for use in [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]:
-            self._uses[use.id].append(use)
-        self._parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
-        of_classes = {id(line) for each in classes.values() for line in each.body}
-        stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        stores = [node for node in stores if id(self._up(node)) not in of_classes]
-        self.stored = Counter((node.id, id(self._function(node))) for node in stores)
-        # by name and function: the lines that set it, and what to
-        self._set_by: dict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
-        lines: list[Any] = [node for node in nodes if id(node) not in of_classes]
-        for line in lines:
-            pairs: list[tuple[Any, Any]] = [(target, line.value) for target in _targets(line)]
-            opened = line.items if isinstance(line, ast.With) else []
-            pairs += [(each.optional_vars, each.context_expr) for each in opened]
-            for target, value in pairs:
-                self._set_by[name_of(target), id(self._function(line))].append((line, value))
-        self._classes = classes
-        self._calling: dict[int, ast.Call] = {}  # by function: its call that is evaluated
-        self._values: dict[int, Any] = {}  # of names, outside of such calls
+            elif isinstance(node, ast.Name) and is_used:
+                self._uses[node.id].append(node)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                value = whole.get(id(node))
+                self.values[node.id] += filter(None, [value or getattr(line, "value", None)])
+                if not isinstance(self._up(line), ast.ClassDef):
+                    self._set_by[node.id, id(self._function(node))].append((line, value))
+            elif isinstance(node, ast.Attribute | ast.Subscript) and not is_used:
+                removed = isinstance(node.ctx, ast.Del)
+                self._part_set(node, None if removed else whole.get(id(node), line), line)
+        self._values: dict[int, Any] = {}  # of names
         self._steps = 50_000  # values that are computed at most: names may refer to each other twice, and so on
         self._options: dict[str, Any] = {}  # of the script's own command line
         self._read_options([node for node in classes.values() if node.decorator_list], started)
 
-    def _assign(self, target: ast.expr, node: Any) -> None:
-        if isinstance(target, ast.Tuple):
-            for part in target.elts:
-                self._assign(part, node)
-        elif isinstance(target, ast.Name):
-            self.values[target.id].append(node.value)
-        else:
-            whole = target in _targets(node)  # else of several, or with what was there
-            self._part_set(target, node.value if whole else node, node)
-
-    def _part_set(self, target: ast.expr, value: Any, line: ast.AST) -> None:
-        owner = inner = getattr(target, "value", target)
+    def _part_set(self, target: ast.Attribute | ast.Subscript, value: Any, line: ast.AST) -> None:
+        owner = inner = target.value
         while isinstance(inner, ast.Subscript | ast.Attribute):
             inner = inner.value
-        at = target.attr if isinstance(target, ast.Attribute) else getattr(target, "slice", None)
+        at = target.attr if isinstance(target, ast.Attribute) else target.slice
         key = at if isinstance(at, str) else str(at.value) if isinstance(at, ast.Constant) else None
-        if owner is not target:
-            self.parts[name_of(owner)].append((key, value, line))
+        self.parts[name_of(owner)].append((key, value, line))
         if inner is not owner and name_of(inner) != "self":  # a part of a part
             self.parts[name_of(inner)].append((None, line, line))
 
@@ -176,11 +158,8 @@ class Script:
 
     def frozen(self) -> list[Any]:
         """Where parameters are set not to require gradients."""
-        changes = [change for changed in self.parts.values() for change in changed]
-        found = [
-            line for key, value, line in changes if key == "requires_grad" and value and ast.unparse(value) == "False"
-        ]
-        return found + [call for call in self.calls if ast.unparse(call).endswith(".requires_grad_(False)")]
+        lines = [*self.calls, *(line for changed in self.parts.values() for _, _, line in changed)]
+        return [line for line in lines if re.search(r"\.requires_grad( = |_\()False\)?$", ast.unparse(line))]
 
     def where(self, node: ast.AST) -> str:
         """NAME:LINE of a node."""
@@ -188,6 +167,12 @@ class Script:
 
     def _up(self, node: ast.AST) -> Any:
         return self._parents.get(id(node))
+
+    def _line(self, node: Any) -> Any:
+        """The statement that a node is in."""
+        while node is not None and not isinstance(node, ast.stmt):
+            node = self._up(node)
+        return node
 
     def _function(self, node: ast.AST) -> Any:
         """The innermost function in whose body a node is; None: outside of functions."""
@@ -207,7 +192,8 @@ class Script:
                 certain = None
             elif in_branch and "__name__" not in ast.dump(above.test):
                 try:
-                    if bool(self.value(above.test)) != (node is above.body or node in _listed(above.body)):
+                    in_first = node is above.body or (isinstance(above, ast.If) and node in above.body)
+                    if bool(self.value(above.test)) != in_first:
                         return False
                 except UNREADABLE:
                     certain = None
@@ -242,21 +228,22 @@ class Script:
                 if bool(value := self.value(part)) == isinstance(node.op, ast.Or):
                     break
             return value
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
-            return _COMPARISONS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+            return _OPERATORS[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Dict):
-            parts = [{self.value(k): self._part(v)} if k else self.value(v) for k, v in _entries(node)]
-            return {key: value for each in parts for key, value in each.items()}
+            entries = zip(node.keys, node.values, strict=True)
+            parts = [{self.value(k): self.value(v)} if k else self.value(v) for k, v in entries]
+            return _bounded({key: value for each in parts for key, value in each.items()})
         if isinstance(node, ast.List | ast.Tuple):
-            return [self._part(part) for part in node.elts]
+            return _bounded([self.value(part) for part in node.elts])
         return ast.literal_eval(node)
 
     def _scope(self, name: str, node: ast.AST) -> Any:
         """The function whose variable a name is at a node; None: of the module."""
         scope = self._function(node)
-        while scope and not self.stored[name, id(scope)] and name not in _parameters(scope):
+        while scope and (name, id(scope)) not in self._set_by and name not in _parameters(scope):
             scope = self._function(scope)
         return scope
 
@@ -264,7 +251,7 @@ class Script:
         """The line that gives a name its value, and the expression; a function's arguments and None for a parameter."""
         here, scope = self._function(node), self._scope(node.id, node)
         found = self._set_by.get((node.id, id(scope)), [])
-        if len(found) != self.stored[node.id, id(scope)] or node.id in self.shared:
+        if any(value is None for _, value in found) or node.id in self.shared:
             raise ValueError("a loop or another statement sets it")
         before = [entry for entry in found if scope is not here or entry[0].lineno < node.lineno]
         ran = [(line, value, certain) for line, value in before if (certain := self.runs(line)) is not False]
@@ -280,29 +267,21 @@ class Script:
         return scope, None
 
     def _name(self, node: ast.Name) -> Any:
-        """The value of a name, with what is set on it afterwards if it is a dictionary."""
+        """The value of a name, unless it is a dictionary or list of which parts are changed afterwards."""
         if id(node) in self._values:
             return self._values[id(node)]
+        if node.id == "__file__":
+            return str(self.path)
         line, given = self._binding(node)
         value = self._argument(line, node.id) if given is None else self.value(given)
-        if isinstance(value, dict | list):
-            value = value.copy()
-            for key, changed, certain in self.changes(node):
-                if not certain or key is None or isinstance(value, list):
-                    raise ValueError("any of its parts may be another")
-                value.pop(key, None)
-                value |= {} if changed is None else {key: self.value(changed)}
-        if not self._calling and id(node) in self._parents:
+        if isinstance(value, dict | list) and any(True for _ in self.changes(node)):
+            raise ValueError("any of its parts may be another")
+        if id(node) in self._parents:
             self._values[id(node)] = value
         return value
 
     def _argument(self, function: Any, name: str) -> Any:
-        """The argument that all calls of a function, or the one that is evaluated, give it, or its default."""
-        for decorator in function.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "hydra.main":
-                keys = ("config_path", "config_name")
-                folder, file = (self.value(keyword_of(decorator, key) or ast.Constant("")) for key in keys)
-                return self._yaml(f"{folder}/{file.removesuffix('.yaml')}.yaml")
+        """The argument that all calls of a function give it, or its default."""
         names, owner = _parameters(function), self._up(function)
         called = owner.name if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function.name
         calls = [call for call in self.calls if name_of(call) == called and self._function(call) is not function]
@@ -310,25 +289,22 @@ class Script:
         if uses or function.decorator_list or (called not in self.functions and called not in self._classes):
             raise ValueError("others may call it")
         values = []
-        for call in [self._calling[id(function)]] if id(function) in self._calling else calls:
+        for call in calls:
             if any(isinstance(arg, ast.Starred) for arg in call.args):
                 raise ValueError("a list of arguments")
+            given: dict[Any, Any]
             given = dict(zip([each for each in names if each not in ("self", "cls")], call.args, strict=False))
-            given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            said = [each for keyword in call.keywords for each in self.named(keyword.arg, keyword.value)]
+            given |= {key: value if certain else None for key, value, certain in said}
             if function.args.kwarg and function.args.kwarg.arg == name:  # what has no parameter of its own
-                more = {key: self.value(value) for key, value in given.items()} | self._merged(call)
-                values.append({key: value for key, value in more.items() if key not in names})
-            elif name in given or name not in (more := self._merged(call)):
-                values.append(self.value(given.get(name, names[name])))
+                values.append({key: self.value(value) for key, value in given.items() if key not in names})
+            elif name not in given and None in given:
+                raise ValueError("it may be anything")
             else:
-                values.append(more[name])
+                values.append(self.value(given.get(name, names[name])))
         if not values or any(value != values[0] for value in values):
             raise ValueError("a parameter with several values")
         return values[0]
-
-    def _merged(self, call: ast.Call) -> dict[str, Any]:
-        """What the `**mappings` of a call have."""
-        return dict(pair for each in call.keywords if each.arg is None for pair in self.value(each.value).items())
 
     def _yaml(self, path: str) -> dict[str, Any]:
         """What a file says that is named by a plain path, or lies in the script's folder or the working directory."""
@@ -339,11 +315,12 @@ class Script:
         return {key: said.value for key, said in find_yaml(path, folder).top.items()}
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        """An option of the script, a constant of a class, what a class sets on itself, or an entry of a mapping."""
+        """An option of the script, a constant of a class, or an entry of a mapping."""
         owner = name_of(node.value) if isinstance(node.value, ast.Name) else ""
-        set_on = [(value, line) for key, value, line in self.parts.get(owner, ()) if key in (node.attr, None)]
-        if owner == "self" and len(set_on) == 1 and self.runs(set_on[0][1]) and node.attr not in self.parts:
-            return self.value(set_on[0][0])
+        if owner == "torch":  # a dtype
+            return node.attr
+        changes = self.parts.get(owner, ())
+        set_on = any(key in (node.attr, None) and self.runs(at) is not False for key, _, at in changes)
         if owner and node.attr in self._options:
             if set_on:
                 raise ValueError("an option that is set anew")
@@ -351,7 +328,8 @@ class Script:
         if owner in self._classes and not set_on:
             lines = [line for line in self._classes[owner].body if node.attr in map(name_of, _targets(line))]
             return self.value(lines[-1].value)  # type: ignore[attr-defined]
-        return self.value(node.value)[node.attr]
+        value = self.value(node.value)
+        return posixpath.dirname(value) or "." if node.attr == "parent" and isinstance(value, str) else value[node.attr]
 
     def _called(self, node: ast.Call) -> Any:
         """`dict(...)`, `int(x)`, an entry of a mapping, the content of a YAML file, or a function of the script."""
@@ -360,27 +338,27 @@ class Script:
             keys: list[ast.expr | None] = [None for _ in node.args]  # as {**first, "key": value}
             keys += [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
             return self.value(ast.Dict(keys, [*node.args, *(each.value for each in node.keywords)]))
-        if name in _FUNCTIONS and node.args and not node.keywords:
-            return _FUNCTIONS[name](*map(self.value, node.args))
-        if ast.unparse(node.func) in ("os.path.join", "os.path.dirname", "os.path.abspath", "Path"):
-            return self._path(node)
+        called = ast.unparse(node.func)
+        if called in _FUNCTIONS and node.args and not node.keywords:
+            return _FUNCTIONS[called](*map(self.value, node.args))
+        of_user = called in ("os.environ.get", "os.getenv") and not re.search("RANK|WORLD|SLURM", ast.unparse(node))
+        if of_user and len(node.args) == 2:  # as ${NAME:-default} in a shell
+            return self.value(node.args[1])
+        if name in NAMES["same_path"] and isinstance(node.func, ast.Attribute):
+            return str(self.value(node.func.value))
         if name == "get" and isinstance(node.func, ast.Attribute) and not node.keywords:
             mapping, key = self.value(node.func.value), self.value(node.args[0])
             return mapping[key] if key in mapping else self.value([*node.args[1:], ast.Constant(None)][0])
-        if ast.unparse(node.func) in _LOADS and node.args:
-            return self._yaml(self._path(node.args[0]))
-        if not self._follows(node) or id(function := self.functions[name]) in self._calling:
+        if called in NAMES["loads"] and node.args:
+            return self._yaml(self._opened(node.args[0]))
+        if not self._follows(node):
             raise ValueError("a call")
-        self._calling[id(function)] = node
-        try:
-            for returned in self._returns(function):
-                if (runs := self.runs(returned)) is None:
-                    raise ValueError("a branch decides")
-                if runs:
-                    return self.value(returned.value or ast.Constant(None))
-            raise ValueError("no value")
-        finally:
-            del self._calling[id(function)]
+        for returned in self._returns(self.functions[name]):
+            if (runs := self.runs(returned)) is None:
+                raise ValueError("a branch decides")
+            if runs:
+                return self.value(returned.value or ast.Constant(None))
+        raise ValueError("no value")
 
     def _follows(self, call: ast.Call) -> bool:
         """Whether it is a call of a function of the script, which no other statement defines."""
@@ -389,56 +367,33 @@ class Script:
         return not other and not isinstance(self._up(function), ast.ClassDef)  # type: ignore[arg-type]
 
     def _returns(self, function: ast.AST) -> list[ast.Return]:
-        found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
-        return [node for node in found if self._function(node) is function]
+        return [n for n in ast.walk(function) if isinstance(n, ast.Return) and self._function(n) is function]
 
-    def _path(self, node: ast.expr) -> str:
-        """The path of a file that is opened, read or named."""
-        if isinstance(node, ast.Name):
-            opened = node.id != "__file__" and self._binding(node)
-            return str(self.path) if not opened else self._path(opened[1]) if opened[1] else str(self.value(node))
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            return f"{self._path(node.left)}/{self._path(node.right)}"
-        if isinstance(node, ast.Attribute) and node.attr == "parent":
-            return str(Path(self._path(node.value)).parent)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name_of(node) in _OF_PATHS:
-            return self._path(node.func.value)
-        if isinstance(node, ast.Call) and name_of(node) == "join":
-            return "/".join(map(self._path, node.args))
-        if isinstance(node, ast.Call) and name_of(node) == "dirname":
-            return str(Path(self._path(node.args[0])).parent)
-        if isinstance(node, ast.Call) and name_of(node) in ("open", "Path", "str", "abspath", "realpath") and node.args:
-            return self._path(node.args[0])
-        return str(self.value(node))
-
-    def _part(self, node: ast.expr) -> Any:
-        """Evaluate an element. Names of lists are not resolved, since they could double without end."""
-        value = self.value(node)
-        if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                return value
-            raise ValueError("a list of lists by name")
-        return value
+    def _opened(self, node: ast.expr | None) -> str:
+        """The path of a file that an expression opens or reads."""
+        node = self.resolved(node)
+        if isinstance(node, ast.Call) and name_of(node) in NAMES["opens"]:
+            return self._opened(node.func.value if isinstance(node.func, ast.Attribute) else node.args[0])
+        return str(self.value(node)) if node else ""
 
     def resolved(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression assigned to a name, if one is; any other node unchanged."""
+        """What a name is assigned, or a function of the script returns in one place; any other node unchanged."""
         with contextlib.suppress(*UNREADABLE):
-            return self._binding(node)[1] or node if isinstance(node, ast.Name) else node
+            if isinstance(node, ast.Name):
+                return self._binding(node)[1] or node
+            if isinstance(node, ast.Call) and self._follows(node):
+                (returned,) = self._returns(self.functions[name_of(node)])
+                return returned.value
         return node
 
     def inlined(self, node: ast.expr | None) -> ast.expr | None:
-        """What a name or a function of the script stands for, if it returns in one place."""
+        """What a name or a function of the script stands for in the end."""
         return self._way(node)[-1]
 
     def _way(self, node: Any) -> list[Any]:
         """Return a name or call, what it resolves to, and so on until an expression that is neither."""
         way = [node]
-        while len(way) < 9:
-            follows = isinstance(node, ast.Call) and self._follows(node)
-            returned = self._returns(self.functions[name_of(node)]) if follows else []
-            node = returned[0].value if len(returned) == 1 else self.resolved(node)
-            if node is way[-1]:
-                break
+        while len(way) < 9 and (node := self.resolved(node)) is not way[-1]:
             way.append(node)
         return way
 
@@ -550,30 +505,28 @@ class Script:
         """Whether a use of a dictionary certainly leaves it as it is."""
         above = self._up(use)
         if isinstance(above, ast.Attribute):
-            return above.attr in _READS.split() or getattr(self._up(above), "func", None) is not above
+            return above.attr in NAMES["reads"] or getattr(self._up(above), "func", None) is not above
         if isinstance(above, ast.keyword) and above.arg:
             above = self._up(above)
         if isinstance(above, ast.Call):
-            return name_of(above) in _READERS.split()
+            return name_of(above) in NAMES["readers"]
         return not isinstance(above, ast.Assign | ast.List | ast.Dict | ast.Tuple)
 
 
 def _pairs(node: ast.expr | None) -> list[tuple[str | None, ast.expr]]:
     """Keys and values of `{...}` and `dict(...)`."""
     if isinstance(node, ast.Dict):
-        return [("**" if key is None else constant(key), value) for key, value in _entries(node)]
+        return [("**" if k is None else constant(k), value) for k, value in zip(node.keys, node.values, strict=True)]
     if isinstance(node, ast.Call) and name_of(node) == "dict":
-        said = [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
-        return [(name, value) for name, value in said]
+        return [*(("**", arg) for arg in node.args), *((each.arg or "**", each.value) for each in node.keywords)]
     return []
 
 
-def _entries(node: ast.Dict) -> list[tuple[ast.expr | None, ast.expr]]:
-    return list(zip(node.keys, node.values, strict=True))
-
-
-def _listed(part: Any) -> list[Any]:
-    return part if isinstance(part, list) else []
+def _bounded(value: Any) -> Any:
+    """A list or dictionary, unless its parts refer to others so often that it has no end."""
+    if len(str(value)) > _LONGEST:
+        raise ValueError("too long")
+    return value
 
 
 def _parameters(function: Any) -> dict[str, Any]:
@@ -588,6 +541,13 @@ def _parameters(function: Any) -> dict[str, Any]:
 def constant(node: ast.AST | None) -> str | None:
     """The value of a string literal; None for any other node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _assigned(node: ast.AST) -> list[tuple[Any, ast.expr]]:
+    """What a statement sets to an expression, and the expression."""
+    if isinstance(node, ast.With | ast.AsyncWith):
+        return [(item.optional_vars, item.context_expr) for item in node.items]
+    return [(target, node.value) for target in _targets(node)]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:

@@ -28,9 +28,8 @@ _ENDS_HERE = "a backslash before a blank is an argument of its own, and the comm
 _DIRNAME = r"\$\(dirname (?:-- )?\"?\$(?:0|BASH_SOURCE|\{(?:0|BASH_SOURCE(?:\[0\])?)\})\"?\)"
 _OWN_FOLDER = re.compile(rf'{_DIRNAME}|\$\(cd (?:-- )?"?{_DIRNAME}((?:/\.\.)*)/?"?(?: &?>[^&]*)? && pwd(?: -P)?\)')
 _WHERE_IS = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)")
-_SET_IF_UNSET = re.compile(r'^: +"?\$\{(\w+):?=([^${}"]*)\}"?$')
 _UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
-_PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
+_PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?+]|:\d+\}$|\}$)")
 
 
 Known = tuple[tuple[str, str], ...]  # variables and their values
@@ -82,6 +81,13 @@ def parse_shell(text: str, name: str, *, known: Known = (), arms: Arms = ()) -> 
     return tuple(_walked(text, name, known, arms).commands)
 
 
+def exported(text: str, name: str) -> Known:
+    """The variables that a script hands to those that it starts, as far as their values are known."""
+    walker = _walked(text, name, (), ())
+    given = {key: _joined(walker.variables.get(key, [])) for key in walker.exported}
+    return tuple((key, word.text) for key, word in given.items() if not word.missing)
+
+
 def variants(text: str, name: str, variables: Iterable[str], *, known: Known = ()) -> Iterator[Arms]:
     """Yield each way through the branches that decide these variables; none if there are too many."""
     decided = _walked(text, name, known, ()).decided
@@ -118,7 +124,7 @@ class _Walker:
         self.commands: list[Command] = []
         # one word each, or those of an array, which have their own places
         self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
-        self._exported: set[str] = set()
+        self.exported: set[str] = set()
         self._expanded = 0
 
     def walk(self, node: tree_sitter.Node) -> None:
@@ -134,7 +140,7 @@ class _Walker:
             names = [child for child in node.named_children if child.type == "variable_assignment"]
             exported = [self._assign(child, self.variables) for child in names]
             if _text(node).startswith(("export", "declare -x", "typeset -x")):
-                self._exported |= {*exported, *(_text(child) for child in node.named_children)}
+                self.exported |= {*exported, *(_text(child) for child in node.named_children)}
         elif node.type in ("if_statement", "case_statement", "for_statement", "while_statement", "list"):
             self._branches(node)
         elif not node.type.startswith(("heredoc", "test_command")):
@@ -175,9 +181,7 @@ class _Walker:
                 self.decided[name][node.start_byte] = len(ends)
 
     def _command(self, node: tree_sitter.Node) -> None:
-        for name, default in _SET_IF_UNSET.findall(_text(node)):  # : "${NAME:=default}"
-            self.variables.setdefault(name, [Word(default)])
-        exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
+        exported = [key for key in _EXPORTED if key in self.exported and key in self.variables]
         env = {key: self.variables[key] for key in exported}
         words: list[Word] = []
         for child in node.named_children:
@@ -261,17 +265,21 @@ class _Walker:
         return _literal(node.text or b"", quoted=quoted and node.type == "string_content") or [Word("")]
 
     def _parameter(self, node: tree_sitter.Node, text: str) -> list[Word]:
-        """Expand `$NAME`, `${NAME}`, `${NAME[@]}` and `${NAME:-default}`."""
+        """Expand `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME:-default}` and `${NAME:+word}`."""
         match = _PARAMETER.match(text if text.startswith("${") else f"${{{text[1:]}}}")
         if match is None:
             return [Word("", missing=(f"{text:.80} is not worked out",))]
         name, operator = match[1], match[3]
         value = self.variables.get(name)
+        if operator.endswith("+") and (not value or not any(word.missing for word in value)):
+            return self._default(node, operator) if value and (value != [Word("")] or operator == "+") else []
         if value is not None and not (operator.startswith(":") and value == [Word("")]):
             if operator.startswith(":-") and len(value) == 1 and "" in value[0].choices:
                 default = self._default(node, operator)[0].text  # stands in the place of nothing
                 return [_chosen(name, (choice or default for choice in value[0].choices))]
             return value
+        if operator.endswith("="):  # : "${NAME:=default}"
+            self.variables[name] = self._default(node, operator)
         if operator.endswith(("-", "=")):
             return self._default(node, operator)
         shown = "$@" if name in "@*" else f"${name}"
@@ -285,13 +293,15 @@ class _Walker:
     def _arithmetic(self, text: str) -> Word:
         """Evaluate `$((a * b))` of whole numbers."""
 
-        def number(name: re.Match[str]) -> str:
-            value = self.variables.get(name[1]) or [Word("")]
-            return value[0].text if re.fullmatch(r"\d{1,12}", value[0].text) and not value[0].missing else name[0]
+        def value(node: ast.expr) -> int:
+            if not isinstance(node, ast.Name):
+                return int(ast.literal_eval(node))
+            (word,) = self.variables[node.id]
+            return int("".join((word.text, *word.missing)))
 
-        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text[3:-2].replace("/", "//"))
+        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", r"\1", text[3:-2].replace("/", "//"))
         try:
-            return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body))))
+            return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body, value))))
         except UNREADABLE:
             used = [word for name in re.findall(r"[A-Za-z_]\w*", text) for word in self.variables.get(name, [])]
             return Word("", missing=_joined(used).missing or (f"{text:.80} is not worked out",))
@@ -331,7 +341,8 @@ def _merged(name: str, values: Sequence[list[Word]]) -> list[Word]:
     pairs = zip(*values, strict=False)
     same = sum(1 for _ in takewhile(lambda words: all(word == words[0] for word in words), pairs))
     added = {word: None for value in values for word in value[same:]}
-    return [*values[0][:same], *(replace(word, missing=(f"only a branch adds it to ${name}",)) for word in added)]
+    told = f"only a branch adds it to ${name}"
+    return [*values[0][:same], *(replace(word, missing=(told, *word.missing)) for word in added)]
 
 
 def _choices(word: Word) -> tuple[str, ...]:

@@ -1,33 +1,33 @@
-"""TRL and Open-R1: YAML recipes, and the shell commands that start them."""
+"""TRL, Open-R1 and ms-swift: YAML recipes, and the shell commands that start them."""
 
 import contextlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from cohort.errors import UserError
+from cohort_check.findings import load_table
 from cohort_check.launch import Framework, Launch, Unread
 from cohort_check.readers import trl_python
 from cohort_check.readers.files import YamlTree, count_of, find_text
-from cohort_check.readers.launcher import read_command, with_recipe
+from cohort_check.readers.launcher import NAMES, read_command, with_recipe
 from cohort_check.readers.shell import Command, Word
-from cohort_check.rules.common import known_keys
+from cohort_check.rules.common import key_tables, known_keys
 
-_SIGNS = (
-    "num_generations reward_funcs max_completion_length generation_batch_size steps_per_generation reward_weights "
-    "scale_rewards epsilon_high num_iterations vllm_mode"
-)
-SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for other ways of training
-_SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
-OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
-_OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
-_STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
+_NAMES: Mapping[str, Sequence[str]] = load_table("readers/names.yaml")["trl"]
+SIGNS = frozenset(_NAMES["signs"])
+_KNOWN = {key for table in (known_keys("open-r1", ()), *key_tables("trl").values()) for key in table}
+OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _NAMES["not_only_of_open_r1"]  # keys that others do not have
+_ELSEWHERE = Unread("(recipe)", "", "the command names no rlhf_type; check the configuration file that it names")
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     """Read a GRPO recipe; None for any other file."""
     signs = sorted(SIGNS & tree.values.keys())
-    if not signs or "rlhf_type" in tree.values:  # of ms-swift
+    of_others = "model_name_or_path" not in tree.top and len(tree.top.keys() - _KNOWN) > len(signs)
+    if not signs or of_others or "rlhf_type" in tree.values:  # of ms-swift
         return None
     special = sorted(OPEN_R1_ONLY & tree.values.keys())
     if special:
@@ -38,8 +38,8 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
     """Read a command that trains with TRL or Open-R1, and its recipe; None for any other command."""
     texts = [word.name for word in command.words]
-    launched = bool({*_STARTERS} & {*texts}) and texts[0] not in ("echo", "pip")
-    launched &= not any(name.startswith("openrlhf.") for name in texts)
+    of_others = texts[0] in ("echo", "pip") or any(name.startswith("openrlhf.") for name in texts)
+    launched = bool({*NAMES["starters"]} & {*texts}) and not of_others
     options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
     script = any(re.search(r"g[rs]po\w*\.py$", name) for name in texts) or "trl.scripts.grpo" in texts
     scripts = [word for word in command.words if word.name.endswith(".py")]
@@ -50,19 +50,19 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     with contextlib.suppress(UserError, ValueError):
         place, found = find_text(scripts[0].text, path.parent) if launched and scripts else (path, "")
     beside = "GRPOTrainer" in found or "GRPOConfig" in found
-    of_trl = own or any(word.text.endswith(_OWN_SCRIPTS) for word in command.words)
+    of_trl = own or any(word.text.endswith(tuple(_NAMES["scripts"])) for word in command.words)
     if found and not beside and not of_trl:  # a program of its own
         return None
     if not own and not (launched and (script or outside or serves or beside or SIGNS & options)):
         return None
     launch = read_command(command, "trl", path.parent, server)
-    if not of_trl:  # with options of its own
-        launch = replace(launch, settings={key: replace(said, added=True) for key, said in launch.settings.items()})
-    if scripts and not of_trl and (beside or not launch.settings):
-        launch = _with_script(launch, scripts[0], place, found, command)
-    if outside:  # such as Open-R1's slurm/train.slurm
-        reason = "the script's arguments name it; check the recipe with --launch 'accelerate launch --num_processes 8'"
-        launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
+    # a script of its own, or a copy of TRL's here, may have more options than TRL
+    keys = [key for key in launch.settings if not of_trl or (found and not get_close_matches(key, _KNOWN, 1, 0.85))]
+    more = {key: replace(launch.settings[key], added=True) for key in keys}
+    launch = replace(launch, settings={**launch.settings, **more})
+    if scripts and not own and (beside or not {*SIGNS, "config"} & options):
+        read = _with_script(launch, scripts[0], place, found, command)
+        launch = launch if of_trl and read.not_checked is None else read
     launch = with_recipe(launch, path.parent)
     processes = launch.processes or (count_of(launch.settings, "num_processes") if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
@@ -79,3 +79,31 @@ def _with_script(launch: Launch, script: Word, place: Path, text: str, command: 
         return replace(launch, unread=(*launch.unread, Unread("(recipe)", script.where, reason)))
     unread = (*launch.unread, *run.unread)
     return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
+
+
+def read_swift_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
+    """Read a command that trains with ms-swift's GRPO; None for any other command."""
+    on_megatron = command.has("megatron", "rlhf") or command.has("swift.cli._megatron.rlhf")
+    module = {"rlhf.py", "swift.cli.rlhf", "--rlhf_type", "--rlhf_type=grpo"} & {word.name for word in command.words}
+    if not (on_megatron or command.has("swift", "rlhf") or module):
+        return None
+    launch = with_recipe(read_command(command, "ms-swift", path.parent, server), path.parent)
+    kind = launch.settings.get("rlhf_type")
+    if kind is None:
+        launch = replace(launch, unread=(*launch.unread, replace(_ELSEWHERE, where=command.where)))
+    elif kind.value != "grpo":
+        return None
+    return replace(launch, not_checked="Megatron") if on_megatron else launch
+
+
+def read_swift_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """Read a YAML file with ms-swift's keys; None for any other file."""
+    if "rlhf_type" not in tree.values or tree.values["rlhf_type"].value != "grpo":
+        return None
+    gpus = tree.values.get("ENV.CUDA_VISIBLE_DEVICES")
+    settings = {key: said for key, said in tree.top.items() if key not in ("gpus", "ENV")}
+    found = tree.launch("ms-swift", "YAML with rlhf_type: grpo", settings)
+    on_ray = "ms-swift on Ray, which trains with Megatron" if "train.gpus" in tree.values else None
+    visible = tuple(str(gpus.value).split(",")) if gpus else None
+    processes = count_of(tree.values, "ENV.NPROC_PER_NODE")
+    return replace(found, not_checked=on_ray, processes=processes, training_gpus=visible)

@@ -13,7 +13,6 @@ from cohort_check.launch import Launch, Setting, Unread
 from cohort_check.readers.files import YamlTree
 from cohort_check.readers.launcher import gpus_of, unknown_word
 from cohort_check.readers.shell import Command, Word
-from cohort_check.readers.swift import MEGATRON
 from cohort_check.rules.common import VERL, key_tables
 
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
@@ -73,14 +72,9 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     reason = "refers to another place; `--cfg job --resolve` makes a file without that"
     places = {key: said for key, said in tree.values.items() if "${" in str(said.value)}
     settings = {key: said for key, said in tree.values.items() if key not in places}
-    return tree.launch(
-        "verl",
-        "YAML with actor_rollout_ref",
-        settings,
-        unread=tuple(Unread(key, said.where, reason) for key, said in places.items()),
-        not_checked=_not_checked(settings),
-        processes=_processes(settings, places, ""),
-    )
+    unread = tuple(Unread(key, said.where, reason) for key, said in places.items())
+    kind, processes = "YAML with actor_rollout_ref", _processes(settings, places, "")
+    return tree.launch("verl", kind, settings, unread=unread, not_checked=_not_checked(settings), processes=processes)
 
 
 def _not_checked(settings: Mapping[str, Setting], config: str = "") -> str | None:
@@ -88,7 +82,7 @@ def _not_checked(settings: Mapping[str, Setting], config: str = "") -> str | Non
     keys = ("model_engine", "actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.strategy")
     engines = [str(settings[key].value) for key in keys if key in settings]
     if "megatron" in " ".join([config, *engines]):
-        return MEGATRON
+        return "Megatron"
     other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
     return other[0] if other else None
 

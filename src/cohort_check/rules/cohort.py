@@ -9,7 +9,7 @@ from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
 from cohort_check.findings import Finding
-from cohort_check.launch import Launch, Settings
+from cohort_check.launch import Launch, Settings, put
 from cohort_check.rules.common import RunRules, Start, refused
 
 
@@ -29,7 +29,7 @@ def cohort_rules(launch: Launch) -> RunRules:
             starts=True, generation_batch_size=size, steps_per_generation=1, global_batch_size=size, prompts=prompts
         )
     return RunRules(
-        version=_installed(),
+        version=next((found.version for found in metadata.distributions(name="cohort-rl")), "from source"),
         version_reason="installed",
         sizes={},
         decides=frozenset(),
@@ -46,22 +46,9 @@ def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:
     return [Finding("CHK021", field, message) for field, message in missing_files(config, base_dir)]
 
 
-def _installed() -> str:
-    # `cohort.__version__` would pull in the whole package
-    try:
-        return metadata.version("cohort-rl")
-    except metadata.PackageNotFoundError:
-        return "from source"
-
-
 def nested(launch: Launch) -> dict[str, Any]:
-    """Return the settings of a launch as a nested mapping."""
+    """Return the settings of a launch as a nested mapping. A value in the place of a section has its own finding."""
     tree: dict[str, Any] = {}
     for key, said in launch.settings.items():
-        *parents, last = key.split(".")
-        node = tree
-        for part in parents:
-            inner = node.setdefault(part, {})
-            node = inner if isinstance(inner, dict) else {}  # a value in place of a section has its own finding
-        node[last] = said.value
+        put(tree, key, said.value)
     return tree

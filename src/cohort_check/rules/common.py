@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from cohort_check.findings import Finding, load_table
-from cohort_check.launch import ANY_SETTING, Launch, Settings
+from cohort_check.launch import ANY_SETTING, Launch, Settings, parse_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ def refused(message: str, **numbers: Any) -> Start:
     return Start(starts=False, message=message, **numbers)
 
 
+FRAMEWORKS: Mapping[str, Mapping[str, Any]] = load_table("rules/frameworks.yaml")
 # keys that only evaluation depends on: training is checked without them
-_EVALUATION = "per_device_eval_batch_size num_generations_eval eval_strategy evaluation_strategy save_strategy"
-EVALUATION = frozenset((*_EVALUATION.split(), "split_dataset_ratio"))
+EVALUATION = frozenset(FRAMEWORKS["trl"]["evaluation"])
 BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 
@@ -50,8 +50,6 @@ class RunRules:
     decides: frozenset[str]  # every key that the verdict depends on, said or not
     start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
     usual_field: str | None = "num_generations"  # the key that a refusal is about
-    # unset keys, with values that make it start
-    missing: Callable[[int, BatchSizes], tuple[str, ...]] = lambda world_size, sizes: ()
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
@@ -88,9 +86,7 @@ def key_tables(framework: str) -> Mapping[Version, Keys]:
     if framework == "unsloth":  # TRL with fields and defaults of its own
         own = load_table("keys/unsloth.yaml")
         for version, keys in key_tables("trl").items():
-            changed = {
-                key: {**keys[key], "default": default} for key, default in own["defaults"].items() if key in keys
-            }
+            changed = {key: {**keys[key], "default": new} for key, new in own["defaults"].items() if key in keys}
             tables[version] = {**keys, **changed, **{key: {"default": None, "of": "Unsloth"} for key in own["adds"]}}
         return tables
     keys = {}
@@ -110,9 +106,9 @@ def known_keys(framework: str, version: Version) -> Keys:
     return tables[max((known for known in tables if known[:2] <= version[:2]), default=min(tables))]
 
 
-def launcher_keys(framework: str) -> frozenset[str]:
-    """Options of the command that starts the processes, which the framework's own files may have too."""
-    return frozenset(load_table(f"keys/{framework}.json")["launcher"])
+def keys_of(framework: str) -> str:
+    """The table of keys that a framework's configuration has; Open-R1's own are those of its script besides."""
+    return "trl" if framework == "open-r1" else framework
 
 
 def unknown_key(framework: str, version: Version, key: str, known: Keys, new: str = "") -> tuple[str, tuple[str, ...]]:
@@ -125,12 +121,10 @@ def unknown_key(framework: str, version: Version, key: str, known: Keys, new: st
     return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
 
 
-OF_THE_TRAINER = ("model", "reward_funcs", "peft_config", "load_in_4bit", "load_in_8bit")  # that could not be read
-FRAMEWORK_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL", "unsloth": "Unsloth, TRL"}
-WRAPS = {"open-r1": "trl", "unsloth": "trl"}  # the framework whose versions and rules count
-DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "unsloth": "0.24.0", "ms-swift": "4.6", "verl": "0.9.1"}
-_WHY_DEFAULT = {"open-r1": "what Open-R1 pins", "unsloth": "the newest that Unsloth installs"}
-FRAMEWORKS: Mapping[str, Mapping[str, Any]] = load_table("rules/frameworks.yaml")
+OF_THE_TRAINER = frozenset(FRAMEWORKS["trl"]["read_of_trainer"])  # that could not be read
+FRAMEWORK_NAMES: dict[str, str] = {key: entry["name"] for key, entry in FRAMEWORKS.items()}
+# the framework whose versions and rules count
+WRAPS: dict[str, str] = {key: entry["wraps"] for key, entry in FRAMEWORKS.items() if "wraps" in entry}
 
 
 def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
@@ -142,13 +136,16 @@ def choose_version(launch: Launch, version: str | None) -> tuple[str, str]:
     framework = WRAPS.get(launch.framework, launch.framework)
     if version is not None:
         return _newest_release(framework, version), "--framework-version"
-    if launch.version is not None:
-        return _newest_release(framework, str(launch.version.value)), launch.version.where
-    default = DEFAULTS[launch.framework]
+    pinned = launch.version
+    if pinned is not None and pinned.added != "<":
+        return _newest_release(framework, str(pinned.value)), pinned.where
+    default = FRAMEWORKS[launch.framework]["default"]
     tables = key_tables(framework)
-    reason = _WHY_DEFAULT.get(launch.framework, "the default; --framework-version chooses another one")
-    own = set().union(*key_tables(launch.framework).values()) - set().union(*tables.values())
-    keys = {key for key, said in launch.settings.items() if not (said.added or key in own)}
+    reason = FRAMEWORKS[launch.framework].get("why", "the default; --framework-version chooses another one")
+    if pinned is not None:  # as the newest one that may be
+        tables = {number: table for number, table in tables.items() if number <= parse_version(pinned.value)}
+        default, reason = min((default, reason), (pinned.value, pinned.where), key=lambda one: parse_version(one[0]))
+    keys = {key for key, said in launch.settings.items() if not said.added}
     if framework == "verl":
         keys |= _signs(launch)
     elif launch.form == "python":  # whatever their values are
@@ -244,7 +241,7 @@ def nearest_starts(
 
 def contradictions(framework: str, settings: Settings, version: Version) -> list[Finding]:
     """What of the framework's table holds for these settings. What depends on an unreadable value is left out."""
-    keys = known_keys(framework, version)
+    keys = known_keys(keys_of(settings.framework), version)
     found = []
     for entry in load_table(f"rules/{framework}.yaml") if settings.readable(*ANY_SETTING) else ():
         when = entry["when"]
@@ -252,12 +249,15 @@ def contradictions(framework: str, settings: Settings, version: Version) -> list
         if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
             continue
         unused = [key for key in entry.get("unused", ()) if _holds(settings, keys, key, "set")]
-        found += [Finding("CHK005", key, f"{key} {entry['why']}") for key in unused]
-        if "says" in entry:
-            key, nearest = entry["key"], tuple(entry.get("nearest", ()))
-            text = "these settings do not go together" if len(when) > 1 else f"{key} cannot have this value"
-            says = entry["says"].format(value=settings.text(key, keys.get(key, {}).get("default")))
-            found.append(Finding(entry.get("code", "CHK008"), key, text, nearest, says=says))
+        usual = "these settings do not go together" if len(when) > 1 else "{key} cannot have this value"
+        for key in unused if "unused" in entry else [entry["key"]]:
+            value = settings.text(key, keys.get(key, {}).get("default"))
+            texts = (entry.get("why", usual), entry.get("says", ""), *entry.get("nearest", ()))
+            message, says, *nearest = (text.format(key=key, value=value) for text in texts)
+            first = entry.get("later", {}).get(value)
+            message += f"; {FRAMEWORKS[framework]['name']} has it from {first} on" if first else ""
+            code = entry.get("code", "CHK005" if "unused" in entry else "CHK008")
+            found.append(Finding(code, key, message, tuple(nearest), says=says or None))
     return found
 
 
@@ -273,9 +273,11 @@ def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
     values = {str(one).lower() for one in (value if isinstance(value, list) else [value])}
     if isinstance(condition, list):
         return not values.isdisjoint(condition)
-    if "above" in condition:
-        return any(one.isdecimal() and int(one) > condition["above"] for one in values)
-    return values.isdisjoint(condition["not"])
+    if "not" in condition:
+        return values.isdisjoint(condition["not"])
+    numbers = [number for number in map(parse_number, values) if not isinstance(number, str)]
+    least, most = condition.get("above", -math.inf), condition.get("most", math.inf)
+    return any(least < number <= most for number in numbers)
 
 
 SAMPLING: Mapping[str, str] = load_table("rules/sampling.yaml")
@@ -290,39 +292,22 @@ def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool
     """
     gpus, per_node, of_server = launch.training_gpus or (), launch.processes_per_node, launch.server_gpus or ()
     found: list[Finding] = []
-    if gpus and per_node is not None:
-        used, fitting = per_node + takes_one_for_vllm, len(gpus) - takes_one_for_vllm
-        nearest = (f"{fitting} processes",) if fitting else ()
-        idle = [gpu for gpu in gpus[used:] if gpu not in of_server]
-        if used > len(gpus):
-            what = f"{per_node} processes" + (" and one GPU for vLLM" if takes_one_for_vllm else "")
-            text = f"{what} need {used} GPUs, and {_VISIBLE} names {len(gpus)} ({', '.join(gpus)})"
-            found.append(Finding("CHK012", _VISIBLE, text, nearest))
-        elif idle and (of_server or not local_server):
-            text = f"{per_node} processes leave GPU {', '.join(idle)} of {len(gpus)} visible ones without work"
-            found.append(Finding("CHK011", _VISIBLE, text, nearest))
-    both = [gpu for gpu in gpus if gpu in of_server and local_server]
-    if both:
-        free = ",".join(gpu for gpu in gpus if gpu not in both)
+    used = per_node + takes_one_for_vllm if gpus and per_node is not None else len(gpus)
+    what = f"{per_node} processes" + (" and one GPU for vLLM" if takes_one_for_vllm else "")
+    fitting = len(gpus) - takes_one_for_vllm
+    nearest = (f"{fitting} processes",) if fitting else ()
+    idle = [gpu for gpu in gpus[used:] if gpu not in of_server]
+    if used > len(gpus):
+        text = f"{what} need {used} GPUs, and {_VISIBLE} names {len(gpus)} ({', '.join(gpus)})"
+        found.append(Finding("CHK012", _VISIBLE, text, nearest))
+    elif idle and (of_server or not local_server):
+        text = f"{what} leave GPU {', '.join(idle)} of {len(gpus)} visible ones without work"
+        found.append(Finding("CHK011", _VISIBLE, text, nearest))
+    if both := [gpu for gpu in gpus if gpu in of_server and local_server]:
         text = f"GPU {', '.join(both)} is given to training and to the sampling server"
+        free = ",".join(gpu for gpu in gpus if gpu not in both)
         found.append(Finding("CHK012", _VISIBLE, text, (f"{_VISIBLE}={free} for training",) if free else ()))
     return found
-
-
-def server_findings(launch: Launch, prefix: str) -> list[Finding]:
-    """Whether the sampling server's parallel sizes fit the GPUs that it is given (`prefix` is that of its options)."""
-    gpus = launch.server_gpus
-    keys = (f"{prefix}tensor_parallel_size", f"{prefix}data_parallel_size")
-    sizes = [str(launch.server[key].value) if key in launch.server else "1" for key in keys]
-    if gpus is None or not all(size.isdecimal() and int(size) for size in sizes):
-        return []
-    tensor, data = map(int, sizes)
-    shape = f"the server's tensor parallel {tensor} x data parallel {data}"
-    fits = (f"{keys[1]}={len(gpus) // tensor}",) if tensor <= len(gpus) else (f"{keys[0]}={len(gpus)}",)
-    if tensor * data > len(gpus):
-        return [Finding("CHK012", keys[0], f"{shape} needs {tensor * data} GPUs and sees {len(gpus)}", fits)]
-    idle = ", ".join(gpus[tensor * data :])
-    return [Finding("CHK011", keys[1], f"{shape} leaves GPU {idle} without work", fits)] if idle else []
 
 
 def is_server_local(settings: Settings) -> bool:
@@ -335,16 +320,3 @@ def is_server_local(settings: Settings) -> bool:
 def counted(number: int, noun: str = "process") -> str:
     """Return the count with its noun: `1 process`, `8 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
-
-
-def cispo_findings(settings: Settings) -> list[Finding]:
-    """TRL's and ms-swift's `epsilon_high` with the loss CISPO."""
-    key = "epsilon_high" if settings.number("epsilon_high", None) is not None else "epsilon"
-    cap = settings.number(key, 0.2)
-    if cap > 1 or not settings.readable("epsilon_high", "epsilon"):
-        return []
-    message = (
-        f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "
-        f"{cap:g}, and the gradient is {cap:g} times what it should be"
-    )
-    return [Finding("CHK015", key, message, ("epsilon_high=5.0",))]

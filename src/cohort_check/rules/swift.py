@@ -62,14 +62,11 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     local = mode == "workers" or (mode == "server" and common.is_server_local(settings))
     findings = [
         *common.contradictions("ms-swift", settings, number),
-        *_device_findings(settings, launch, mode, number),
+        *_device_findings(settings, launch, number),
         *common.version_findings("ms-swift", name),
         *_key_findings(launch, number),
-        *common.gpu_findings(launch, local_server=local),
-        *common.server_findings(launch, "vllm_"),
+        *common.gpu_findings(launch, local_server=local or bool(settings.said("vllm_device"))),
     ]
-    if settings.text("loss_type") == "cispo":
-        findings += common.cispo_findings(settings)
 
     def start(world_size: int, changed: BatchSizes) -> Start:
         sized = batch.changed(changed)
@@ -116,25 +113,22 @@ def _batch(settings: Settings, mode: str, version: Version) -> trl.TrlBatch:
     )
 
 
-def _device_findings(settings: Settings, launch: Launch, mode: str, version: Version) -> list[Finding]:
-    """Visible GPUs that are not those of the processes, over which a process would spread its model."""
+def _device_findings(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
+    """Visible GPUs that are not those of the processes, over which a process would spread its model (from 3.8 on)."""
     gpus, per_node = len(launch.training_gpus or ()), launch.processes_per_node or 0
-    if not gpus or not per_node:
+    if version < (3, 8) or not 0 < per_node < gpus:
         return []
-    key, counts, says = None, f"n_gpu: {gpus}, local_world_size: {per_node}", "is not compatible with `device_map`."
-    if version < (3, 8):
-        workers = settings.whole("num_infer_workers", 1)
-        if mode == "workers" and gpus != per_node + workers:
-            says = f"Async mode requires total GPUs({gpus}) = training GPUs({per_node}) + inference workers({workers})."
-            key, says = "num_infer_workers", f"{says} Please adjust your GPU allocation."
-    elif per_node < gpus and gpus % per_node:
+    counts, says = f"n_gpu: {gpus}, local_world_size: {per_node}", "is not compatible with `device_map`."
+    if gpus % per_node:
         key, says = "CUDA_VISIBLE_DEVICES", counts
-    elif per_node < gpus and settings.text("deepspeed"):
+    elif settings.text("deepspeed"):
         key, says = "deepspeed", f"DeepSpeed {says} {counts}."
-    elif per_node < gpus and settings.flag("use_vllm"):
+    elif settings.flag("use_vllm"):
         key, says = "use_vllm", f"GRPO with vLLM {says} Please set NPROC_PER_NODE equal to num_processes."
+    else:
+        return []
     text = f"{common.counted(per_node)} of {gpus} visible GPUs"
-    return [Finding("CHK008", key, text, (f"NPROC_PER_NODE={gpus}",), says=says)] if key else []
+    return [Finding("CHK008", key, text, (f"NPROC_PER_NODE={gpus}",), says=says)]
 
 
 def _key_findings(launch: Launch, version: Version) -> list[Finding]:

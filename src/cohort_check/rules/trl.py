@@ -7,7 +7,7 @@ processes.
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cohort_check.findings import Finding, load_table
@@ -18,16 +18,8 @@ from cohort_check.rules.common import EVALUATION, BatchSizes, RunRules, Start, V
 Refusal = tuple[str, str | None]  # the framework's message, and the key that it is about if it is not the usual one
 EVAL_BATCH = "per_device_eval_batch_size"
 _PER_DEVICE = "per_device_train_batch_size"
-_MESSAGES: dict[str, str] = load_table("rules/trl-messages.yaml")
-_FIELDS = {  # TRL's and ms-swift's key: the field of TrlBatch that it is
-    _PER_DEVICE: "per_device",
-    EVAL_BATCH: "per_device_eval",
-    "gradient_accumulation_steps": "accumulation",
-    "num_generations": "generations",
-    "num_generations_eval": "generations_eval",
-    "generation_batch_size": "generation_batch_size",
-    "steps_per_generation": "steps_per_generation",
-}
+_MESSAGES: dict[str, str] = load_table("rules/messages.yaml")["trl"]
+_FIELDS: dict[str, str] = common.FRAMEWORKS["trl"]["sizes"]  # by TRL's and ms-swift's key: the field of TrlBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +150,7 @@ def _uneven(name: str, sizes: list[int], possible: list[int], generations: int, 
     return _MESSAGES["uneven"].format(name=name, given=given, **numbers)
 
 
-_NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
-_LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
-_SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
-_OF_THE_COMMAND = common.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
+_OF_THE_COMMAND = {*load_table("keys/trl.json")["launcher"], "accelerate_config", "config", "env"}  # of `trl grpo`
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
 
@@ -170,7 +159,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
-    known, mode = common.known_keys(_keys_of(launch), number), sampling_mode(settings, number)
+    known, mode = common.known_keys(common.keys_of(launch.framework), number), sampling_mode(settings, number)
     defaults = {name: known[key]["default"] for key, name in _FIELDS.items() if key in known}
     batch = read_batch(
         settings,
@@ -180,29 +169,26 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
     )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
+    local = mode == "server" and common.is_server_local(settings)
     findings = [
         *common.version_findings("trl", name),
         *_key_findings(launch, number),
         *common.contradictions("trl", settings, number),
         *_weights(settings),
         *_quantization(settings, launch, number),
-        *_losses(settings, number),
-        *common.gpu_findings(
-            launch,
-            local_server=mode == "server" and common.is_server_local(settings),
-            takes_one_for_vllm=mode == "a GPU of its own",
-        ),
-        *common.server_findings(launch, ""),
+        *common.gpu_findings(launch, local_server=local, takes_one_for_vllm=mode == "a GPU of its own"),
     ]
 
     def of_unsloth(batch: TrlBatch, processes: int) -> TrlBatch:
         return _raised(batch, processes, known) if launch.framework == "unsloth" else batch
 
     if settings.readable(*decides - EVALUATION):
-        new = of_unsloth(batch, max(int(launch.processes.value), 1) if launch.processes else 1).per_device
+        processes = max(int(launch.processes.value), 1) if launch.processes else 1
+        new = of_unsloth(batch, processes).per_device
         text = f"{_PER_DEVICE}: {batch.per_device} as written, which Unsloth raises to num_generations {new}"
         findings += [Finding("CHK005", _PER_DEVICE, text)] if new != batch.per_device else []
-        findings += _steps_findings(settings, batch, number, launch)
+        loss = settings.text("loss_type", known.get("loss_type", {}).get("default"))
+        findings += _steps_findings(loss, batch, processes, number)
     return RunRules(
         version=name,
         version_reason=reason,
@@ -215,22 +201,12 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     )
 
 
-def _keys_of(launch: Launch | Settings) -> str:
-    """The table of keys and defaults that GRPOConfig has."""
-    return "unsloth" if launch.framework == "unsloth" else "trl"
-
-
 def _raised(batch: TrlBatch, processes: int, known: common.Keys) -> TrlBatch:
     """Return the batch size to which Unsloth raises one that does not hold whole groups."""
     if batch.steps_per_generation or batch.generation_batch_size:
         return batch
     size = batch.per_device * (batch.accumulation * processes if "steps_per_generation" in known else 1)
     return replace(batch, per_device=batch.generations) if size % batch.generations else batch
-
-
-def trl_default(key: str, version: Version, framework: str = "trl") -> Any:
-    """The default of a key of this version; None if it has none, or is not there."""
-    return common.known_keys(framework, version).get(key, {}).get("default")
 
 
 def sampling_mode(settings: Settings, version: Version) -> str:
@@ -241,34 +217,38 @@ def sampling_mode(settings: Settings, version: Version) -> str:
         return "colocate"
     if version < (0, 16):
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
-    mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
+    keys = common.known_keys("trl", version)
+    mode = settings.text("vllm_mode", keys["vllm_mode"]["default"]) if version >= (0, 18) else "server"
     return "colocate" if mode == "colocate" else "server"
 
 
 def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
     """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
-    known = dict(common.known_keys(_keys_of(launch), version))
+    known = dict(common.known_keys(common.keys_of(launch.framework), version))
     known |= common.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
-    for key, said in launch.settings.items():
-        if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
+    unread = (entry for entry in launch.unread if launch.form == "python" and entry.key.isidentifier())
+    computed = [(entry.key, Setting(None, entry.where, entry.added)) for entry in unread]
+    for key, said in [*launch.settings.items(), *computed]:
+        of_trainer = key.startswith("trainer.") or (said.value is None and key in common.OF_THE_TRAINER)
+        if of_trainer or said.added:  # by the script's own classes
             continue
         deprecated = known.get(key, {}).get("deprecated")
-        if key not in known and key not in _OF_THE_COMMAND:
+        short = launch.form == "shell" and sum(name.startswith(key) for name in known) == 1  # which argparse completes
+        if key not in known and key not in _OF_THE_COMMAND and not short:
             yield _unknown(key, said, launch, known, version)
         elif isinstance(deprecated, str):
             yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
         elif deprecated and key.startswith("vllm_") and said.value is not None:
             yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
-    every = {*common.OF_THE_TRAINER, *_OF_THE_COMMAND, *known}
-    for unread in launch.unread if launch.form == "python" else ():  # whatever its value is
-        if unread.key.isidentifier() and unread.key not in every and not unread.added:
-            yield _unknown(unread.key, Setting(None, unread.where), launch, known, version)
     own = any(str(entry.value).startswith("trainer:") for entry in launch.todo)  # one that may have other arguments
     for entry in () if own else launch.todo:  # arguments of GRPOTrainer(...) that it does not have
         key = str(entry.value).partition("=")[0]
+        says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
+        since = common.FRAMEWORKS["trl"]["trainer"].get(key, "0")
         if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
-            says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
             yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
+        elif version < parse_version(since):
+            yield Finding("CHK006", key, f"GRPOTrainer has {key} from TRL {since} on", (), entry.where, says)
 
 
 def _unknown(key: str, said: Setting, launch: Launch, known: common.Keys, version: Version) -> Finding:
@@ -298,56 +278,32 @@ def _weights(settings: Settings) -> Iterator[Finding]:
         yield Finding("CHK008", "reward_weights", text, ("without reward_weights",), says=says)
 
 
-def _losses(settings: Settings, version: Version) -> list[Finding]:
-    """Settings that change a loss unintentionally. Before 0.17 loss_type has no effect and has a finding of its own."""
-    default = trl_default("loss_type", version, _keys_of(settings))
-    loss = settings.text("loss_type", default)
-    known = tuple(name for name, first in _LOSSES.items() if version >= first)
-    if default is None:
-        return []
-    if loss not in known:
-        message = "loss_type: fails in the first step, after generation"
-        message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on" if loss in _LOSSES else ""
-        return [Finding("CHK010", "loss_type", message, known, says=f"Unknown loss type: {loss}")]
-    return common.cispo_findings(settings) if loss == "cispo" else []
-
-
 def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
-    """Quantized weights that nothing trains, or that nobody hands to the model."""
+    """Quantized weights that nothing trains."""
     flags = ("load_in_4bit", "load_in_8bit")
     key = next((name for name in flags if settings.flag(name) or settings.flag(f"trainer.{name}")), None)
-    if key is None or not settings.readable("peft_config"):
+    # TRL's script hands it to the model from 0.26 on, and Unsloth loads a saved adapter by the name of its folder
+    of_script = launch.framework == "trl" and launch.form != "python"
+    has_adapter = settings.said("trainer.peft_config") or settings.flag("use_peft") or launch.framework == "unsloth"
+    if key is None or has_adapter or (of_script and version < (0, 26)) or not settings.readable("peft_config"):
         return []
-    if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
-        message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
-        return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
-    if settings.said("trainer.peft_config") or settings.flag("use_peft") or launch.framework == "unsloth":
-        return []  # Unsloth loads a saved adapter by the name of its folder
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
     text = "a quantized model trains only with an adapter"
     return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_MESSAGES["purely_quantized"])]
 
 
-def _steps_findings(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
+def _steps_findings(loss: str | None, batch: TrlBatch, processes: int, version: Version) -> list[Finding]:
     """Find `steps_per_generation` that is 0 or scales the loss wrongly."""
-    loss = settings.text("loss_type", trl_default("loss_type", version, _keys_of(launch)))
-    processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
     name = ".".join(map(str, version))
     if steps == 0:
-        message = (
-            f"generation_batch_size {batch.generation_batch_size} passes TRL {name}'s check and is less than one "
-            f"micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
-        )
+        message = _MESSAGES["no_steps"].format(version=name, processes=processes, **asdict(batch))
         right = (f"generation_batch_size={batch.per_device * processes}",)
         return [Finding("CHK017", "generation_batch_size", message, right)]
     scaled = loss in ("dapo", "cispo", "vespo") and (0, 22) <= version < (1, 16)
     if not scaled or steps is None or steps == batch.accumulation:
         return []
-    message = (
-        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {name} "
-        f"divides by the tokens of the whole generation batch, so the gradient is about "
-        f"{batch.accumulation / steps:g} times what it should be (right again in 1.16)"
-    )
+    numbers = {"steps": steps, "times": batch.accumulation / steps, "accumulation": batch.accumulation}
+    message = _MESSAGES["scaled"].format(loss=loss, version=name, **numbers)
     equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
     return [Finding("CHK016", "steps_per_generation", message, equal)]

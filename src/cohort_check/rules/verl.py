@@ -8,31 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort_check.findings import Finding
+from cohort_check.findings import Finding, load_table
 from cohort_check.launch import ANY_SETTING, Launch, Settings
 from cohort_check.rules import common
 from cohort_check.rules.common import ENGINE, VERL, BatchSizes, Keys, RunRules, Start, Version, parse_version, refused
 
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
-_FIELDS = {
-    "data.train_batch_size": "train_batch_size",
-    f"{_ROLLOUT}.n": "generations",
-    f"{_ACTOR}.ppo_mini_batch_size": "mini_batch_size",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
-}
+_FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["sizes"]  # by key: the field of VerlBatch
 BATCH_KEYS = tuple(_FIELDS)[:3]  # prompts that are sampled, completions of each, prompts of one optimizer step
-_MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they count one
-    "micro": f"{_ACTOR}.ppo_micro_batch_size",
-    "rollout_micro": f"{_ROLLOUT}.log_prob_micro_batch_size",
-    "reference_micro": f"{_REFERENCE}.log_prob_micro_batch_size",
-}
-_USUAL_MICRO_BATCHES = (8, 4, 2, 1)
-_IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
-_UNEXPECTED = "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
-_NO_FIELD = _IN_CLASS.format("PolicyLossConfig", _UNEXPECTED)
+_MICRO_FIELDS: dict[str, str] = common.FRAMEWORKS["verl"]["micro_sizes"]
+_MESSAGES: dict[str, str] = load_table("rules/messages.yaml")["verl"]
 # with verl's rules; the recipes' configurations have keys of their own
 _PROGRAMS = (VERL, "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo", "recipe.entropy.main_entropy")
-_GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
 
@@ -83,7 +70,7 @@ def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
     else:
         kind = "AssertionError: " if batch.micro == (None, None) else "ValueError: "
         texts = _exclusive(batch.micro, "actor", "ppo_micro_batch_size", " if use_dynamic_bsz is not enabled")
-        yield from (_IN_CLASS.format("FSDPActorConfig", kind + text) for text in texts)
+        yield from (_MESSAGES["in_class"].format(name="FSDPActorConfig", error=kind + text) for text in texts)
     mini, (micro, _) = batch.mini_batch_size, batch.micro
     if batch.train_batch_size < mini:
         yield f"train_batch_size ({batch.train_batch_size}) must be >= actor.ppo_mini_batch_size ({mini})"
@@ -99,13 +86,9 @@ def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
 
 def _exclusive(micro: Micro, section: str, key: str, needed: str = "") -> Iterator[str]:
     """One of a micro-batch over all GPUs and one of each GPU must be set."""
-    if micro == (None, None):
-        yield f"[{section}] Please set at least one of '{section}.{key}' or '{section}.{key}_per_gpu'{needed}."
-    elif None not in micro:
-        yield (
-            f"[{section}] You have set both '{section}.{key}' AND '{section}.{key}_per_gpu'. Please remove "
-            f"'{section}.{key}' because only '*_{key}_per_gpu' is supported (the former is deprecated)."
-        )
+    if micro == (None, None) or None not in micro:
+        message = _MESSAGES["none_set" if None in micro else "both_set"]
+        yield message.format(section=section, key=key, needed=needed)
 
 
 def _engines(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
@@ -142,49 +125,33 @@ def _old_workers(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
         yield f"only support equal chunk. Got size of DataProto {completions} and chunk {ranks}."
 
 
-def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
-    """Return values for unset micro-batch sizes (the actor's or a usual size) with which the run starts."""
-    wanted = [name for name in _MICRO_FIELDS if name != "reference_micro" or batch.uses_reference]
-    missing = [name for name in wanted if getattr(batch, name) == (None, None)]
-    whole, size = batch.micro
-    given = [size] if size else [max(1, whole // num_gpus)] if whole else _USUAL_MICRO_BATCHES
-    for size in given if missing else ():
-        sizes: dict[str, Any] = dict.fromkeys(missing, (None, size))
-        if verl_start(replace(batch, **sizes), num_gpus).starts:
-            return (" and ".join(f"{_MICRO_FIELDS[name]}_per_gpu={size}" for name in missing),)
-    return ()
-
-
 def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply verl's rules to a launch. `version` overrides the file's own and the default."""
     name, reason = common.choose_version(launch, version)
     number, settings = parse_version(name), Settings(launch)
     table = common.known_keys("verl", number)
     batch = _batch(settings, number, table)
-    per_node = settings.whole("trainer.n_gpus_per_node", 8)
-    settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
-    notes = [*common.version_findings("verl", name), *_warnings(settings, batch)]
+    # else a configuration of its own says how many
+    per_node = settings.whole("trainer.n_gpus_per_node", 8) if launch.processes else None
     stops = [*_overrides(launch, number, table), *common.contradictions("verl", settings, number)]
-    per_node = per_node if launch.processes else None  # else a configuration of its own says how many
     gpus = common.gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
-    def changed_batch(changed: BatchSizes) -> VerlBatch:
+    def start(num_gpus: int, changed: BatchSizes) -> Start:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
-        return replace(batch, **fields)
+        return verl_start(replace(batch, **fields), num_gpus)
 
     return RunRules(
         version=name,
         version_reason=reason,
         sizes={key: getattr(batch, name) for key, name in _FIELDS.items()},
         decides=decides,
-        start=lambda num_gpus, changed: verl_start(changed_batch(changed), num_gpus),
+        start=start,
         usual_field="data.train_batch_size",
-        missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
-        findings=(*settings.findings, *notes, *stops, *gpus),
+        findings=(*settings.findings, *common.version_findings("verl", name), *stops, *gpus),
         blocked=next((finding.says for finding in stops if finding.says), None),
-        foreign=_foreign(launch, is_release=version is not None or bool(launch.version and not launch.version.added)),
+        foreign=_foreign(launch, is_release=bool(version or (launch.version and launch.version.added is not True))),
     )
 
 
@@ -204,7 +171,7 @@ def _foreign(launch: Launch, *, is_release: bool) -> str | None:
 
 def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     sizes = {name: settings.whole(key, table[key]["default"]) for key, name in _FIELDS.items()}
-    keys = {name: (key, f"{key}_per_gpu") for name, key in _MICRO_FIELDS.items()}
+    keys = {name: (key, f"{key}_per_gpu") for key, name in _MICRO_FIELDS.items()}
     micro: dict[str, Any] = {name: tuple(settings.whole(key, None) for key in both) for name, both in keys.items()}
     parallel = [settings.whole(f"{_ROLLOUT}.{name}_parallel_size", 1) for name in ("data", "pipeline_model")]
     dynamic = settings.flag(f"{_ACTOR}.use_dynamic_bsz")
@@ -234,12 +201,13 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
     loss = f"{_ACTOR}.policy_loss."
     has_own = any(unread.key == "(config)" for unread in launch.unread)  # configuration, whose keys are not known
-    is_copy = launch.version is not None and launch.version.added  # of verl, which may lack keys
+    is_copy = launch.version is not None and launch.version.added is True  # of verl, which may lack keys
     for key, said in launch.settings.items():
         known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
-            yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
+            says = _MESSAGES["no_field"].format(field=field)
+            yield Finding("CHK006", key, f"its policy loss has no {field}", says=says)
         elif launch.program != VERL or has_own or not _is_plain(key):
             continue
         elif said.added == "+" and not is_copy and table.get(key, {}).get("default") is not None:
@@ -253,15 +221,3 @@ def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Findin
     if launch.program == VERL and "required" in table[ENGINE] and ENGINE not in launch.settings and not unknown:
         says = f"Missing mandatory value: {ENGINE}"
         yield Finding("CHK006", ENGINE, "verl has no default engine", (f"{ENGINE}=vllm",), says=says)
-
-
-def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
-    """Old names, and a group of one."""
-    for old in _MICRO_FIELDS.values():
-        if settings.said(old) is not None:
-            text = f"{old} counts all GPUs together and is deprecated; {old}_per_gpu counts one"
-            yield Finding("CHK007", old, text, (f"{old}_per_gpu",))
-    key, estimator = f"{_ROLLOUT}.n", settings.text("algorithm.adv_estimator", "gae")
-    if batch.generations == 1 and estimator in _GROUP_ESTIMATORS and settings.readable(key):
-        text = f"{key} is 1 with algorithm.adv_estimator {estimator}: without peers the reward itself is the advantage"
-        yield Finding("CHK014", key, text, (f"{key}=8",))
