@@ -63,8 +63,8 @@ demo: $(READY)
 
 # Bytecode is kept, also where the environment says otherwise: the tests start many interpreters
 unexport PYTHONDONTWRITEBYTECODE
-# Three for two cores, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
-WORKERS ?= $(shell $(BIN)/python -c 'import os; print(-(-3 * os.cpu_count() // 2))')
+# Two for each core, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
+WORKERS ?= $(shell $(BIN)/python -c 'import os; print(2 * os.cpu_count())')
 SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
