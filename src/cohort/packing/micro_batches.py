@@ -12,11 +12,9 @@ from torch import Tensor
 from cohort.packing.batch import MicroBatch, TrainBatch
 from cohort.packing.bins import assign_sequences
 from cohort.packing.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
-from cohort.processes.this_process import gc_paused
 from cohort.records import IntArray, TrainSequence
 
 
-@gc_paused()
 def pack(
     sequences: Sequence[TrainSequence],
     *,
