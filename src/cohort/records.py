@@ -210,7 +210,7 @@ def _continues(previous: ModelCall, call: ModelCall) -> bool:
 
 
 def _sequence_of(calls: Sequence[ModelCall]) -> TokenSequence:
-    """Join calls that continue each other: the last one's context has the tokens of all before."""
+    """Join calls that continue each other into one sequence. The last context contains all earlier tokens."""
     token_ids = np.concatenate([calls[-1].context_ids, calls[-1].token_ids], dtype=np.int32, casting="same_kind")
     mask = np.zeros(len(token_ids), bool)
     for call in calls:

@@ -67,7 +67,7 @@ def append_observation(content: str | Sequence[Message], observation: str) -> st
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether messages are equal. Those with arrays or tensors are not: comparing them gives no single truth value."""
+    """Whether messages are equal. False if they cannot be compared, as with arrays or tensors in them."""
     try:
         return bool(one == other)
     except Exception:  # whatever the library of the array raises

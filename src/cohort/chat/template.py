@@ -250,7 +250,7 @@ class ChatTemplate:
     def _turn(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools, rendering: Rendering | None = None
     ) -> str | None:
-        """Text after the context of the last assistant message; None if that context changes."""
+        """Return the text after the context of the last assistant message, or None if the context changes."""
         messages = [*history, *new]
         text = self._text(messages, tools)
         context = None

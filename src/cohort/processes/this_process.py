@@ -41,9 +41,10 @@ def resume_gc() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable garbage collection while many records are made, which are no garbage; not while a model computes.
+    """Disable garbage collection while many long-lived records are created.
 
-    Each collection would traverse all that there are so far: a third to a half of the time. Any thread may use it.
+    Otherwise each collection traverses all records so far, which takes up to a third of the time. Do not use this while
+    a model computes: garbage may hold GPU memory. Reentrant, and safe to use from several threads.
     """
     global _num_pausing, _resumes
     with _pausing:

@@ -197,7 +197,7 @@ class RolloutCollector:
 
     def _run_until_paused(self) -> None:
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
-        with self._loop.clock_running(), gc_paused():  # it ends at least once per tick
+        with self._loop.clock_running(), gc_paused():  # for one tick at most
             self._loop.run_forever()
         tick.cancel()
 

@@ -86,7 +86,7 @@ class Draft:
             self.differences.append(text)
 
     def flag(self, key: str) -> bool:
-        """Whether a switch is on, by default as in the framework."""
+        """Whether a switch is on. The default is that of the framework."""
         entry = self.known.get(key) or self._older.get(key, {})
         return self.settings.flag(key, bool(entry.get("default")))
 

@@ -291,7 +291,7 @@ class _Walker:
         return _concatenated([self._pieces(child, quoted=True) for child in default]) or [Word("")]
 
     def _arithmetic(self, text: str) -> Word:
-        """Evaluate `$((a * b))` of whole numbers."""
+        """Evaluate integer arithmetic such as `$((a * b))`."""
 
         def value(node: ast.expr) -> int:
             if not isinstance(node, ast.Name):

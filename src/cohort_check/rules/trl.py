@@ -43,7 +43,7 @@ class TrlBatch:
         return {key: value for key, value in said.items() if value is not None}
 
     def changed(self, sizes: BatchSizes) -> "TrlBatch":
-        """The batch with these numbers."""
+        """Return a copy of the batch with some of its sizes replaced."""
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in sizes.items()}
         return replace(self, **fields)
 

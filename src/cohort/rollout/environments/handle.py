@@ -180,7 +180,7 @@ class UserThread:
     """A daemon thread that runs functions one after another."""
 
     def __init__(self, name: str):
-        """Create the thread without starting it: the first function does. All calls come from one thread."""
+        """Create the thread; the first call of `start` starts it. Not thread-safe."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
 

@@ -184,7 +184,7 @@ class RolloutModel:
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         earlier = self._continued_turn(messages, tools)
-        # a program may change its own in place, and still be recognized; what is already a copy need not be one again
+        # copies, as programs may change messages in place; those of the earlier turn are kept where equal
         kept = earlier.conversation if earlier else ()
         conversation = [
             *(old if are_equal(old, own) else copy.deepcopy(own) for old, own in zip(kept, messages, strict=False)),
@@ -206,7 +206,7 @@ class RolloutModel:
         if train:
             if not self.transcript:
                 self._num_messages = len(conversation)
-            self.transcript = [*map(dict, conversation[self._num_messages :]), message]  # which programs may change
+            self.transcript = [*map(dict, conversation[self._num_messages :]), message]  # programs may change it
         return reply
 
     async def generate(
