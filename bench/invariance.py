@@ -38,7 +38,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = [str(save_model_folder(folder / str(seed), seed=seed)) for seed in (0, 1)]
-        jobs = [("gradients", *models, name) for name in algorithms]
+        splits = [f"{step}/{budget}" for step in STEPS for budget in BUDGETS]
+        jobs = [("gradients", *models, name, *splits) for name in algorithms]
         results = {n: dict(zip(algorithms, run_ranks(n, folder, *jobs), strict=True)) for n in worlds}
         policy, reference = (
             policy_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()) for path in models
