@@ -62,6 +62,15 @@ def test_the_catalogue_names_the_keys_that_a_function_takes(name: str):
     assert set(inspect.signature(getattr(advantages, name)).parameters) == {"x", *ALL[name].defaults}
 
 
+@pytest.mark.parametrize("name", [name for name, advantage in ALL.items() if not advantage.uses_token_rewards])
+def test_the_rewards_of_tokens_are_made_only_for_those_that_read_them(name: str):
+    x = advantage_inputs(rewards([0.0, NAN, 2.0], [1.0, 3.0, 5.0]), lengths=[[1, 3, 2], [2, 1, 1]])
+    expected = of(name, x)
+    torch.testing.assert_close(of(name, replace(x, token_rewards=None)), expected, equal_nan=True, rtol=0, atol=0)
+    config = AlgorithmConfig.model_validate({"advantage": name, **({"at_k": 2} if name == "max_at_k" else {})})
+    assert not build_algorithm(config, max_completion_tokens=9).reads_token_rewards
+
+
 def test_group_mean_std():
     # mean 1, squares 1 + 1 + 1 + 1 over G - 1 = 3: std sqrt(4/3)
     close(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.gae import gae as gae
-from cohort.algorithms.statistics import AdvantageInputs, center, count_scored, std, whiten, whiten_tokens
+from cohort.algorithms.statistics import (
+    AdvantageInputs,
+    center,
+    count_scored,
+    std,
+    token_rewards,
+    whiten,
+    whiten_tokens,
+)
 from cohort.errors import UserError
 
 
@@ -109,7 +117,7 @@ def _shares_of_sets(n: int, at_k: int, size: int) -> list[float]:
 
 def _returns(x: AdvantageInputs) -> Tensor:
     """[P, G, L] sum of token rewards from each token on."""
-    return x.token_rewards.flip(-1).cumsum(dim=-1).flip(-1)
+    return token_rewards(x).flip(-1).cumsum(dim=-1).flip(-1)
 
 
 def _smallest(rewards: Tensor) -> float:

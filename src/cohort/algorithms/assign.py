@@ -177,7 +177,9 @@ def assign_advantages(
         ones if the algorithm masks them, and for those without loss tokens.
     """
     penalties = {index: coefficients.kl * kl for index, kl in reward_kl_penalty(algorithm, outputs).items()}
-    x = advantage_inputs(groups, sequences, outputs, reward_weights, penalties)
+    x = advantage_inputs(
+        groups, sequences, outputs, reward_weights, penalties, with_tokens=algorithm.reads_token_rewards
+    )
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy() & (lengths_N > 0)
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
@@ -245,6 +247,8 @@ def advantage_inputs(
     outputs: ForwardOnlyOutputs,
     reward_weights: Mapping[str, float],
     penalties: Mapping[int, FloatArray],
+    *,
+    with_tokens: bool = True,
 ) -> AdvantageInputs:
     """Collect the inputs of the advantage for P groups of G completions each.
 
@@ -254,6 +258,7 @@ def advantage_inputs(
         outputs: forward-only outputs of the sequences, if the algorithm needs them.
         reward_weights: weight of each part of the reward.
         penalties: penalty on the reward of each token, by sequence index.
+        with_tokens: whether the algorithm reads the rewards of tokens. They take more memory than all else.
 
     Raises:
         TrainingError: there are no groups, or they are not of one size.
@@ -267,29 +272,31 @@ def advantage_inputs(
     np.add.at(lengths_N, [s.trajectory for s in sequences], [s.num_loss_tokens for s in sequences])
     lengths_PG = lengths_N.reshape(rewards_PG.shape)
     scored_PG, trained_PG = ~np.isnan(rewards_PG), lengths_PG > 0
-    tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
-    last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
-    tokens_PGL[last_PG] = np.where(scored_PG & trained_PG, rewards_PG, 0.0)
     with_steps = [
         (p, g, trajectory)
         for p, group in enumerate(groups)
         for g, trajectory in enumerate(group.trajectories)
         if trajectory.step_rewards and scored_PG[p, g] and trained_PG[p, g]
     ]
-    for p, g, trajectory in with_steps:
-        _move_step_rewards(tokens_PGL[p, g], trajectory, reward_weights)
-    if penalties:
-        tokens_PGL -= np.where(scored_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
-    # without a trained token there is none to bear the reward, with which the group is still compared
     is_at_one_token = not penalties and not with_steps
-    sums_PG = rewards_PG + 0.0 if is_at_one_token else tokens_PGL.sum(axis=-1)
+    tokens_PGL = None
+    if with_tokens or not is_at_one_token:
+        tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
+        last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
+        tokens_PGL[last_PG] = np.where(scored_PG & trained_PG, rewards_PG, 0.0)
+        for p, g, trajectory in with_steps:
+            _move_step_rewards(tokens_PGL[p, g], trajectory, reward_weights)
+        if penalties:
+            tokens_PGL -= np.where(scored_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
+    # without a trained token there is none to bear the reward, with which the group is still compared
+    sums_PG = rewards_PG + 0.0 if tokens_PGL is None or is_at_one_token else tokens_PGL.sum(axis=-1)
     totals_PG = np.where(trained_PG, sums_PG, rewards_PG)
     parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
         rewards=torch.from_numpy(np.where(scored_PG, totals_PG, np.nan)),
         reward_parts=torch.from_numpy(np.stack(parts, axis=-1) if parts else rewards_PG[..., None]),
         reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
-        token_rewards=torch.from_numpy(tokens_PGL),
+        token_rewards=None if tokens_PGL is None else torch.from_numpy(tokens_PGL),
         lengths=torch.from_numpy(lengths_PG),
         values=torch.from_numpy(_padded(outputs.values, sequences, lengths_PG)) if outputs.values else None,
     )
@@ -331,4 +338,4 @@ def _checked(advantages: Tensor, x: AdvantageInputs) -> Tensor:
     is_per_token = advantages.dim() == 3
     if not advantages[x.token_mask if is_per_token else ~x.rewards.isnan()].isfinite().all():
         raise TrainingError("algorithm.advantage: the advantage of a scored completion is NaN or infinite")
-    return (advantages if is_per_token else advantages.unsqueeze(-1)).expand(x.token_rewards.shape).double()
+    return (advantages if is_per_token else advantages.unsqueeze(-1)).double().expand(x.token_shape)

@@ -50,6 +50,7 @@ class Algorithm:
     mask_truncated: bool
     forward_only_outputs: frozenset[ForwardOnlyField]  # computed before the first update
     needs_reference: bool  # in the loss
+    reads_token_rewards: bool  # its advantage or its critic does
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
     sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
     reward_kl: KlEstimator | None  # subtracted from each token's reward, times its coefficient
@@ -104,6 +105,9 @@ def build_algorithm(
         mask_truncated=config.mask_truncated_completions,
         forward_only_outputs=frozenset(name for name, is_needed in needed.items() if is_needed),
         needs_reference=config.kl_in == "loss",
+        reads_token_rewards=config.takes_token_rewards
+        or config.needs_critic
+        or isinstance(config.advantage, CustomFunction),
         learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
         sequence_level=traits.sequence_level
         or correction.startswith("sequence")

@@ -42,7 +42,7 @@ def load_advantage(choice: CustomFunction) -> Callable[[AdvantageInputs], Tensor
         advantages = function(_copied(x))  # it may modify its inputs
         if not isinstance(advantages, Tensor) or not advantages.is_floating_point():
             raise function.error(f"returned {_kind(advantages)}; must be a float tensor, [P, G] or [P, G, L]")
-        shape = tuple(x.token_rewards.shape)
+        shape = x.token_shape
         if tuple(advantages.shape) not in (shape[:2], shape):
             raise function.error(
                 f"returned {_kind(advantages)} for rewards {shape[:2]}; must be {shape[:2]}, one per completion, or "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.loss_weights import token_mean
-from cohort.algorithms.statistics import AdvantageInputs, whiten_tokens
+from cohort.algorithms.statistics import AdvantageInputs, token_rewards, whiten_tokens
 from cohort.packing.batch import LossOutput, ValueInputs
 from cohort.records import FloatArray, TrainSequence
 
@@ -44,7 +44,7 @@ def _unwhitened(x: AdvantageInputs, *, gamma: float, gae_lambda: float) -> Tenso
     """
     values = _values(x)
     following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
-    deltas = x.token_rewards + gamma * following - values  # 0 past the end of a completion
+    deltas = token_rewards(x) + gamma * following - values  # 0 past the end of a completion
     if gamma * gae_lambda == 1:
         return deltas.flip(-1).cumsum(dim=-1).flip(-1)
     advantages = torch.zeros_like(deltas)

@@ -17,14 +17,21 @@ class AdvantageInputs:
     rewards: Tensor  # [P, G] sum of a completion's token rewards
     reward_parts: Tensor  # [P, G, K] each reward separately, without the KL penalty
     reward_weights: Tensor  # [K]
-    token_rewards: Tensor  # [P, G, L] reward at the last token, minus any KL penalty at each token; 0 past the end
+    token_rewards: Tensor | None  # [P, G, L] reward at the last token, minus any KL penalty at each token; 0 past the
+    # end; None if the algorithm does not read it
     lengths: Tensor  # [P, G] int64
     values: Tensor | None = None  # [P, G, L] critic's values, 0 past the end; None without a critic
 
     @property
+    def token_shape(self) -> tuple[int, int, int]:
+        """P, G and L."""
+        num_prompts, num_generations = self.lengths.shape
+        return num_prompts, num_generations, max(1, int(self.lengths.max()))
+
+    @property
     def token_mask(self) -> Tensor:
         """[P, G, L] bool: tokens of scored completions."""
-        within = torch.arange(self.token_rewards.shape[-1]) < self.lengths.unsqueeze(-1)
+        within = torch.arange(self.token_shape[-1]) < self.lengths.unsqueeze(-1)
         return within & ~self.rewards.isnan().unsqueeze(-1)
 
 
@@ -54,6 +61,12 @@ def whiten(values: Tensor, *, dim: int, std_epsilon: float) -> Tensor:
 def count_scored(values: Tensor, *, dim: int) -> Tensor:
     """Count values that are not NaN."""
     return (~values.isnan()).sum(dim=dim, keepdim=True)
+
+
+def token_rewards(x: AdvantageInputs) -> Tensor:
+    """Return the token rewards of an algorithm that reads them: [P, G, L]."""
+    assert x.token_rewards is not None, "this advantage needs token rewards"
+    return x.token_rewards
 
 
 def whiten_tokens(values_PGL: Tensor, x: AdvantageInputs, std_epsilon: float) -> Tensor:
