@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cohort import fast_json
 from cohort.config.data import SOURCE
 from cohort.processes.this_process import gc_paused
 from cohort.records import (
@@ -158,7 +159,7 @@ def _turn_columns(
     structs = pa.StructArray.from_arrays([*call_columns.values()], [*call_columns])
     columns: dict[str, Any] = {
         "error": pa.array([t.error for t in trajectories], pa.string()),
-        "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
+        "messages": pa.array([fast_json.encode(t.messages, default=str) for t in trajectories], pa.string()),
         "sequence_token_ids": _nested(counts, _lists(lengths, [s.token_ids for s in flat], np.int32)),
         "loss_mask": _nested(counts, _lists(lengths, [s.loss_mask for s in flat], np.bool_)),
         "calls": _nested([len(trajectory.calls) for trajectory in trajectories], structs),

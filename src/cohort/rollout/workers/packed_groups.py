@@ -4,7 +4,6 @@ The tokens of a context are written from where it departs from the sequence befo
 completion of the trajectory's previous call.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cohort import fast_json
 from cohort.processes.this_process import gc_paused
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup, Trajectory, TurnStats, common_length
 from cohort.rollout.engines.base import PackedCompletions
@@ -25,7 +25,7 @@ _PLAIN = ("text", "end", "observation", "error")  # fields of a trajectory that 
 def write_message(header: Mapping[str, Any], arrays: Sequence[NDArray[Any]] = ()) -> bytes:
     """Return a JSON header and arrays as one message."""
     shapes = [(array.dtype.name, len(array)) for array in arrays]
-    text = json.dumps({**header, "arrays": shapes}, default=_plain).encode()
+    text = fast_json.encode({**header, "arrays": shapes}, default=_plain)
     return b"".join([text, _END, *(array.tobytes() for array in arrays)])
 
 
@@ -36,7 +36,7 @@ def read_message(content: bytes) -> dict[str, Any]:
         ValueError: it is no message.
     """
     end = content.index(_END)
-    header: dict[str, Any] = json.loads(content[:end])
+    header: dict[str, Any] = fast_json.decode(content[:end])
     arrays: list[NDArray[Any]] = []
     start = end + 1
     for dtype, length in header["arrays"]:

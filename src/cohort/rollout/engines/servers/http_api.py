@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import httpx2
 
+from cohort import fast_json
 from cohort.errors import UserError
 from cohort.rollout.engines.servers.handles import BusyError, ServerError
 from cohort.rollout.engines.servers.secret import Secret, request_headers
@@ -27,6 +28,7 @@ _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
 _UNAUTHORIZED = (401, 403)
 _NOT_FOUND = 404
+_JSON = {"Content-Type": "application/json"}
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"  # in OpenSSL's messages
 
 
@@ -177,8 +179,9 @@ class HttpClient:
 
         # a request has about ten events, and each costs a call
         extensions = {"trace": trace} if secret is not None and secret.mutual else None
+        body: dict[str, Any] = {} if json is None else {"content": fast_json.encode(json), "headers": _JSON}
         with self._client(url) as http:
-            return await http.request(method, f"{url}{path}", json=json, extensions=extensions)
+            return await http.request(method, f"{url}{path}", **body, extensions=extensions)
 
     async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
         """Send a request and return the parsed body of its answer.
@@ -201,7 +204,7 @@ class HttpClient:
                 raise RejectedError(said)
             raise (BusyError if response.status_code in _BUSY else ServerError)(f"{url}{path}: {said}")
         try:
-            return response.json()
+            return fast_json.decode(response.content)
         except ValueError as error:
             raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
 
