@@ -141,10 +141,11 @@ class RolloutCollector:
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
         if rollout_function is answer_prompt:  # a third of the time that a coroutine for each takes
             calls = [asyncio.ensure_future(generate(prompt.token_ids, sampling, call_key)) for call_key in keys]
-            for call in calls:
-                if isinstance(call, asyncio.Task):
-                    self._track(call)
-            completions = [completion(call, self._tokenizer, sampling) for call in await asyncio.gather(*calls)]
+            tasks = [call for call in calls if isinstance(call, asyncio.Task)]
+            for task in tasks:
+                self._track(task)
+            await asyncio.gather(*tasks)  # one may fail long before the others end
+            completions = [completion(await call, self._tokenizer, sampling) for call in calls]
             return RolloutGroup(prompt=prompt, trajectories=tuple(completions))
         coroutines = (rollout_function(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
         trajectories = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
