@@ -83,7 +83,7 @@ test-extras: $(EXTRAS_READY)
 	@$(BIN)/python -m pytest -rs -m extras
 
 # What other packages' versions change; the rest of `make test` is Cohort's own arithmetic
-OLDEST_TESTS := $(addprefix tests/, chat cli data learner models rewards rollout trainer run/test_versions.py)
+OLDEST_TESTS := $(addprefix tests/, chat cli data learner models rewards rollout trainer run/test_versions.py test_fast_json.py)
 
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS="-c constraints-oldest.txt" TESTS="$(OLDEST_TESTS)"
