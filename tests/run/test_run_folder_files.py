@@ -10,7 +10,8 @@ import pytest
 
 from cohort.config import config_from_dict
 from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
-from cohort.run.completions import write_completions_file
+from cohort.rollout.engines.base import PackedCompletions
+from cohort.run.completions import _completions_table, write_completions_file
 from cohort.run.folder import config_changes
 from configs import MINIMAL
 from run_folders import open_folder
@@ -287,6 +288,29 @@ def test_files_of_many_tokens_are_divided_into_row_groups(tmp_path, monkeypatch)
         metadata = pq.read_metadata(tmp_path / "c.parquet")
         rows.append([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     assert rows == [[4], [2, 2], [1, 1, 1, 1]]
+
+
+def test_completions_in_one_array_are_written_without_a_copy(tmp_path):
+    """Those that a rank has sent; others, and columns of several turns, are copied. The rows are the same."""
+    sampled = [answer(TEXT, range(length)).calls[0] for length in (*range(1, 51), 0, *range(1, 14))]
+    shares = [PackedCompletions.of(sampled[:40]), PackedCompletions.of(sampled[40:])]
+    received = [
+        replace(call, token_ids=c.token_ids, sampling_logprobs=c.sampling_logprobs)
+        for call, c in zip(sampled, [c for share in shares for c in share.unpack()], strict=True)
+    ]
+    tables = []
+    for calls in (sampled, received, [*received[:40], *sampled[40:]], received[::-1], received[::2]):
+        trajectories = tuple(Trajectory.single_turn(call, text="") for call in calls)
+        group = ScoredGroup(prompt=TEXT, trajectories=trajectories, rewards=np.zeros(len(calls)), reward_parts={})
+        tables.append(_completions_table(1, [group], None))
+        write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
+        rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
+        assert [row["completion_token_ids"] for row in rows] == [call.token_ids.tolist() for call in calls]
+        assert [row["sampling_logprobs"] for row in rows] == [call.sampling_logprobs.tolist() for call in calls]
+    assert [table["completion_token_ids"].num_chunks for table in tables] == [1, 4, 1, 1, 1]  # an empty one is nowhere
+    chunks = tables[1]["completion_token_ids"].chunks
+    addresses = [chunks[number].values.buffers()[1].address for number in (0, 1)]
+    assert addresses == [share.token_ids.__array_interface__["data"][0] for share in shares]
 
 
 def test_details_of_some_groups_are_null_for_the_others(tmp_path):

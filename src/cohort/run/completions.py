@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cohort.records import (
 from cohort.run.atomic import write_file_atomically
 
 _ROW_GROUP_TOKENS = 1 << 20  # sampled tokens in a row group of completions, on average
+_ARRAYS_IN_A_RUN = 16  # on average, at least: with fewer, chunks of a column cost more than copying it
 
 
 def write_completions_file(
@@ -82,6 +84,36 @@ def _lists(lengths: Sequence[int], arrays: Sequence[NDArray[Any]], dtype: type[n
     return _nested(lengths, pa.array(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="same_kind")))
 
 
+def _lists_of_calls(
+    lengths: Sequence[int], arrays: Sequence[NDArray[Any]], dtype: type[np.generic]
+) -> pa.ListArray | pa.ChunkedArray:
+    """Like `_lists`, without copying pieces of larger arrays, such as those of a rank's completions."""
+    is_one_each = [len(array) for array in arrays] == list(lengths)
+    runs = _runs_in_memory(arrays, np.dtype(dtype)) if is_one_each else []
+    if len(runs) * _ARRAYS_IN_A_RUN > len(arrays) or not runs:
+        return _lists(lengths, arrays, dtype)
+    return pa.chunked_array([_nested(lengths[rows], pa.array(values)) for rows, values in runs])
+
+
+def _runs_in_memory(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> list[tuple[slice, NDArray[Any]]]:
+    """Arrays that follow each other in a larger one, and their part of it; none if any is in no such array."""
+    bases = [array.base if isinstance(array.base, np.ndarray) else array for array in arrays]
+    if any(a.dtype != dtype or a.ndim != 1 or not a.flags.c_contiguous for a in (*arrays, *bases)):
+        return []
+    addresses = [array.__array_interface__["data"][0] for array in arrays]
+    starts = [0]
+    for row in range(1, len(arrays)):
+        end = addresses[row - 1] + arrays[row - 1].nbytes
+        if bases[row] is not bases[row - 1] or addresses[row] != end:
+            starts.append(row)
+    runs = []
+    for first, end in pairwise([*starts, len(arrays)]):
+        offset = (addresses[first] - bases[first].__array_interface__["data"][0]) // dtype.itemsize
+        length = sum(len(array) for array in arrays[first:end])
+        runs.append((slice(first, end), bases[first][offset : offset + length]))
+    return runs
+
+
 def _nested(lengths: Sequence[int], values: pa.Array) -> pa.ListArray:
     """A column of lists with so many of the values each."""
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values)
@@ -107,8 +139,8 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "answer": pa.array([groups[number].answer for number in numbers], pa.string()),
         "completion": pa.array([c.text for c in completions], pa.string()),
         "prompt_token_ids": _lists([len(p.token_ids) for p in prompts], [p.token_ids for p in prompts], np.int32),
-        "completion_token_ids": _lists(lengths, [call.token_ids for call in sampled], np.int32),
-        "sampling_logprobs": _lists(lengths, [call.sampling_logprobs for call in sampled], np.float32),
+        "completion_token_ids": _lists_of_calls(lengths, [call.token_ids for call in sampled], np.int32),
+        "sampling_logprobs": _lists_of_calls(lengths, [call.sampling_logprobs for call in sampled], np.float32),
         "num_tokens": pa.array(lengths, pa.int64()),
         "end": [c.end for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
