@@ -12,10 +12,11 @@ def encode(value: Any, *, default: Callable[[Any], Any] | None = None) -> bytes:
 
     Args:
         value: the value.
-        default: converts what is not JSON; without it, nothing does.
+        default: converts what is neither JSON nor known to pydantic, which writes sets as lists, dataclasses as
+            objects, bytes as text and dates in ISO 8601.
 
     Raises:
-        TypeError: it is not JSON.
+        TypeError: a part of it cannot be written, and there is no `default`.
         ValueError: it contains itself.
     """
     try:

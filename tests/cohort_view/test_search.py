@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cohort import fast_json
 from cohort.config.condition import ConditionError
 from cohort_view.run import ViewedRun
 from cohort_view.search.search import Done, Match, Progress, Search, columns, search, snippet
@@ -113,6 +114,14 @@ def test_a_match_shows_where_its_row_is_in_the_file_and_what_it_is(tmp_path: Pat
 )
 def test_snippets_show_where_it_matches(pattern: str | None, text: str, parts: list[str]):
     assert snippet(text, pattern) == parts
+
+
+@pytest.mark.parametrize("encode", [json.dumps, lambda value: fast_json.encode(value).decode()], ids=["ascii", "utf-8"])
+def test_text_is_found_however_json_escapes_it(tmp_path: Path, encode: Callable[[Any], str]):
+    texts = ['café "x"', "C:\\é", "ü\n日", "tab\té", "😀 'it'", "plain"]
+    write(tmp_path, "step-000001", [row(text="", messages=encode([{"content": text}])) for text in texts])
+    for text in texts:
+        assert len(matches_of(tmp_path, "", f"{text!r} in messages")) == 1
 
 
 def test_the_column_that_a_condition_reads_is_shown(tmp_path: Path):

@@ -18,7 +18,7 @@ class AdvantageInputs:
     reward_parts: Tensor  # [P, G, K] each reward separately, without the KL penalty
     reward_weights: Tensor  # [K]
     token_rewards: Tensor | None  # [P, G, L] reward at the last token, minus any KL penalty at each token; 0 past the
-    # end; None if the algorithm does not read it
+    # end; None for built-in algorithms that do not read it
     lengths: Tensor  # [P, G] int64
     values: Tensor | None = None  # [P, G, L] critic's values, 0 past the end; None without a critic
 

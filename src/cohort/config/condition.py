@@ -210,7 +210,8 @@ class _Parser:
         match part:
             case ast.Constant(str(text)):
                 found = self._text_column(column)
-                spellings = [text, json.dumps(text)[1:-1]] if found.is_json else [text]
+                written = [json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)]
+                spellings = [text, *written] if found.is_json else [text]
                 return self.matches(found.name, "|".join(map(re.escape, dict.fromkeys(spellings))))
         raise self._error(part, "expected text in quotes before in, or values after it, as in step in (1, 2)")
 

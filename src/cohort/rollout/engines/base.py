@@ -186,7 +186,7 @@ class RolloutEngine(Protocol):
     """Samples from the current policy. All methods are called in the training thread."""
 
     def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> Awaitable[ModelCall]:
-        """Sample a continuation of `token_ids` [K]. A future is collected faster than a coroutine.
+        """Sample a continuation of `token_ids` [K]. A future is collected faster than a coroutine, but must not fail.
 
         Concurrent calls may be batched; those with equal `token_ids` are prefilled once. Tokens after a stop string of
         `sampling` are cut by the caller (`cut_at_stop`), so that an engine may sample a few more, or ignore it.
