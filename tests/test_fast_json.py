@@ -25,6 +25,11 @@ def test_as_pythons(value: Any):
     assert b"\0" not in content
 
 
+def test_the_spelling_is_the_same_for_half_a_pair():
+    assert fast_json.encode({"a": [1, "é"]}) == '{"a":[1,"é"]}'.encode()
+    assert fast_json.encode({"a": [1, "\ud83d"]}) == rb'{"a":[1,"\ud83d"]}'
+
+
 def test_many_levels_half_a_pair_and_numbers_that_json_lacks():
     value: list[Any] = ["\ud83d", float("inf"), 2**80]
     for _ in range(500):

@@ -22,7 +22,7 @@ def encode(value: Any, *, default: Callable[[Any], Any] | None = None) -> bytes:
     try:
         return to_json(value, fallback=default)
     except ValueError:  # half of a surrogate pair, which a model may write in the arguments of a tool
-        return json.dumps(value, default=default).encode()
+        return json.dumps(value, default=default, separators=(",", ":")).encode()
 
 
 def decode(content: bytes) -> Any:

@@ -90,13 +90,18 @@ def _lists_of_calls(
     """Like `_lists`, without copying pieces of larger arrays, such as those of a rank's completions."""
     is_one_each = [len(array) for array in arrays] == list(lengths)
     runs = _runs_in_memory(arrays, np.dtype(dtype)) if is_one_each else []
-    if len(runs) * _ARRAYS_IN_A_RUN > len(arrays) or not runs:
+    if not runs or len(runs) * _ARRAYS_IN_A_RUN > len(arrays):
         return _lists(lengths, arrays, dtype)
     return pa.chunked_array([_nested(lengths[rows], pa.array(values)) for rows, values in runs])
 
 
 def _runs_in_memory(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> list[tuple[slice, NDArray[Any]]]:
-    """Arrays that follow each other in a larger one, and their part of it; none if any is in no such array."""
+    """Find runs of arrays that are adjacent parts of one larger array.
+
+    Returns:
+        For each run, the rows of its arrays and the part of the larger array that they fill. Nothing if an array is not
+        contiguous or has another dtype.
+    """
     bases = [array.base if isinstance(array.base, np.ndarray) else array for array in arrays]
     if any(a.dtype != dtype or a.ndim != 1 or not a.flags.c_contiguous for a in (*arrays, *bases)):
         return []

@@ -173,7 +173,7 @@ def _sequence(call: ModelCall) -> IntArray:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what is not JSON in messages: mappings, arrays and numbers of NumPy; else its text."""
+    """Convert what JSON lacks: mappings to dictionaries, arrays and numbers of NumPy to Python's, the rest to text."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
